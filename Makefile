@@ -1,5 +1,5 @@
-# `make demo` and `make test` set up what they need. They assume Python 3.11 or later, make and a C++ compiler; without
-# the compiler the operators run on their torch reference.
+# `make demo` and `make test` set up what they need. They assume Python 3.11 or later, make and a C++ compiler. With
+# FASTGEN_NO_EXT=1 in the environment they need none, and the operators run on their torch reference.
 
 PYTHON ?= python3
 # What pip is asked for as torch; `cpu` for the build without CUDA; `installed` for the torch that PYTHON already has.
@@ -91,9 +91,9 @@ clean: ## remove everything that was built or installed
 
 # Pins of torch and of what torch itself pins hold for the default release only.
 UNPINNED := $(if $(filter-out torch cpu,$(TORCH)),torch|triton|setuptools,none)
-WANTED_TORCH = $(if $(filter cpu,$(TORCH)),--index-url https://download.pytorch.org/whl/cpu torch,$(filter-out installed,$(TORCH)))
+WANTED_TORCH = $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu torch,$(filter-out installed,$(TORCH)))
 SIZE = $(if $(filter torch,$(TORCH)),3 GB to download on Linux$(,) where pip takes the CUDA build of torch; \
-	make demo TORCH=cpu downloads 0.4 GB and takes about five minutes,0.4 GB to download and about five minutes)
+	make demo TORCH=cpu downloads 0.4 GB and takes about five minutes,$(if $(filter installed,$(TORCH)),0.2,0.4) GB to download and about five minutes)
 , := ,
 CHECK_PYTHON = import sys; sys.exit("make: Python 3.11 or later is needed, and $(PYTHON) is %d.%d; \
 	name another one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)
@@ -104,6 +104,8 @@ FIND_TORCH = from importlib.util import find_spec as find; import os, sys; torch
 # What the demo needs: what a user of the commands has. The tests add the rest to it.
 .venv/.demo: constraints.txt pyproject.toml
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@[ -n "$$FASTGEN_NO_EXT" ] || command -v $${CXX:-c++} > /dev/null \
+		|| { echo "make: there is no C++ compiler: install g++, name one with CXX, or set FASTGEN_NO_EXT=1"; exit 1; }
 	@echo "Installing FastGen and what its commands need into .venv: $(SIZE)"
 	@$(PYTHON) -m venv .venv
 	@$(if $(filter installed,$(TORCH)),$(PYTHON) -c '$(FIND_TORCH)' > "$$(echo .venv/lib/python*/site-packages)/torch.pth")
@@ -130,7 +132,7 @@ FIND_TORCH = from importlib.util import find_spec as find; import os, sys; torch
 	@touch $@
 
 # Tools that only `make wheel` needs.
-.venv/.wheel-tools: .venv/.dependencies
+.venv/.wheel-tools: .venv/.demo
 	@$(BIN)/pip install -q -c .venv/constraints.txt ziglang auditwheel
 	@touch $@
 

@@ -28,6 +28,8 @@ SESSIONS = ROOT / "docs" / "sessions.csv"
 CHART_OF_SESSIONS = ROOT / "docs" / "sessions.png"
 MACHINE_OF_SESSIONS = "two cores of an AMD EPYC (Zen 4), torch 2.13.0, Transformers 5.24.0"
 SMALL_MODELS = ("smollm2-", "opus-mt-")
+# Where the system names no model.
+PROCESSORS = {"Intel(R) Xeon(R) Processor": "an Intel Xeon with AVX-512 and AMX"}
 HEAD = ["workload", "against", "its time", "with FastGen", "times as fast", "K/V memory", "peak memory"]
 
 # Ways to run FastGen that are not its defaults.
@@ -79,8 +81,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def machine(results: dict[str, dict[str, object]]) -> str:
     about, versions, settings = results["machine"], results["versions"], results["settings"]
+    name = PROCESSORS.get(str(about["cpu"]), about["cpu"])
     return (
-        f"Measured on: {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, {about['instructions']}, "
+        f"Measured on: {name}, {about['cores']} cores, {about['memory_gib']} GiB, {about['instructions']}, "
         f"{settings['threads']} threads; torch {versions['torch']}, transformers {versions['transformers']}."
     )
 

@@ -126,7 +126,7 @@ def compare(model: Any, inputs: Any, *, tokenizer: Any = None, **generate_kwargs
     """Generates with the original code and with FastGen, and compares the results, the times and the memory.
 
     Each side has a first call, after a short warm-up, and later ones, both sides in turn, once FastGen's calls capture
-    nothing more. All start from the same random state. There are seven calls at least, warm-ups included.
+    nothing more. All start from the same random state. There are five calls at least, and a warm-up.
 
     Args:
         model: a Transformers model, or a pipeline that generates.

@@ -8,7 +8,7 @@ import ctypes
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,8 @@ class Comparison:
     """Tokens that speculative decoding drafted and accepted in the last call, or None if there were none."""
     not_drafted: str | None = None
     """Why a call that could have had drafts went without them, or None."""
+    settled: bool = True
+    """Whether nothing more was captured in the later calls; if not, even later ones may be faster."""
 
     @property
     def speedup(self) -> float:
@@ -85,12 +87,21 @@ class Comparison:
             rows.append(("peak memory", *(f"{size / 2**20:.1f} MiB" for size in (before, after)), share))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        different = "DIFFERENT, first at row {}, position {}"
-        lines.append("tokens: " + (different.format(*self.first_difference) if self.first_difference else "identical"))
+        if not self.settled:
+            lines.append("steps were still being captured: later calls may be faster")
+        lines.append(f"tokens: {self._difference()}")
         lines.append(f"accelerated: {'yes' if self.accelerated else f'no ({self.fallback})'}")
         if self.drafts or self.not_drafted:
             lines.append(f"drafts: {self.drafts or f'none ({self.not_drafted})'}")
         return "\n".join(lines)
+
+    def _difference(self) -> str:
+        if self.first_difference is None:
+            return "identical"
+        row, position = self.first_difference
+        if position >= 0:
+            return f"DIFFERENT, first at row {row}, position {position}"
+        return f"DIFFERENT, first in the result of input {row}" if row >= 0 else "DIFFERENT numbers of results"
 
 
 def compare(model: Any, inputs: Any, tokenizer: Any, generate_kwargs: dict[str, Any]) -> Comparison:
@@ -105,7 +116,7 @@ def compare(model: Any, inputs: Any, tokenizer: Any, generate_kwargs: dict[str, 
     for side in (original, fastgen):
         side.warm_up()
         side.call()
-    fastgen.settle()
+    settled = fastgen.settle()
     start = time.perf_counter()
     for number in range(_LATER):
         if number and time.perf_counter() - start > _SECONDS:
@@ -118,7 +129,7 @@ def compare(model: Any, inputs: Any, tokenizer: Any, generate_kwargs: dict[str, 
     fallback = None if accelerated else _reasons(before, after, GENERATE, "fallback") or "FastGen is disabled"
     return Comparison(
         difference is None, difference, original.run(), fastgen.run(), accelerated, fallback,
-        Drafts.between(before, after), _reasons(before, after, DRAFTS, "not used"),
+        Drafts.between(before, after), _reasons(before, after, DRAFTS, "not used"), settled,
     )  # fmt: skip
 
 
@@ -151,8 +162,8 @@ class _Side:
         self._peaks.append(peak)
         self.results.append(result)
 
-    def settle(self) -> None:
-        """Calls until one captures nothing, and none will."""
+    def settle(self) -> bool:
+        """Calls until one captures nothing, and none will; whether it came to that."""
         start = time.perf_counter()
         for number in range(1, _MOST_SETTLING + 1):
             made = graph.made
@@ -160,10 +171,13 @@ class _Side:
                 self.results.append(self._called()[2])
             reasons = [_reasons(*self.counted, entry_point, "not used") for entry_point in (CAPTURED_STEP, DRAFTS)]
             seconds = time.perf_counter() - start
-            captures = graph.made > made or counters.NOT_YET in reasons
+            captures = graph.made > made or any(counters.NOT_YET in (reason or "") for reason in reasons)
             may_capture = number < _LEAST_SETTLING and seconds < _LEAST_SECONDS
-            if seconds > _SECONDS or not (captures or may_capture):
-                return
+            if not (captures or may_capture):
+                return True
+            if seconds > _SECONDS:
+                break
+        return False
 
     def run(self) -> Run:
         """What was measured."""
@@ -189,6 +203,8 @@ class _Generate:
 
     def __init__(self, model: Any, inputs: Any, tokenizer: Any, options: dict[str, Any]) -> None:
         self._model, self.device = model, model.device
+        if isinstance(inputs, (list, tuple)) and not inputs:
+            raise ValueError("fastgen.compare needs at least one text")
         if isinstance(inputs, str) or (isinstance(inputs, (list, tuple)) and all(isinstance(i, str) for i in inputs)):
             inputs = _tokenized(model, tokenizer, [inputs] if isinstance(inputs, str) else list(inputs))
         self._arguments = {**(inputs if isinstance(inputs, Mapping) else {"inputs": inputs}), **options}
@@ -218,7 +234,8 @@ class _Pipeline:
     def __init__(self, pipeline: Any, inputs: Any, options: dict[str, Any]) -> None:
         if not pipeline.model.can_generate():
             raise ValueError(f"fastgen.compare takes pipelines that generate, which {type(pipeline).__name__} does not")
-        self._pipeline, self._inputs, self._options = pipeline, inputs, options
+        self._pipeline, self._options = pipeline, options
+        self._inputs = list(inputs) if isinstance(inputs, Iterator) else inputs  # each call takes all of them
         self.device = pipeline.model.device
 
     def arguments(self) -> dict[str, Any]:
@@ -230,7 +247,8 @@ class _Pipeline:
             self.call(self.arguments())
 
     def call(self, arguments: dict[str, Any]) -> Any:
-        return _plain(self._pipeline(copy.deepcopy(self._inputs), **arguments))
+        result = self._pipeline(copy.deepcopy(self._inputs), **arguments)
+        return _plain(list(result) if isinstance(result, Iterator) else result)  # of a data set, it has yet to run
 
     @staticmethod
     def differs(first: Any, second: Any) -> tuple[int, int] | None:
@@ -251,7 +269,9 @@ def _tokenized(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, torch.
     side = tokenizer.padding_side if model.config.is_encoder_decoder else "left"
     encoded = tokenizer(texts, padding=len(texts) > 1, padding_side=side, return_tensors="pt")
     known = inspect.signature(model.forward).parameters
-    return {name: value.to(model.device) for name, value in encoded.items() if name in known}
+    if "token_type_ids" not in known:  # which tokenizers give to models that refuse it
+        encoded.pop("token_type_ids", None)
+    return {name: value.to(model.device) for name, value in encoded.items()}
 
 
 def _plain(result: Any) -> Any:

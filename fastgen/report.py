@@ -47,15 +47,13 @@ class Status:
 
     def summary(self) -> str:
         """A few lines: versions, the instruction set, how many operators and patches are in place, and notes."""
-        import torch
-
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if name != "fastgen")
         states = Counter(state.partition(":")[0] for state in self.patches.values())
         refused = [f"  {name}: {state}" for name, state in self.patches.items() if state.startswith("not applied")]
         on_reference = {
             name: self.operators[name] for name in ops.OPERATORS if "torch reference" in self.operators[name]
         }
-        operators = f"{len(ops.OPERATORS) - len(on_reference)} compiled for {torch.backends.cpu.get_cpu_capability()}"
+        operators = f"{len(ops.OPERATORS) - len(on_reference)} compiled for {_instructions()}"
         if on_reference:
             operators += f"; on torch: {', '.join(on_reference)} ({next(iter(on_reference.values()))})"
         return "\n".join(
@@ -101,6 +99,16 @@ def collect(patches: PatchSet) -> Status:
             *(_SAMPLES if graph.backend() == "CUDA graphs" else ()),
         ],
     )
+
+
+def _instructions() -> str:
+    """The vectors that operators use here, and what else this processor has that they make use of."""
+    import torch
+
+    asked = {"VNNI": "_is_vnni_supported", "BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
+    # Without public names: a release that lacks one says less.
+    found = [name for name, function in asked.items() if getattr(torch.cpu, function, bool)()]
+    return " ".join([torch.backends.cpu.get_cpu_capability(), *([f"with {', '.join(found)}"] if found else [])])
 
 
 def _version(package: str) -> str:

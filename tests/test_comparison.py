@@ -133,6 +133,45 @@ def test_a_pipeline(model, monkeypatch):
     assert not result.identical and result.first_difference == (0, -1)
 
 
+def test_a_pipeline_takes_iterators_and_data_sets(model):
+    from transformers.pipelines.pt_utils import KeyDataset
+
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=letters(padding_side="left"))
+    texts = ["a b c d", "b c"]
+    data_set = KeyDataset([{"text": text} for text in texts], "text")  # its results are computed as they are read
+    for inputs in (iter(texts), data_set, (text for text in texts)):
+        result = fastgen.compare(pipeline, inputs, max_new_tokens=4)
+        assert result.identical and result.accelerated and result.original.seconds > 0
+
+
+def test_a_model_in_a_wrapper_gets_all_inputs(model, monkeypatch):
+    """Its forward takes `*args, **kwargs`."""
+    calls = calls_made(monkeypatch)
+    wrapped = copy.deepcopy(model)
+    forward = wrapped.forward
+    monkeypatch.setattr(wrapped, "forward", lambda *args, **kwargs: forward(*args, **kwargs))
+    assert fastgen.compare(wrapped, "a b c", tokenizer=letters(padding_side="left"), max_new_tokens=4).identical
+    assert calls[1][2]["input_ids"].tolist() == [[3, 4, 5]]
+
+
+def test_no_text_is_one_line(model):
+    with pytest.raises(ValueError, match="at least one text"):
+        fastgen.compare(model, [], tokenizer=letters(padding_side="left"))
+
+
+def test_what_is_still_captured_is_said(model, monkeypatch):
+    clock = itertools.count(step=30.0)
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: float(next(clock)))
+
+    class Graph:
+        _made = itertools.count(1)
+        made = property(lambda self: next(self._made))
+
+    monkeypatch.setattr(comparison, "graph", Graph())
+    result = fastgen.compare(model, torch.randint(3, 60, (1, 12)), max_new_tokens=4)
+    assert not result.settled and "still being captured" in str(result)
+
+
 def test_a_pipeline_that_does_not_generate():
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16

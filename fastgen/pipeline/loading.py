@@ -222,6 +222,8 @@ def check_path(name: str, gguf: bool = False) -> None:
         gguf: whether it may be a GGUF file.
     """
     path = Path(name)
+    if gguf and name.lower().endswith(".gguf") and not path.exists():
+        raise SetupError(f"model {name}: no such file")
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise SetupError(f"model {name}: no such directory")
     if path.is_file() and not (gguf and is_gguf(name)):

@@ -70,7 +70,9 @@ def _bar(unit: str, total: int | None, already: int) -> Any:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"), TimeElapsedColumn())
     more = (TextColumn("left"), TimeRemainingColumn(compact=True), TextColumn("{task.fields[rate]}"))
     # Without a thread that draws: processes are forked during a run.
-    bar = Bar(*columns, *more, console=Console(stderr=True), auto_refresh=False)
+    console = Console(stderr=True)
+    # What the user prints stays where it goes.
+    bar = Bar(*columns, *more, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
     bar.add_task("", total=total, completed=already, unit=unit, rate="")
     bar.start()
     return bar

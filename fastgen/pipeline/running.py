@@ -143,12 +143,12 @@ def run_through(settings: DataOptions, inputs: Inputs, job: Job, output: Output,
         if settings.strict:
             raise StrictError(f"{settings.input}, line {bad.line}: {bad.problem.message}")
 
-    progress = Progress("samples", inputs.total, already, settings.quiet)
     stage, device = job.stage, job.loaded.device
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     loading = time.perf_counter() - start
+    progress = Progress("samples", inputs.total, already, settings.quiet)
     steps = Steps(job, output, progress, on_bad)
     try:
         timing = steps.run(plan(inputs, job.prepare, rules, resumed, on_bad))

@@ -125,7 +125,7 @@ def test_a_run(bart, pairs, tmp_path, capsys):
     *stages, speed, last = said.err.splitlines()
     assert stages[0] == f"fastgen-quantize: loading {bart}" and len(stages) >= 5, "progress from the first second"
     assert re.fullmatch(r"tokens per second: accelerated by FastGen: .*calls.*", speed)
-    loads = f"AutoModelForSeq2SeqLM.from_pretrained({str(out)!r})"
+    loads = f"import fastgen; AutoModelForSeq2SeqLM.from_pretrained({str(out)!r})"
     assert last == f"fastgen-quantize: written to {out}, load it with {loads}"
     files = "config.json model.safetensors report.json report.png tokenizer.json generation_config.json".split()
     assert set(files) <= {path.name for path in out.iterdir()}
@@ -175,7 +175,9 @@ def test_a_gguf_file_is_unpacked_and_rounded(tmp_path, capsys):
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
     assert json.loads((tmp_path / "out" / "report.json").read_text())["bytes"]["before"] == file.stat().st_size
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"load it with AutoModelForCausalLM.from_pretrained({str(tmp_path / 'other')!r})")
+    assert last.endswith(
+        f"load it with import fastgen; AutoModelForCausalLM.from_pretrained({str(tmp_path / 'other')!r})"
+    )
     prompt = torch.arange(3, 20)[None]
     with fastgen.disabled(), torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(prompt).logits for name in ("out", "other")]

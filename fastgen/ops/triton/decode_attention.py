@@ -142,7 +142,7 @@ def decode_attention(
     suits_cpu = _suits_cpu(query, starts, ends, suffix_length, bias)
 
     def on_cpu() -> Tensor:
-        out = query.new_empty(*query.shape[:2], prefix_values.shape[-1])
+        out = query.new_empty(*query.shape[:2], prefix_values.shape[3])
         torch.ops.fastgen.decode_attention_out(
             out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length,
             ancestry, bias, scale, window, queries, owners,
@@ -154,11 +154,10 @@ def decode_attention(
         _check(query, prefix, suffix, suffix_length, ancestry, bias, owners)
         _check_queries(query, prefix_keys, suffix_keys, window, queries, owners)
 
-    reaches = ancestry is None or suffix_keys is None or ancestry.shape[-1] >= suffix_keys.shape[2]
-    if suits_cpu and reaches and not package.is_interpreted():
+    if suits_cpu and _has_a_whole_suffix(suffix_keys, suffix_values, ancestry) and not package.is_interpreted():
         try:
             return on_cpu()  # which looks at its arguments itself, in less time than Python takes
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             check()
             raise
     check()
@@ -254,6 +253,13 @@ def _suits_cpu(
         and all(bound is None or (bound.dtype == torch.int32 and bound.is_contiguous()) for bound in (starts, ends))
         and (length is None or length.dtype == torch.int64)
     )
+
+
+def _has_a_whole_suffix(keys: Tensor | None, values: Tensor | None, ancestry: Tensor | None) -> bool:
+    """What the kernel of the CPU does not look at."""
+    if keys is None or values is None:
+        return keys is values and ancestry is None
+    return keys.dim() == 4 and (ancestry is None or (ancestry.dim() == 2 and ancestry.shape[1] >= keys.shape[2]))
 
 
 def reference(

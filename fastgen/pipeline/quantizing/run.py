@@ -63,7 +63,7 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
     texts = evaluation.check_texts(held_out, held_out.name, loaded.encoder_decoder) if held_out else None
     prompts = list(itertools.islice(texts or calibration, _PROMPTS))
     given = samples(loaded, calibration, options.samples, options.sample_length)
-    say(f"looking for its layers, with text of {calibration.name}")
+    say(f"looking for its layers, with {calibration.name}")
     blocks, forward = _blocks(loaded, given, options)
     identity = {"text": calibration.identity(), "model": content(loaded.model, loaded.tokenizer)}
     with closing(Work(options, options.decisive() | identity)) as work:

@@ -50,7 +50,7 @@ class PlainTexts:
     """Sentences that stand in for calibration text where the method needs none: they show which layers there are, and
     what rounding them changes."""
 
-    name = "the built-in text"
+    name = "built-in sentences"
     _SENTENCES = (
         "The train to the coast leaves at nine, and the last one back is at half past six.",
         "Water boils at a lower temperature on a mountain, because the air presses on it less.",
