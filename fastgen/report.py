@@ -46,16 +46,14 @@ class Status:
         return f"FastGen {self.versions['fastgen']}: {switch}{', strict' if self.strict else ''}"
 
     def summary(self) -> str:
-        """A few lines: versions, the instruction set, how many operators and patches are in place, and notes."""
+        """A few lines: versions, the instruction set of the operators, how many patches are in place, and notes."""
+        from fastgen.ops import _library
+
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if name != "fastgen")
         states = Counter(state.partition(":")[0] for state in self.patches.values())
         refused = [f"  {name}: {state}" for name, state in self.patches.items() if state.startswith("not applied")]
-        on_reference = {
-            name: self.operators[name] for name in ops.OPERATORS if "torch reference" in self.operators[name]
-        }
-        operators = f"{len(ops.OPERATORS) - len(on_reference)} compiled for {_instructions()}"
-        if on_reference:
-            operators += f"; on torch: {', '.join(on_reference)} ({next(iter(on_reference.values()))})"
+        missing = _library.load("CPU")
+        operators = f"NOT compiled: {missing}" if missing else f"compiled for {_instructions()}"
         return "\n".join(
             [
                 self._head,

@@ -92,5 +92,9 @@ def line() -> tuple[str, bool]:
     if not releases.is_tested(transformers.__version__):
         release += f" (not tested: {' to '.join(releases.TESTED)} are)"
     if found.accelerates:
-        return f"FastGen accelerates here: {release}, {found.detail}", True
+        from fastgen.ops import _library
+
+        missing = _library.load("CPU")
+        without = f", but WITHOUT compiled operators ({missing})" if missing else ""
+        return f"FastGen accelerates here{without}: {release}, {found.detail}", True
     return f"FastGen does NOT accelerate here: {release}, {found.detail}", False

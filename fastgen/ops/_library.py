@@ -32,13 +32,21 @@ def load(device: str) -> str:
         return "FASTGEN_NO_EXT is set"
     path = Path(__file__).with_name(f"libfastgen_{device.lower()}{_SUFFIX}")
     if not path.exists():
-        return "the extension was not built"
+        return _not_built(path.parents[2])
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
         # A library made for another torch or platform. The reference is slower and right, so this is no reason to fail.
         return f"{path.name} cannot be loaded: {str(error).strip().splitlines()[0]}"
     return ""
+
+
+def _not_built(folder: Path) -> str:
+    """Python in a checkout imports the package from there, whatever was installed."""
+    reason = "the extension was not built"
+    if (folder / "setup.py").exists():
+        return f"{reason} in {folder}, from where fastgen is imported: run Python in another folder, or build it there"
+    return reason
 
 
 _has_warned = False

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from fastgen.ops import _library
+
+
+def test_a_checkout_says_where_it_was_imported_from(tmp_path: Path) -> None:
+    """Its folder hides the installed package from Python that runs in it."""
+    assert _library._not_built(tmp_path) == "the extension was not built"
+    (tmp_path / "setup.py").touch()
+    said = _library._not_built(tmp_path)
+    assert f"in {tmp_path}, from where fastgen is imported: run Python in another folder" in said
 
 
 def test_operators_that_are_missing_are_missed_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
