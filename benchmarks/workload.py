@@ -402,7 +402,7 @@ def check_code(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[s
                 raise RuntimeError(f"the unpatched backend ran FastGen's code: {name}: {outcome.stats}")
     for name, runs in outcomes.items():
         if ready[name].fastgen and name != record.subject and not all(_was_accelerated(run.stats) for run in runs):
-            record.notes.append(f"{name} was not accelerated throughout: {runs[0].stats}")
+            record.notes.append(f"{name} was not accelerated throughout: {dict(runs[0].stats)}")
     if record.subject not in outcomes:
         return
     record.accelerated = True

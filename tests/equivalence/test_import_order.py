@@ -151,7 +151,7 @@ except fastgen.FallbackError as error:
 
 def test_module_prints_the_status() -> None:
     """`python -m fastgen`."""
-    done = subprocess.run([sys.executable, "-m", "fastgen"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "fastgen", "--verbose"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "transformers" in done.stdout and "no_repeat_ngram" in done.stdout
 

@@ -154,7 +154,7 @@ def decode_attention(
         _check(query, prefix, suffix, suffix_length, ancestry, bias, owners)
         _check_queries(query, prefix_keys, suffix_keys, window, queries, owners)
 
-    if suits_cpu and _has_a_whole_suffix(suffix_keys, suffix_values, ancestry) and not package.is_interpreted():
+    if suits_cpu and _has_a_whole_suffix(suffix_keys, suffix_values, ancestry) and not package.available(query):
         try:
             return on_cpu()  # which looks at its arguments itself, in less time than Python takes
         except (RuntimeError, IndexError):

@@ -22,8 +22,9 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
     """
-    suits_cpu = keys.is_cpu and keys.dtype in package.KERNEL_TYPES and position.dtype == torch.int64
-    if suits_cpu and key_cache.shape[:3] == value_cache.shape[:3] and _has_cpu_kernel():
+    is_served = keys.is_cpu and _library.has_kernel("fastgen::kv_write") and not package.available(keys)
+    fits = keys.dtype in package.KERNEL_TYPES and position.dtype == torch.int64
+    if is_served and fits and key_cache.shape[:3] == value_cache.shape[:3]:
         try:  # it looks at its arguments itself, in less time than Python takes
             torch.ops.fastgen.kv_write(keys, values, key_cache, value_cache, position)
         except RuntimeError:
@@ -37,10 +38,6 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
         write(keys, values, key_cache, value_cache, position)
         return
     _launch(keys, values, key_cache, value_cache, position)
-
-
-def _has_cpu_kernel() -> bool:
-    return not package.is_interpreted() and _library.has_kernel("fastgen::kv_write")
 
 
 def _check(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
