@@ -53,9 +53,12 @@ class undoing:
         self._taken.append(self)
 
     def __exit__(self, *error: object) -> None:
-        """What was taken inside of this context, and an interrupt has kept from being undone, is undone first."""
+        """What was taken inside of this context, and an interrupt has kept from being undone, is undone first.
+
+        Without an exception it stays: contexts may overlap.
+        """
         taken = self._taken
-        if taken is _here.taken and self in taken:
+        if error and error[0] is not None and taken is _here.taken and self in taken:
             while taken[-1] is not self:
                 taken[-1].close()
         self.close()
