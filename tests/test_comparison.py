@@ -12,7 +12,9 @@ import fastgen
 from fastgen import comparison, counters, patching, settings
 from fastgen.comparison import Comparison, Run, _first_difference
 from fastgen.decoding.captured import graph
+from fastgen.decoding.speculation import draft_length
 from fastgen.ops import _library
+from fastgen.optimizer.transformers.speculation import decoding
 
 transformers = pytest.importorskip("transformers")
 # Patches are applied when their target is imported.
@@ -78,6 +80,9 @@ def calls_made(monkeypatch):
 def records(monkeypatch):
     """Steps are recorded where that pays, and short calls are not given the time that real ones take."""
     monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
+    # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
+    monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
+    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
     with settings.changed(captured_step="auto", linear_products="measured"):
         yield
 
@@ -203,6 +208,9 @@ def test_a_fallback_is_reported(model):
 @pytest.fixture
 def captures(monkeypatch):
     monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
+    # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
+    monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
+    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
     with settings.changed(linear_products="measured", captured_step="always"):
         yield
 
