@@ -15,13 +15,15 @@ PICTURE = Path(__file__).parent / "options.svg"
 # From top to bottom: a question, and what to do if the answer is yes. A box without an answer ends the chart.
 # The first line of an answer is code.
 STEPS = [
-    ("Does the model only encode\n(vectors, labels)?", 'padding="zero"\nif padding is not read'),
-    ("Is there a checkpoint in\nGGUF, GPTQ or AWQ?", "keep_bits=True\nthe memory of the file"),
-    ("Is it a service, whose\nweights do not change?", 'packed_weights="keep"\nsame tokens'),
-    ("One sequence at a time,\ngreedy or sampled?", 'self_speculation="int8"\ngreedy: same tokens'),
-    ("Are bfloat16 tokens\ngood enough?", "dtype=torch.bfloat16\nhalf of the memory"),
+    ("Task: vectors or labels from\na model that only encodes?", 'padding="zero"\nif padding is not read'),
+    ("Model: a checkpoint in\nGGUF, GPTQ or AWQ?", "keep_bits=True\nthe memory of the file"),
+    ("Hardware: a GPU, or a CPU\nwith BF16 or AMX?", "dtype=torch.bfloat16\nif such tokens will do"),
+    ("Hardware: a CPU\nwith little memory?", 'packed_weights="never"\nsame tokens'),
+    ("Batch: one sequence\nat a time, on a CPU?", 'self_speculation="int8"\ngreedy: same tokens'),
+    ("Batch: many inputs\nin a script?", "8 to 64 in a call\nsorted by length"),
+    ("Batch: a whole file?", "fastgen-generate\nmakes the batches"),
+    ("A service, whose weights\ndo not change?", 'packed_weights="keep"\nsame tokens'),
     ("May weights be rounded\nto 8 or 4 bits?", 'weight_dtype="int8"\nother tokens, measure'),
-    ("Is it a whole file?", "fastgen-generate\nmakes the batches"),
     ("Measure: fastgen.compare", None),
 ]
 WIDTH, BOX, HEIGHT, GAP, MARGIN = 620, 272, 66, 30, 12

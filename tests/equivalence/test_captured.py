@@ -104,6 +104,21 @@ def test_models(name: str, device: torch.device) -> None:
     assert name in BY_RELEASE or captures() == (name not in NOT_CAPTURED), reasons()
 
 
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_a_mask_of_frames(options: dict[str, Any], device: torch.device) -> None:
+    """Whisper counts the frames of a recording by its mask, and attends to all of them: steps are the same without it."""
+    model, inputs = build(BY_NAME["whisper"], device)
+    mask = torch.ones(len(inputs["input_features"]), inputs["input_features"].shape[-1], dtype=torch.long, device=device)
+    mask[0, -6:] = 0
+    check(model, {**inputs, "attention_mask": mask}, options)
+    made = Graph.made
+    check(model, inputs, options)
+    assert captures() == 2 and Graph.made == made, reasons()
+    # Of a batch of recordings, the library gives all masks to the windows that are left.
+    check(model, {"input_features": inputs["input_features"][:1], "attention_mask": mask}, options)
+    assert captures() == 3, reasons()
+
+
 @pytest.mark.parametrize("name", ["m2m100", "led", "fsmt"])
 def test_models_that_ask_for_the_length(name: str, device: torch.device) -> None:
     """Is there anything in the cache, is the table of positions long enough: the buffers' bounds say that."""

@@ -29,7 +29,7 @@ from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import LAST, Decoding
 from fastgen.optimizer.transformers.captured.step import MASKS, POSITIONS
-from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies
+from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies, masks_source
 from fastgen.optimizer.transformers.prefill import has_no_rows
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
@@ -154,7 +154,10 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("a criterion for a larger length than max_length")
     if config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS:
         raise CannotBeCaptured("only a few tokens to generate")
+    ignored = () if masks_source(call.model) else ("attention_mask",)
     for name, value in model_kwargs.items():
+        if name in ignored:
+            continue  # of a batch of recordings, when some of them have come to their end
         if not _is_known(name, value):
             raise Unexpected(f"the model's input {name}")
         given = value[0] if isinstance(value, ModelOutput) else value

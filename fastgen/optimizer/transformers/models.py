@@ -41,6 +41,14 @@ _CAPTURABLE = frozenset(
         "xglm.modeling_xglm.XGLMForCausalLM",
     )
 )
+# Their attention reads all of the source, whatever mask `generate` is given: it is there to count the frames of a recording.
+_SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
+
+
+def masks_source(model: Any) -> bool:
+    """Whether `attention_mask` says which positions of the source the decoder attends to."""
+    kind = type(model)
+    return f"{kind.__module__}.{kind.__qualname__}" != _SOURCE_WITHOUT_MASK
 
 
 def unsupported(model: Any) -> str | None:

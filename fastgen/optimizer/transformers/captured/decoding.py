@@ -36,7 +36,7 @@ from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import MASKS, POSITIONS, CapturedStep, Host, Key, Prompt
-from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.models import masks_source, positions_of_step
 from fastgen.optimizer.transformers.prefill import certain_steps
 
 # Batches that steps are made for.
@@ -388,6 +388,8 @@ class Decoding:
             name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
         }
         masks = {name: given[name] for name in MASKS if name in given}
+        if not masks_source(self._model):
+            masks.pop("attention_mask", None)
         own_mask, cross_kv, cross_span = masks.get(self._own_mask), [], None
         if cross and any(layer.kv.length for layer in cross):
             cross_kv = [layer.kv.prefix() for layer in cross]
