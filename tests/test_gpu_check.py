@@ -145,6 +145,7 @@ class TestProcesses:
         assert (done.status, done.timed_out) == (7, False)
         assert sorted(done.output.split()) == ["err", "out"]
 
+    @pytest.mark.long
     def test_one_that_is_late_is_interrupted_and_the_others_are_not(self, processes):
         commands = {
             "late": python("import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('asked to end')"),
@@ -225,6 +226,7 @@ def test_left_out():
         assert (outcome.data["chosen"], outcome.data["passed"], outcome.data["skipped"]) == (13, 12, 1)
         assert outcome.data["skips"] == {"for a reason": 1}
 
+    @pytest.mark.long
     def test_on_a_gpu_those_that_do_something_there(self, judged):
         text = (
             "import pytest\n"
@@ -241,24 +243,29 @@ def test_left_out():
         assert (outcome.data["passed"], outcome.data["failed"]) == (11, 1)
         assert len(outcome.data["failures"]) == 1 and "test_number[3]" in outcome.data["failures"][0]
 
+    @pytest.mark.long
     def test_the_time_is_over(self, judged):
         outcome = judged(seconds=3.0, least=0.1, budget=14.0)
         assert outcome.state == PASSED
         assert 0 < outcome.data["passed"] < 12
         assert "left out at the end of the time" in outcome.detail
 
+    @pytest.mark.long
     def test_too_few_ran(self, judged):
         assert judged(seconds=2.0, least=0.9, budget=7.0).state == NOT_PASSED
 
+    @pytest.mark.long
     def test_a_file_that_cannot_be_read(self, judged):
         outcome = judged(text="import nothing_of_that_name")
         assert outcome.state == NOT_PASSED
 
+    @pytest.mark.long
     def test_a_process_that_crashes(self, judged):
         outcome = judged(text="import os\ndef test_crash():\n    os._exit(9)\n")
         assert outcome.state == NOT_PASSED
         assert any("status 9" in failure for failure in outcome.data["failures"])
 
+    @pytest.mark.long
     def test_an_error_before_and_after_a_test_counts_once(self, judged):
         text = (
             "import pytest\n"

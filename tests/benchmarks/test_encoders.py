@@ -28,6 +28,7 @@ def test_rows_are_measured_and_agree(capsys):
     assert [len(line.split("|")) for line in lines[6:]] == [6] * 5
 
 
+@pytest.mark.long
 def test_the_installed_model_is_the_default(capsys, monkeypatch):
     """In the processes that measure memory, too."""
 
@@ -121,6 +122,7 @@ def test_another_library_takes_part_in_a_process_of_its_own(other_library, capsy
     assert "make bench-onnxruntime" in said.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("added", [0.1, "float('nan')"])
 def test_other_results_of_another_library_are_an_error(other_library, added):
     other_library(added)

@@ -45,6 +45,7 @@ def test_a_float_copy_that_is_left_behind_is_found():
     assert not any(each is model.weight for each in found)
 
 
+@pytest.mark.long
 def test_a_checkpoint(tmp_path):
     tokens = tiny.tokenizer(encoder_decoder=False)
     families.llama(vocab_size=len(tokens)).save_pretrained(tmp_path / "model")

@@ -236,6 +236,7 @@ def at_once(monkeypatch) -> None:
     monkeypatch.setattr(lockstep, "_PATIENCE_SECONDS", 0.0)
 
 
+@pytest.mark.long
 def test_a_session_in_fresh_processes(at_once):
     names = ("transformers", "ctranslate2", "fastgen", "fastgen-captured")
     record = run_workload(tiny("opus-mt"), Context(threads=1, backends=names))

@@ -122,6 +122,7 @@ def test_a_missed_target_shows_where_the_time_goes(bound, profiled):
         assert all(seconds > 0 for seconds in record.floor.values())
 
 
+@pytest.mark.long
 def test_memory_in_paired_processes():
     # Large enough to be shared without help: the processes know nothing of what is set here.
     config = {**CONFIGS["bart"], "d_model": 64}

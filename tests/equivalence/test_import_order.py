@@ -91,6 +91,7 @@ assert call() == expected and counts()["accelerated"] == 2, counts()
     python(script)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "first",
     [

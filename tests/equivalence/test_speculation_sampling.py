@@ -117,6 +117,7 @@ def probability(model: Any, method: str, options: dict[str, Any], draws: int = D
     return min(chi_square(found, wanted), chi_square(*shorter))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method, options", [*((method, PROCESSORS) for method in METHODS), ("int4", PLAIN)])
 def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
     if method == "lookup":  # which drafts what is there already
@@ -124,6 +125,7 @@ def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
     assert probability(model, method, options) > SIGNIFICANT
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["int8", "lookup"])
 @pytest.mark.parametrize("leave", [True, False])
 def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,13 +157,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What became of each kernel of each case; compiled in one process, in which nothing is interpreted."""
+def compiled(request, tmp_path_factory):
+    """What became of each kernel of the cases that run; compiled in one process, in which nothing is interpreted."""
     if not package.is_installed():
         pytest.skip("triton is not installed")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    cases = [item.callspec.params["name"] for item in request.session.items if "compiled" in item.fixturenames]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ops.triton.compiles", *CASES]
+    command = [sys.executable, "-m", "tests.ops.triton.compiles", *cases]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = {}
     for line in done.stdout.splitlines():
@@ -172,6 +173,7 @@ def compiled(tmp_path_factory):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_compiles(name, compiled):
     assert compiled.get(name), "it did not compile"

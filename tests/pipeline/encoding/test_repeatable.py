@@ -26,6 +26,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("form", RUNS)
 def test_killed_at_any_moment_it_ends_in_the_same_bytes(form: str, tmp_path: Path) -> None:
