@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 CHECK_WHEEL ?=
 FAIRSEQ ?= fairseq==0.12.2
-OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1 nncf
+OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1 openvino-genai==2026.4.1.0 nncf
 ONNXRUNTIME ?= onnxruntime==1.32.0 onnx==1.23.2
 LLAMA_CPP ?= llama-cpp-python==0.3.36
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0 5.24.0

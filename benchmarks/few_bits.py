@@ -3,11 +3,12 @@
     python -m benchmarks.few_bits FOLDER [--only ROW ...] [--repetitions N] [--threads N] [--text FILE] [--help]
 
 FOLDER is what `python -m benchmarks.smollm2 FOLDER` has made. Sides run in turn. A row has the medians of their times,
-and their quotient with its range. The rows of llama.cpp need the environment of `make bench-llama`.
+and their quotients with their ranges. llama.cpp needs the environment of `make bench-llama`, OpenVINO GenAI that of
+`make bench-openvino`.
 
 | row | what |
 | --- | --- |
-| file | the 4 bits of the GGUF file, activations in float and in int8, and llama.cpp (Q4_1): a prompt of 40, 64 new |
+| file | the 4 bits of the GGUF file, activations in float and int8, llama.cpp, OpenVINO GenAI: a prompt of 40, 64 new |
 | int8 | `weight_dtype="int8"` and llama.cpp in Q8_0: the same |
 | llama-1b | the shape of Llama-1B: `weight_dtype="int4"` and llama.cpp in Q4_0: a prompt of 32, and 64 new tokens |
 | prompt | a prompt of 512 tokens and one new token, with `weight_dtype="int4"` and in float32 |
@@ -48,6 +49,7 @@ _COPY_BYTES = 2**28
 _TEXT = ROOT / "examples" / "data" / "heldout.ref.txt"
 _LINES = 250  # the other half is what weights are calibrated on (docs/quantize.md)
 _WINDOW = 1024  # tokens that are predicted from each other
+_OPENVINO_GENAI = Path(llama_cpp.__file__).with_name("openvino_genai_process.py")
 _GREEDY = {"do_sample": False, "num_beams": 1}
 # Names of tensors in a GGUF file, by those in a Llama of Transformers.
 _GGUF_NAMES = {
@@ -80,17 +82,14 @@ def generate(model: Any, tokens: Tensor, count: int, **settings_of_side: Any) ->
         return model.generate(tokens, attention_mask=mask, pad_token_id=0, **lengths, **_GREEDY)
 
 
-class LlamaCpp:
-    """llama.cpp in a process of its own, which makes greedy tokens of a prompt."""
+class OtherLibrary:
+    """A library in a process of its own, which reads a GGUF file and makes greedy tokens of a prompt."""
 
-    def __init__(self, file: Path, precision: str, tokens: Tensor, count: int, end: list[int]) -> None:
-        python = elsewhere.python_of("llama", "llama.cpp")
-        self._process = elsewhere.Process("llama.cpp", python, llama_cpp.LlamaCpp.script)
-        inputs = {"input_ids": tokens.tolist(), "attention_mask": torch.ones_like(tokens).tolist()}
-        question = {"file": str(file), "precision": precision, "folder": str(self._process.folder), "inputs": inputs}
-        self._process.ask({**question, "end": end, "new_tokens": count, "threads": torch.get_num_threads()})
+    def __init__(self, name: str, environment: str, script: Path, **question: Any) -> None:
+        self._process = elsewhere.Process(name, elsewhere.python_of(environment, name), script)
+        self._process.ask({**question, "folder": str(self._process.folder), "threads": torch.get_num_threads()})
 
-    def __enter__(self) -> LlamaCpp:
+    def __enter__(self) -> OtherLibrary:
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -101,26 +100,47 @@ class LlamaCpp:
 
 
 def compared(sides: dict[str, Callable[[], Any]], repetitions: int) -> str:
-    """Medians of both sides, and how many times as fast the first one is."""
+    """Medians of all sides, and how many times as fast as each other one the first one is."""
     for run in sides.values():
         for _ in range(3):  # weights are packed, and steps recorded
             run()
     found = alternate({name: partial(timed, run) for name, run in sides.items()}, repetitions)
     times = {name: [seconds for seconds, _ in runs] for name, runs in found.items()}
-    first, second = times.values()
-    ratio = statistics.median(second) / statistics.median(first)
-    pairs = [other / one for one, other in zip(first, second, strict=True)]
-    medians = ", ".join(f"{name} {format_seconds(statistics.median(each))}" for name, each in times.items())
-    return f"{medians}: {ratio:.2f} times as fast ({min(pairs):.2f} to {max(pairs):.2f})"
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    first, *others = times
+    parts = []
+    for name in others:
+        pairs = [other / one for one, other in zip(times[first], times[name], strict=True)]
+        ratio = medians[name] / medians[first]
+        parts.append(f"{ratio:.2f} times as fast as {name} ({min(pairs):.2f} to {max(pairs):.2f})")
+    return f"{', '.join(f'{name} {format_seconds(each)}' for name, each in medians.items())}: {', '.join(parts)}"
 
 
-def against_llama_cpp(
-    model: Any, file: Path, precision: str, length: int, count: int, repetitions: int, **settings_of_side: Any
+def against_others(
+    model: Any,
+    file: Path,
+    precision: str,
+    length: int,
+    count: int,
+    repetitions: int,
+    *,
+    openvino: bool = False,
+    **settings_of_side: Any,
 ) -> str:
+    """FastGen beside llama.cpp, and `openvino`, which reads a file as it is."""
     tokens, end = prompt(model, length), model.generation_config.eos_token_id
-    with LlamaCpp(file, precision, tokens, count, end if isinstance(end, list) else [end]) as other:
-        here = partial(generate, model, tokens, count, packed_weights="keep", **settings_of_side)
-        return compared({"FastGen": here, f"llama.cpp {precision}": partial(other.generate, count)}, repetitions)
+    inputs = {"input_ids": tokens.tolist(), "attention_mask": torch.ones_like(tokens).tolist()}
+    question = {"file": str(file), "precision": precision, "inputs": inputs, "new_tokens": count}
+    question["end"] = end if isinstance(end, list) else [end]
+    others = {f"llama.cpp {precision}": ("llama.cpp", "llama", llama_cpp.LlamaCpp.script)}
+    if openvino:
+        others["OpenVINO GenAI"] = ("OpenVINO GenAI", "openvino", _OPENVINO_GENAI)
+    sides = {"FastGen": partial(generate, model, tokens, count, packed_weights="keep", **settings_of_side)}
+    with ExitStack() as stack:
+        for name, started in others.items():
+            other = stack.enter_context(OtherLibrary(*started, **question))
+            sides[name] = partial(other.generate, count)
+        return compared(sides, repetitions)
 
 
 def write_gguf(model: Any, path: Path) -> None:
@@ -171,13 +191,14 @@ def file_row(given: argparse.Namespace) -> Iterator[str]:
         model = AutoModelForCausalLM.from_pretrained(
             given.folder, gguf_file=smollm2.GGUF, quantization_config=keep
         ).eval()
-        line = against_llama_cpp(model, given.folder / smollm2.GGUF, "Q4_1", 40, 64, given.repetitions)
+        file = given.folder / smollm2.GGUF
+        line = against_others(model, file, "Q4_1", 40, 64, given.repetitions, openvino=True)
         yield f"activations in {activations}: {line}"
 
 
 def int8_row(given: argparse.Namespace) -> Iterator[str]:
     file = given.folder / smollm2.GGUF
-    yield against_llama_cpp(_loaded(given), file, "Q8_0", 40, 64, given.repetitions, weight_dtype="int8")
+    yield against_others(_loaded(given), file, "Q8_0", 40, 64, given.repetitions, weight_dtype="int8")
 
 
 def llama_1b_row(given: argparse.Namespace) -> Iterator[str]:
@@ -186,7 +207,7 @@ def llama_1b_row(given: argparse.Namespace) -> Iterator[str]:
     with ExitStack() as stack:
         file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastgen-benchmark-")), "model.gguf")
         write_gguf(model, file)
-        yield against_llama_cpp(model, file, "Q4_0", 32, 64, given.repetitions, **few)
+        yield against_others(model, file, "Q4_0", 32, 64, given.repetitions, **few)
     tokens = prompt(model, 32)
     run = partial(generate, model, tokens, packed_weights="keep", **few)
     longer, shorter = (statistics.median(timed(partial(run, n))[0] for _ in range(3)) for n in (48, 16))

@@ -165,7 +165,11 @@ def _is_traced() -> bool:
     """
     torch: Any = sys.modules.get("torch")
     try:
-        return torch._C._functorch.peek_interpreter_stack() is not None or torch.fx._symbolic_trace._is_fx_tracing_flag
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return True
+        tracer = torch.fx._symbolic_trace
+        is_tracing = getattr(tracer, "is_fx_symbolic_tracing", None)  # torch 2.10 has the flag alone, 2.15 the function
+        return bool(is_tracing()) if is_tracing is not None else tracer._is_fx_tracing_flag
     except AttributeError:  # there is no torch, or it is being imported, or it is another release
         return False
 
