@@ -108,7 +108,9 @@ def test_models(name: str, device: torch.device) -> None:
 def test_a_mask_of_frames(options: dict[str, Any], device: torch.device) -> None:
     """Whisper counts the frames of a recording by its mask, and attends to all of them: steps are the same without it."""
     model, inputs = build(BY_NAME["whisper"], device)
-    mask = torch.ones(len(inputs["input_features"]), inputs["input_features"].shape[-1], dtype=torch.long, device=device)
+    mask = torch.ones(
+        len(inputs["input_features"]), inputs["input_features"].shape[-1], dtype=torch.long, device=device
+    )
     mask[0, -6:] = 0
     check(model, {**inputs, "attention_mask": mask}, options)
     made = Graph.made
