@@ -131,6 +131,8 @@ def test_every_architecture(architecture: str, head: str, side: str, padding: st
     both = kind._supports_sdpa and not head
     for attention in ("sdpa", "eager") if both else ("sdpa" if kind._supports_sdpa else "eager",):
         model = build(architecture, head, attention)
+        if head == "MultipleChoice" and getattr(model.base_model, "pooler", True) is None:
+            pytest.skip("this release makes it without the pooler that it reads")
         _check(model, given, padding)
         if architecture in OTHERS:
             assert not _accelerated()
@@ -141,7 +143,10 @@ def test_every_architecture(architecture: str, head: str, side: str, padding: st
 def test_the_page_names_every_architecture_with_its_way() -> None:
     """docs/encoders.md: what the models that the tests run are served by."""
     ways = {PACKED: "one row", GROUPED: "groups", COUNTING: "groups, with padding behind the texts only"}
-    expected = {name: ways[call.known_of(build(name)).way] for name in (*WITHOUT_PADDING, *OF_SEQ2SEQ)}
+    known = (*WITHOUT_PADDING, *OF_SEQ2SEQ)
+    if missing := [name for name in known if class_of(name) is None]:
+        pytest.skip(f"this release has no {missing[0]}")
+    expected = {name: ways[call.known_of(build(name)).way] for name in known}
     page = (Path(__file__).parents[2] / "docs/encoders.md").read_text()
     rows = re.findall(r"^\| ((?:one row|groups|original)[^|]*) \| (.*) \|$", page, re.MULTILINE)
     found = {name: way.partition(":")[0] for way, names in rows for name in re.findall("`(.*?)`", names)}
