@@ -106,7 +106,7 @@ def test_models(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_a_mask_of_frames(options: dict[str, Any], device: torch.device) -> None:
-    """Whisper counts the frames of a recording by its mask, and attends to all of them: steps are the same without it."""
+    """Whisper counts the frames of a recording by its mask, and attends to all: steps are the same without it."""
     model, inputs = build(BY_NAME["whisper"], device)
     mask = torch.ones(
         len(inputs["input_features"]), inputs["input_features"].shape[-1], dtype=torch.long, device=device
