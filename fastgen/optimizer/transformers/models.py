@@ -41,7 +41,7 @@ _CAPTURABLE = frozenset(
         "xglm.modeling_xglm.XGLMForCausalLM",
     )
 )
-# Their attention reads all of the source, whatever mask `generate` is given: it is there to count the frames of a recording.
+# Its attention reads all of the source, whatever mask `generate` is given, which counts the frames of a recording.
 _SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
 
 
