@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from fastgen import caches, memory
-from fastgen import settings as switches
+from fastgen import settings as process_settings
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.planner import Batch, Prepared, split_rows
 from fastgen.pipeline.records import Problem
 
-Piece = TypeVar("Piece")
+Output = TypeVar("Output")
 """What a model returns for some rows."""
 # With this many failures before the first success, the fault is not in the records.
 MOST_FAILURES = 8
@@ -22,11 +22,11 @@ OUT_OF_MEMORY = "out-of-memory"
 
 
 @dataclass
-class Computed(Generic[Piece]):
-    """A batch after the model: pieces in the order of the batch, and the rows that failed."""
+class BatchResult(Generic[Output]):
+    """A batch after the model: raw outputs in the order of the batch, and the rows that failed."""
 
     batch: Batch
-    pieces: list[Piece] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
     failures: list[tuple[Prepared, Problem]] = field(default_factory=list)
 
 
@@ -44,7 +44,7 @@ def free_captured_steps(device: Any) -> bool:
     return freed > 0
 
 
-class BatchStage(ABC, Generic[Piece]):
+class BatchStage(ABC, Generic[Output]):
     """Puts batches through a model. Nothing a record does stops it; what stops it is the same for all records.
 
     Args:
@@ -68,12 +68,12 @@ class BatchStage(ABC, Generic[Piece]):
         """The size of a batch as far as memory goes."""
 
     @abstractmethod
-    def forward(self, rows: list[Prepared], batch: Batch) -> Piece:
+    def forward(self, rows: list[Prepared], batch: Batch) -> Output:
         """What the model makes of some rows of a batch, whose seconds are added to `seconds`."""
 
-    def run(self, batch: Batch) -> Computed[Piece]:
+    def run(self, batch: Batch) -> BatchResult[Output]:
         """All of a batch: what the model returned, and the rows that it could not do."""
-        done: Computed[Piece] = Computed(batch)
+        done: BatchResult[Output] = BatchResult(batch)
         # A stack of row groups, worked on in the order of the batch.
         waiting = list(reversed(self._within_limit(batch.rows)))
         while waiting:
@@ -82,7 +82,7 @@ class BatchStage(ABC, Generic[Piece]):
             if isinstance(made, Problem) and made.kind == OUT_OF_MEMORY and free_captured_steps(self._device):
                 made = self._tried(rows, batch)
             if not isinstance(made, Problem):
-                done.pieces.append(made)
+                done.outputs.append(made)
                 continue
             out_of_memory = made.kind == OUT_OF_MEMORY
             if out_of_memory:
@@ -98,15 +98,15 @@ class BatchStage(ABC, Generic[Piece]):
                 self.finish()
         return done
 
-    def _tried(self, rows: list[Prepared], batch: Batch) -> Piece | Problem:
+    def _tried(self, rows: list[Prepared], batch: Batch) -> Output | Problem:
         """What the model returns, or why not: an exception, its frames and their tensors do not outlive this."""
         try:
-            with switches.changed(**self._weights):
-                piece = self.forward(rows, batch)
+            with process_settings.changed(**self._weights):
+                output = self.forward(rows, batch)
         except Exception as error:
             return Problem(OUT_OF_MEMORY if memory.is_out(error) else "model-error", one_line(error))
         self._succeeded = True
-        return piece
+        return output
 
     def finish(self) -> None:
         """A SetupError where not one record succeeded and the model refused some."""
@@ -118,7 +118,7 @@ class BatchStage(ABC, Generic[Piece]):
         if self.limit is None:
             return [rows]
         parts = 1
-        while parts < len(rows) and any(self.size(piece) > self.limit for piece in split_rows(rows, parts)):
+        while parts < len(rows) and any(self.size(part) > self.limit for part in split_rows(rows, parts)):
             parts += 1
         return split_rows(rows, parts)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen import patching
-from fastgen import settings as switches
+from fastgen import settings as process_settings
 from fastgen._version import __version__
 from fastgen.memory import processor
 from fastgen.pipeline.inputs import Inputs
@@ -61,7 +61,7 @@ def environment(device: Any) -> dict[str, Any]:
     }
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
-    now = vars(switches.current()).items()
+    now = vars(process_settings.current()).items()
     return found | {"settings": {name: value for name, value in now if name not in ("strict", "explicit")}}
 
 

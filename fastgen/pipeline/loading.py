@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgen import settings as switches
+from fastgen import settings as process_settings
 from fastgen.pipeline.errors import SetupError, check_installed, explained, one_line
 from fastgen.pipeline.generation_fields import DRAFTS, check_names, check_values, read_generation_file, read_json_object
 from fastgen.pipeline.readers import quiet_hub
@@ -116,7 +116,7 @@ def read_model(
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
     with (
         explained(f"model {settings.model} cannot be loaded", why_not_loaded(settings.model)),
-        switches.changed(keep_bits=settings.keep_bits),
+        process_settings.changed(keep_bits=settings.keep_bits),
     ):
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen import settings as switches
+from fastgen import settings as process_settings
 from fastgen.memory import capacity, free_host_memory
 
 # Inputs of an automatic batch: more gain little, and on a CPU nothing.
@@ -125,7 +125,7 @@ class MemoryModel:
             activation=next(
                 (n for s in sources for a in _ACTIVATIONS if isinstance(n := getattr(s, a, None), str)), ""
             ),
-            captured=on_gpu and switches.current().captured_step != "never",
+            captured=on_gpu and process_settings.current().captured_step != "never",
         )
 
     def peak(self, rows: int, width: int) -> int:
@@ -216,7 +216,7 @@ def automatic_batch(model: Any, generation: Any, longest: int) -> tuple[int, int
     """
     kind = "cuda" if model.device.type == "cuda" else "cpu"
     free = int(free_memory(model.device) * SHARE_OF_FREE[kind])
-    if model.device.type == "cpu" and switches.current().packed_weights != "never":
+    if model.device.type == "cpu" and process_settings.current().packed_weights != "never":
         # Copies of the weights take so much at the most.
         free -= sum(parameter.nbytes for parameter in model.parameters())
     return MemoryModel.of(model, generation).largest(max(free, 0), MOST_ROWS[kind], longest)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen import settings as switches
-from fastgen.pipeline.batches import BatchStage, Computed
+from fastgen import settings as process_settings
+from fastgen.pipeline.batches import BatchResult, BatchStage
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.loading import LoadedModel
 from fastgen.pipeline.planner import Batch, Prepared
@@ -68,7 +68,7 @@ class Encoder:
 
 
 @dataclass
-class Piece:
+class RawOutput:
     """What the model returned for some rows: all sequences of a row together, best first."""
 
     rows: list[Prepared]
@@ -129,7 +129,7 @@ class SequenceScores:
         return [float(row[:length].sum()) for row, length in zip(table, lengths, strict=True)]
 
 
-class ModelStage(BatchStage[Piece]):
+class ModelStage(BatchStage[RawOutput]):
     """Puts batches through `generate`."""
 
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
@@ -151,13 +151,13 @@ class ModelStage(BatchStage[Piece]):
 
         In a run that need not be repeatable, FastGen counts what has run so far instead.
         """
-        now = switches.current()
+        now = process_settings.current()
         if now.captured_step != "auto" or now.linear_products != "fixed":
             return {}
-        steps = batch.alike * min(self._new_tokens, switches.STEPS_OF_A_CALL)
-        return {"captured_step": "always" if steps >= switches.RECORDING_PAYS_FROM else "auto"}
+        steps = batch.alike * min(self._new_tokens, process_settings.STEPS_OF_A_CALL)
+        return {"captured_step": "always" if steps >= process_settings.RECORDING_PAYS_FROM else "auto"}
 
-    def forward(self, rows: list[Prepared], batch: Batch) -> Piece:
+    def forward(self, rows: list[Prepared], batch: Batch) -> RawOutput:
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -179,7 +179,7 @@ class ModelStage(BatchStage[Piece]):
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big"))
         start = time.perf_counter()
         try:
-            with switches.changed(**self._captured_step(batch)):
+            with process_settings.changed(**self._captured_step(batch)):
                 output = loaded.model.generate(
                     input_ids=ids.to(loaded.device),
                     attention_mask=mask.to(loaded.device),
@@ -189,11 +189,11 @@ class ModelStage(BatchStage[Piece]):
             sequences = (output if torch.is_tensor(output) else output.sequences).cpu().numpy()
         finally:
             self.seconds += time.perf_counter() - start
-        piece = Piece(rows, sequences, 1 if loaded.encoder_decoder else ids.shape[1])
+        raw = RawOutput(rows, sequences, 1 if loaded.encoder_decoder else ids.shape[1])
         own = getattr(output, "sequences_scores", None)
         if scores is not None:
-            piece.scores = own.tolist() if own is not None else scores.sums(list(map(len, piece.written(loaded))))
-        return piece
+            raw.scores = own.tolist() if own is not None else scores.sums(list(map(len, raw.written(loaded))))
+        return raw
 
 
 def token_count(generated: Sequence[int], ends: frozenset[int], pad_id: int) -> int:
@@ -216,17 +216,17 @@ class Decoder:
         self._loaded = loaded
         self._settings = settings
 
-    def __call__(self, generated: Computed[Piece]) -> list[tuple[Result, list[str], str | None]]:
+    def __call__(self, generated: BatchResult[RawOutput]) -> list[tuple[Result, list[str], str | None]]:
         """For each row that succeeded: its result without texts, its texts, best first, and its reference."""
         rows: list[tuple[Result, list[list[int]], str | None]] = []
         with_prompt = self._settings.include_prompt and not self._loaded.encoder_decoder
-        for piece in generated.pieces:
-            each = len(piece.sequences) // len(piece.rows)
-            sequences = piece.written(self._loaded)
-            for number, row in enumerate(piece.rows):
+        for output in generated.outputs:
+            each = len(output.sequences) // len(output.rows)
+            sequences = output.written(self._loaded)
+            for number, row in enumerate(output.rows):
                 own = slice(number * each, (number + 1) * each)
                 written = sequences[own]
-                scores = piece.scores[own] if piece.scores else None
+                scores = output.scores[own] if output.scores else None
                 shown = [row.ids + ids for ids in written] if with_prompt else written
                 rows.append((self._result(row, written, scores), shown, row.record.reference))
         flat = self._tokenizer.batch_decode([ids for _, shown, _ in rows for ids in shown], skip_special_tokens=True)

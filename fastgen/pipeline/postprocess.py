@@ -88,7 +88,7 @@ class MetricTotals:
 
 
 @dataclass(frozen=True)
-class Work:
+class PostprocessJob:
     """The work to do on each output."""
 
     detokenizer: str | None = None
@@ -124,7 +124,7 @@ Texts = list[tuple[list[str], str | None]]
 class Processor:
     """Does the work, in the process that creates it."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: PostprocessJob) -> None:
         self._detokenize: Callable[[str], str] = lambda text: text
         if work.detokenizer == "moses":
             from sacremoses import MosesDetokenizer

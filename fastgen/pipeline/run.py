@@ -11,15 +11,15 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from fastgen import settings as switches
-from fastgen.pipeline.batches import Computed
+from fastgen import settings as process_settings
+from fastgen.pipeline.batches import BatchResult
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.layouts import Generation
 from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.memory import automatic_batch
-from fastgen.pipeline.model import Decoder, Encoder, ModelStage, Piece
-from fastgen.pipeline.postprocess import Outcome, PostProcessor, Processor, Texts, Work, default_workers
+from fastgen.pipeline.model import Decoder, Encoder, ModelStage, RawOutput
+from fastgen.pipeline.postprocess import Outcome, PostprocessJob, PostProcessor, Processor, Texts, default_workers
 from fastgen.pipeline.records import Result
 from fastgen.pipeline.running import Job, Results, RunReport, open_output, run_through
 from fastgen.pipeline.settings import RunOptions
@@ -61,11 +61,13 @@ def generate_dataset(
     """
     in_memory = not isinstance(model, str | os.PathLike)
     name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
-    settings = RunOptions(model=name, input=os.fspath(input), output=os.fspath(output), **switches.renamed(options))
+    settings = RunOptions(
+        model=name, input=os.fspath(input), output=os.fspath(output), **process_settings.renamed(options)
+    )
     if in_memory and tokenizer is None:
         raise SetupError("a model in memory needs its tokenizer")
     # Otherwise the last digits of scores would differ from run to run.
-    with switches.changed(**switches.unless_explicit(linear_products="fixed")):
+    with process_settings.changed(**process_settings.unless_explicit(linear_products="fixed")):
         return run(settings, model if in_memory else None, tokenizer)
 
 
@@ -82,7 +84,7 @@ def run(
     check_free(settings)
     settings = dataclasses.replace(settings, metrics=resolve_metrics(settings))
     detokenizer = None if settings.detokenizer == "none" else settings.detokenizer
-    work = Work(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
+    work = PostprocessJob(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
     work.check()
     if model is None:
         check_path(settings.model, gguf=True)
@@ -130,8 +132,8 @@ class _Texts:
     def __init__(self, decoder: Decoder, workers: PostProcessor[Texts, list[Outcome]]) -> None:
         self._decoder, self._workers = decoder, workers
 
-    def __call__(self, computed: Computed[Piece]) -> Results:
-        decoded = self._decoder(computed)
+    def __call__(self, result: BatchResult[RawOutput]) -> Results:
+        decoded = self._decoder(result)
         outcomes = self._workers.submit([(texts, reference) for _, texts, reference in decoded])
         return lambda: [
             _completed(result, outcome) for (result, _, _), outcome in zip(decoded, outcomes.result(), strict=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import fastgen
-from fastgen.pipeline.batches import BatchStage, Computed
+from fastgen.pipeline.batches import BatchResult, BatchStage
 from fastgen.pipeline.errors import SetupError, StrictError
 from fastgen.pipeline.identity import environment, identity
 from fastgen.pipeline.inputs import Inputs
@@ -99,7 +99,7 @@ class Job:
     prepare: Callable[[Sequence[Record]], list[Prepared | BadRecord]]
     """Turns texts into token ids, in a thread ahead of the model."""
     stage: BatchStage[Any]
-    post: Callable[[Computed[Any]], Results]
+    post: Callable[[BatchResult[Any]], Results]
     """Begins to turn what the model returned into results, in a thread behind it. Failed rows are left out."""
     batch_size: Callable[[], tuple[int, int | None]]
     """Inputs of a batch, and their tokens where these are limited. A resumed run keeps those it began with."""
@@ -232,31 +232,31 @@ class Steps:
     def run(self, plan: Iterator[Window | Batch]) -> Timing:
         return run_stages(plan, self._compute, self._post, self._record, self._report)
 
-    def _compute(self, item: Window | Batch) -> Window | Computed[Any]:
+    def _compute(self, item: Window | Batch) -> Window | BatchResult[Any]:
         return item if isinstance(item, Window) else self.job.stage.run(item)
 
-    def _report(self, item: Window | Computed[Any]) -> None:
-        if isinstance(item, Computed):
+    def _report(self, item: Window | BatchResult[Any]) -> None:
+        if isinstance(item, BatchResult):
             self.batches += 1
             for row, problem in item.failures:
                 self.on_bad(row.record.skipped(problem))
 
-    def _post(self, item: Window | Computed[Any]) -> Window | tuple[Computed[Any], Results]:
+    def _post(self, item: Window | BatchResult[Any]) -> Window | tuple[BatchResult[Any], Results]:
         return item if isinstance(item, Window) else (item, self.job.post(item))
 
-    def _record(self, item: Window | tuple[Computed[Any], Results]) -> None:
+    def _record(self, item: Window | tuple[BatchResult[Any], Results]) -> None:
         if isinstance(item, Window):
             self.output.window(item)
             self._add(len(item.bad))
             return
-        computed, waited_for = item
+        done, waited_for = item
         results = waited_for()
         failed = [result for result in results if "error" in result]
         tokens = sum(self.job.layout.tokens(result) for result in results if "error" not in result)
         self.samples += len(results) - len(failed)
         self.tokens += tokens
-        results += [row.record.skipped(problem).result() for row, problem in computed.failures]
-        self.output.batch(computed.batch.window, computed.batch.index, results)
+        results += [row.record.skipped(problem).result() for row, problem in done.failures]
+        self.output.batch(done.batch.window, done.batch.index, results)
         self._add(len(results))
         for result in failed:
             self.on_bad(BadRecord.of(result))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from fastgen import settings as switches
+from fastgen import settings as process_settings
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.option_types import check_types
 
@@ -92,22 +92,22 @@ class DataOptions:
     )
     dtype: str = option("fp32", "fp32, fp16 or bf16 (default: fp32)")
     weight_dtype: str = option(
-        lambda: switches.current().weight_dtype,
+        lambda: process_settings.current().weight_dtype,
         "int8, int4 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
         rare=True,
     )
     weight_group_size: int = option(
-        lambda: switches.current().weight_group_size,
+        lambda: process_settings.current().weight_group_size,
         "inputs that share a scale in int8 and int4: 32, 64 or 128 (default: 64)",
         rare=True,
     )
     keep_bits: bool = option(
-        lambda: switches.current().keep_bits,
+        lambda: process_settings.current().keep_bits,
         "keep weights in GGUF, GPTQ, AWQ and compressed-tensors in their bits, also where Transformers unpacks them",
         rare=True,
     )
     activations: str = option(
-        lambda: switches.current().activations,
+        lambda: process_settings.current().activations,
         "int8: round what such weights are multiplied with on a CPU, which is faster, with other results "
         "(default: float)",
         rare=True,
@@ -164,7 +164,7 @@ class DataOptions:
         _among("output_format", self.output_format, ("auto", *self.OUTPUTS))
         _among("dtype", self.dtype, DTYPES)
         try:
-            dataclasses.replace(switches.current(), **self.weights)
+            dataclasses.replace(process_settings.current(), **self.weights)
         except ValueError as error:
             raise SetupError(str(error)) from error
         for name, smallest in self._least().items():
@@ -306,7 +306,7 @@ class RunOptions(DataOptions):
     )
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)
     self_speculation: str = option(
-        lambda: switches.current().self_speculation,
+        lambda: process_settings.current().self_speculation,
         "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model checks (default: off); "
         "kernels are chosen by measurements then",
         rare=True,
@@ -368,7 +368,7 @@ def captured_drafts() -> dict[str, Any]:
     A batch of one text draws as the others do.
     """
     wanted = {"linear_products": "measured", "assisted_sampling": "fastgen"}
-    return {name: value for name, value in wanted.items() if name not in switches.current().explicit}
+    return {name: value for name, value in wanted.items() if name not in process_settings.current().explicit}
 
 
 def unfinished_path(path: Path) -> Path:

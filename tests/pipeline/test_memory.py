@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen import settings as switches
+from fastgen import settings as process_settings
 from fastgen.pipeline import memory
 from fastgen.pipeline.memory import MemoryModel, automatic_batch, free_memory
 
@@ -118,7 +118,7 @@ def test_what_a_batch_takes(make, rows, width, options, device):
     if device.type == "cuda":
         rows *= 64  # the workspaces of cuBLAS would be most of what a small batch takes
     for captured_step in ("auto", "never") if device.type == "cuda" else ("never",):
-        with switches.changed(packed_weights="never", captured_step=captured_step):
+        with process_settings.changed(packed_weights="never", captured_step=captured_step):
             model, generation = prepared(make, device, **{"new_tokens": 20, **options})
             generate(model, generation, 1, 8)
             taken = allocated(lambda model=model, config=generation: generate(model, config, rows, width), device)
@@ -216,7 +216,7 @@ def test_memory_for_packed_weights(monkeypatch):
     weights = sum(parameter.nbytes for parameter in model.parameters())
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * weights)
     assert automatic_batch(model, generation, 64) == (1, 64)
-    with switches.changed(packed_weights="never"):
+    with process_settings.changed(packed_weights="never"):
         assert automatic_batch(model, generation, 64) > (1, 64)
 
 

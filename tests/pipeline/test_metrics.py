@@ -8,7 +8,7 @@ import random
 import pytest
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.postprocess import MetricTotals, Work, sentence_statistics
+from fastgen.pipeline.postprocess import MetricTotals, PostprocessJob, sentence_statistics
 from tests.pipeline import tiny
 
 NAMES = ("bleu", "chrf", "rouge", "exact")
@@ -62,4 +62,4 @@ def test_a_package_that_is_missing(monkeypatch):
     find, missing = importlib.util.find_spec, ("sacrebleu", "rouge_score")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     with pytest.raises(SetupError, match="rouge-score"):
-        Work(metrics=("exact", "rouge")).check()
+        PostprocessJob(metrics=("exact", "rouge")).check()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastgen.pipeline.postprocess import Outcome, PostProcessor, Processor, Work
+from fastgen.pipeline.postprocess import Outcome, PostprocessJob, PostProcessor, Processor
 
-WORK = Work("moses", "de", ("bleu", "exact"))
+WORK = PostprocessJob("moses", "de", ("bleu", "exact"))
 RECORDS = [(["Das ist ein Haus , sagte er .", "zwei"], "Das ist ein Haus, sagte er."), (["ohne Referenz"], None)]
 
 
@@ -34,8 +34,8 @@ def test_moses_and_metrics_in_a_worker():
 
 
 def test_no_work_needs_no_workers():
-    assert not Work().any
-    post = PostProcessor(partial(Processor, Work()), workers=0)
+    assert not PostprocessJob().any
+    post = PostProcessor(partial(Processor, PostprocessJob()), workers=0)
     assert post.submit([(["a  b"], None)]).result() == [Outcome(["a  b"])]
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen import settings as switches
-from fastgen.pipeline.batches import BatchStage, Computed
+from fastgen import settings as process_settings
+from fastgen.pipeline.batches import BatchResult, BatchStage
 from fastgen.pipeline.encoding.loading import LoadedClassifier, LoadedEmbedder, LoadedEncoder, lowered
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.planner import Batch, Prepared
@@ -113,7 +113,7 @@ class EmbeddingStage(EncodingStage):
     _loaded: LoadedEmbedder
 
     def _values(self, inputs: dict[str, Any]) -> Any:
-        with switches.changed(**switches.unless_explicit(padding="zero")):  # the modules mask it
+        with process_settings.changed(**process_settings.unless_explicit(padding="zero")):  # the modules mask it
             states = self._loaded.model(**inputs)[0]
         return self._loaded.modules(states, inputs["attention_mask"], self._loaded.prompt_length)
 
@@ -149,11 +149,11 @@ class Encoded:
     def __init__(self, with_input: bool, dtype: str, of_row: Callable[[Any], dict[str, Any]]) -> None:
         self._with_input, self._dtype, self._of_row = with_input, dtype, of_row
 
-    def __call__(self, computed: Computed[Values]) -> Results:
+    def __call__(self, batch: BatchResult[Values]) -> Results:
         results = [
             self._result(row, values)
-            for piece in computed.pieces
-            for row, values in zip(piece.rows, _as(self._dtype, piece.values), strict=True)
+            for output in batch.outputs
+            for row, values in zip(output.rows, _as(self._dtype, output.values), strict=True)
         ]
         return lambda: results
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any, TypeVar
 
-from fastgen import settings as switches
+from fastgen import settings as process_settings
 from fastgen.pipeline.encoding.layouts import Labels, Vectors
 from fastgen.pipeline.encoding.loading import (
     LoadedEncoder,
@@ -112,11 +112,11 @@ def _over_dataset(
 ) -> RunReport:
     in_memory = not isinstance(model, str | os.PathLike)
     name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
-    settings = kind(model=name, input=os.fspath(input), output=os.fspath(output), **switches.renamed(options))
+    settings = kind(model=name, input=os.fspath(input), output=os.fspath(output), **process_settings.renamed(options))
     if in_memory and tokenizer is None:
         raise SetupError("a model in memory needs its tokenizer")
     # Otherwise the last digits would differ from run to run.
-    with switches.changed(**switches.unless_explicit(linear_products="fixed")):
+    with process_settings.changed(**process_settings.unless_explicit(linear_products="fixed")):
         return run(settings, model if in_memory else None, tokenizer)
 
 
@@ -137,7 +137,7 @@ def embed(settings: EmbedOptions, model: Any = None, tokenizer: Any = None, begi
         told = "the model's files do not say how a text becomes a vector: its tokens' vectors are averaged"
         print(f"{told} (--pooling chooses)", file=sys.stderr)
     stage = EmbeddingStage(loaded, settings)
-    with explained(f"model {settings.model} gives no vector"), switches.changed(**settings.weights):
+    with explained(f"model {settings.model} gives no vector"), process_settings.changed(**settings.weights):
         size = stage.dimension()
     with_input = settings.resolved_output_format != "npy"
     post = Encoded(with_input, settings.output_dtype, vector_fields)
