@@ -49,22 +49,22 @@ MIN_QUANTISED = 2**16
 _MAX_MEMORY = 0.5
 
 
-_as_they_are: ContextVar[bool] = ContextVar("fastgen_plain_layers", default=False)
+_plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=False)
 
 
-def as_they_are() -> AbstractContextManager[None]:
+def plain_linear() -> AbstractContextManager[None]:
     """Inside this, linear layers run on torch's own products: what is captured is made of these."""
-    return patching.held(_as_they_are, True)
+    return patching.held(_plain_linear, True)
 
 
 # Products of layers of a model that are not their own.
 Products = Mapping[nn.Module, Callable[[Tensor], Tensor]]
-_instead: ContextVar[Products | None] = ContextVar("fastgen_products_instead", default=None)
+_overridden_linear: ContextVar[Products | None] = ContextVar("fastgen_overridden_linear", default=None)
 
 
-def instead(products: Products) -> AbstractContextManager[None]:
+def override_linear(products: Products) -> AbstractContextManager[None]:
     """Inside this, the linear layers among these multiply so in the calling thread, if they have a faster form."""
-    return patching.held(_instead, products)
+    return patching.held(_overridden_linear, products)
 
 
 class _PackingBudget:
@@ -164,10 +164,10 @@ class _OwnProduct(Replacement):
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         x = self._input(arguments, named)
-        others = _instead.get()
+        others = _overridden_linear.get()
         if others is not None and x is not None and self._module in others:
             return others[self._module](x)
-        if self._failed or (_as_they_are.get() and self._is_exact()) or not _serves(x, self._dtype, self._device):
+        if self._failed or (_plain_linear.get() and self._is_exact()) or not _serves(x, self._dtype, self._device):
             return self._plain(*arguments, **named)
         try:
             y = self._product(x)

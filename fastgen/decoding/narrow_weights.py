@@ -84,14 +84,14 @@ class NarrowPanels(NarrowWeight):
         return None if lines is None else narrow_linear.pack(lines)
 
 
-_are_left_out: ContextVar[bool] = ContextVar("are_left_out", default=False)
+_is_suspended: ContextVar[bool] = ContextVar("fastgen_low_bit_copies_suspended", default=False)
 
 
 @contextlib.contextmanager
-def left_out() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """What is recorded inside this has no such copies: where a call reads a weight once, they would never be made."""
-    with undoing(partial(_are_left_out.set, _are_left_out.get())):
-        _are_left_out.set(True)
+    with undoing(partial(_is_suspended.set, _is_suspended.get())):
+        _is_suspended.set(True)
         yield
 
 
@@ -103,7 +103,7 @@ def type_of(x: Tensor, weight: Tensor, bias: Tensor | None, codes: bool = True) 
     Args:
         codes: whether products can read these.
     """
-    if _are_left_out.get() or not narrow_linear.serves(x, weight, bias) or weight.numel() < _LEAST_NUMBERS:
+    if _is_suspended.get() or not narrow_linear.serves(x, weight, bias) or weight.numel() < _LEAST_NUMBERS:
         return None
     if not (narrow.is_available() and fingerprint.is_available()):
         return None

@@ -58,7 +58,7 @@ class Step:
             self._layer.find(out, self._outputs, self._x, self._bias, copy)
 
     def find_two(self, out: Tensor, is_near: Tensor, masked: float, share: float) -> None:
-        """The same, and whether another one is about as large, [rows], bool (`fastgen.ops.best_two`)."""
+        """The same, and whether another one is about as large, [rows], bool (`fastgen.ops.top_two`)."""
         copy, self._copy = self._copy, None
         if copy is None or self._layer is None:
             torch.ops.fastgen.best_two_out(out, is_near, self._outputs, masked, share)

@@ -14,7 +14,7 @@ from importlib import import_module
 OPERATORS = (
     "attention",
     "best_candidates",
-    "best_two",
+    "top_two",
     "dot_linear",
     "elementwise",
     "fingerprint",

@@ -28,7 +28,7 @@ def load(device: str) -> str:
 
     FASTGEN_NO_EXT=1 in the environment leaves them out.
     """
-    if _is_left_out():
+    if _is_disabled():
         return "FASTGEN_NO_EXT is set"
     path = Path(__file__).with_name(f"libfastgen_{device.lower()}{_SUFFIX}")
     if not path.exists():
@@ -58,7 +58,7 @@ def warn_if_missing(device: torch.device) -> None:
     On a GPU alone, what is built for the CPU is not missed.
     """
     global _has_warned
-    if _has_warned or device.type != "cpu" or _is_left_out():
+    if _has_warned or device.type != "cpu" or _is_disabled():
         return
     reason = load("CPU")
     if not reason:
@@ -72,7 +72,7 @@ def warn_if_missing(device: torch.device) -> None:
     )
 
 
-def _is_left_out() -> bool:
+def _is_disabled() -> bool:
     return os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0")
 
 

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, grouped_linear
-from fastgen.ops.best_two import MASKED
 from fastgen.ops.grouped_linear import PackedWeight
+from fastgen.ops.top_two import MASKED
 
 # Outputs that the kernel looks at together (csrc/cpu/largest_output.cpp).
 _BLOCK = 256
@@ -129,7 +129,7 @@ def largest_output_out(
         weight: [outputs, inputs], float32, the inputs next to each other.
         bias: [outputs], float32, or None.
         copy: `copy_of(weight)`, of the weight as it is now.
-        is_near: [rows], bool, for what `best_two` says of a second output, with that `share` of the magnitude of a row
+        is_near: [rows], bool, for what `top_two` says of a second output, with that `share` of the magnitude of a row
             (of what is not `masked`), which is taken from the estimates.
 
     Returns:

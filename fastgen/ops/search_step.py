@@ -57,18 +57,18 @@ def _has_kernels() -> bool:
 
 backend = partial(_library.backend, "fastgen::take_beams_")
 _library.define(
-    "take_rows_(Tensor tokens, Tensor? stops, Tensor eos, Tensor limit, Tensor is_spoilt,"
+    "take_rows_(Tensor tokens, Tensor? stops, Tensor eos, Tensor limit, Tensor has_nan,"
     " Tensor(a!) running_sequences, Tensor(b!) next_tokens, Tensor(c!) length, Tensor(d!) taken, Tensor(e!) unfinished,"
     " Tensor(f!) done) -> ()"
 )
 _library.define(
     "take_run_(Tensor chosen, Tensor? counts, Tensor(a!) accepted, Tensor? near, Tensor(b!) near_ties, Tensor eos,"
-    " Tensor fill, Tensor limit, Tensor is_spoilt, Tensor(c!) running_sequences, Tensor(d!) next_tokens,"
+    " Tensor fill, Tensor limit, Tensor has_nan, Tensor(c!) running_sequences, Tensor(d!) next_tokens,"
     " Tensor(e!) length, Tensor(f!) taken, Tensor(g!) unfinished, Tensor(h!) done, bool together) -> ()"
 )
 _library.define(
     "take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candidate_tokens, Tensor? stops, Tensor eos,"
-    " Tensor penalties, Tensor favours_length, Tensor is_real, Tensor limit, Tensor is_spoilt,"
+    " Tensor penalties, Tensor favours_length, Tensor is_real, Tensor limit, Tensor has_nan,"
     " Tensor(a!) running_sequences, Tensor(b!) running_indices, Tensor(c!) running_scores, Tensor(d!) sequences,"
     " Tensor(e!) indices, Tensor(f!) scores, Tensor(g!) finished, Tensor(h!) improvable, Tensor(i!) next_tokens,"
     " Tensor(j!) parents, Tensor(k!) length, Tensor(l!) taken, Tensor(m!) unfinished, Tensor(n!) done,"

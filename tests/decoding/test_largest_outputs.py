@@ -16,7 +16,7 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.largest_outputs import BEST_TWO, ESTIMATE, LARGEST
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import best_two, largest_output
+from fastgen.ops import largest_output, top_two
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 
 pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
@@ -99,7 +99,7 @@ def test_estimated(function: Callable[[], None]) -> None:
 
 
 def best_two_of(scores: Tensor) -> None:
-    tokens, is_near = best_two.best_two(scores, 0.1)
+    tokens, is_near = top_two.top_two(scores, 0.1)
     OUT.copy_(tokens + 1000 * is_near)
 
 

@@ -393,6 +393,6 @@ def test_calls_are_counted() -> None:
 def test_left_out() -> None:
     x, weight = torch.randn(1, 512), torch.randn(256, 512).bfloat16().float()
     assert narrow_weights.type_of(x, weight, None) is torch.bfloat16
-    with narrow_weights.left_out():
+    with narrow_weights.suspended():
         assert narrow_weights.type_of(x, weight, None) is None
     assert narrow_weights.type_of(x, weight, None) is torch.bfloat16

@@ -106,7 +106,7 @@ def test_what_more_is_asked_of_attention(
     module, kwargs = torch.nn.Module(), others if isinstance(others, dict) else {}
     module.is_causal = False
     disabled = fastgen.disabled() if others == "disabled" else contextlib.nullcontext()
-    with torch.set_grad_enabled(others == "gradients"), attention.in_force(), disabled:
+    with torch.set_grad_enabled(others == "gradients"), attention.override_attention(), disabled:
         function = attention.replaced(library)
         assert attention.replaced(check) is check  # one that a user has registered
         function(module, q, k, v, None, **kwargs)

@@ -19,7 +19,7 @@ from fastgen import patching, settings
 from fastgen.decoding import layers, products
 from fastgen.ops import linear, packed_attention, quantized_linear, split_linear
 from fastgen.optimizer.transformers.encoders import call, passes, programs
-from fastgen.optimizer.transformers.encoders.stacks import COUNTING, GROUPED, PACKED
+from fastgen.optimizer.transformers.encoders.stacks import BUCKETED, RIGHT_PADDED, VARLEN
 from tests.equivalence.encoder_models import (
     HEADS,
     LONGEST,
@@ -142,7 +142,7 @@ def test_every_architecture(architecture: str, head: str, side: str, padding: st
 
 def test_the_page_names_every_architecture_with_its_way() -> None:
     """docs/encoders.md: what the models that the tests run are served by."""
-    ways = {PACKED: "one row", GROUPED: "groups", COUNTING: "groups, with padding behind the texts only"}
+    ways = {VARLEN: "one row", BUCKETED: "groups", RIGHT_PADDED: "groups, with padding behind the texts only"}
     known = (*WITHOUT_PADDING, *OF_SEQ2SEQ)
     if missing := [name for name in known if class_of(name) is None]:
         pytest.skip(f"this release has no {missing[0]}")

@@ -107,7 +107,7 @@ def test_beams(
                 search.begin(prompt[:1], max(new_tokens - 1, 1), inputs=one, length_penalty=0.5)
         if samples and seed % 5 == 0 and step == 2:
             for search in (ours, torchs):
-                search.is_spoilt.fill_(True)
+                search.has_nan.fill_(True)
         proposal = candidates_of(ours, levels, odd, generator)
         share = 1.0 if (seed + step) % 4 == 0 else stopping  # sometimes all end at once
         stops = None if stopping is None else torch.rand(proposal[0].numel(), generator=generator) < share
@@ -159,7 +159,7 @@ def test_runs(
             for search in (ours, torchs):
                 search.draft(drafted, torch.tensor(place))
         if samples and seed % 5 == 0 and step == 2:
-            ours.is_spoilt.fill_(True), torchs.is_spoilt.fill_(True)
+            ours.has_nan.fill_(True), torchs.has_nan.fill_(True)
         for number, search in enumerate((ours, torchs)):
             if not greedy:
                 accepted[number].copy_(counts)

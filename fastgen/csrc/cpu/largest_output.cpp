@@ -4,7 +4,7 @@
 // The estimates come from a copy of the weight in 8 bits. Each is off by no more than a bound, or -inf for what does not
 // count. The output with the largest estimate is computed from the weight itself; then so are those whose estimates, with
 // their bounds, reach it. Outputs are looked at in blocks first.
-#include "best_two/block.h"
+#include "top_two/block.h"
 #include "checks.h"
 #include "dot_linear/lines.h"
 #include "grouped_linear/rows.h"
@@ -35,7 +35,7 @@ using fastgen::LookAt;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Whether a second output of a row is about as large as the largest (fastgen/ops/best_two.py).
+// Whether a second output of a row is about as large as the largest (fastgen/ops/top_two.py).
 struct Near {
   bool* is_near;  // of each row; null if nobody asks
   float masked, share;
@@ -115,7 +115,7 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
     const int64_t begin = block * kBlock;
     const Block found = look(estimates + begin, std::min(kBlock, outputs - begin), near.masked);
     best[block] = found.best, size = std::max(size, found.size);
-    is_known = is_known && !found.is_spoilt;
+    is_known = is_known && !found.has_nan;
     if (best[block] > best[best_block]) best_block = block;
   }
   std::vector<int64_t> chosen;

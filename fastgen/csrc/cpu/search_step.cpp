@@ -59,10 +59,10 @@ struct Progress {
   int64_t* taken;
   bool* unfinished;
   bool* done;
-  const bool* is_spoilt;
+  const bool* has_nan;
 
   Progress(const Tensor& sequences, const Tensor& limits, const Tensor& lengths, const Tensor& takens,
-           const Tensor& goes_on, const Tensor& is_done, const Tensor& spoilt) {
+           const Tensor& goes_on, const Tensor& is_done, const Tensor& nan_flag) {
     STD_TORCH_CHECK(sequences.dim() == 3, "search_step: sequences must be [batch, per input, positions]");
     batch = sequences.size(0), per_input = sequences.size(1), width = sequences.size(2);
     limit = checked<const int64_t>(limits, {batch, per_input}, "limit");
@@ -70,7 +70,7 @@ struct Progress {
     taken = checked<int64_t>(takens, {batch, per_input}, "taken");
     unfinished = checked<bool>(goes_on, {batch, per_input}, "unfinished");
     done = checked<bool>(is_done, {}, "done");
-    is_spoilt = checked<const bool>(spoilt, {}, "is_spoilt");
+    has_nan = checked<const bool>(nan_flag, {}, "has_nan");
   }
 
   // Whether the next token is the last one up to the limit, or behind it.
@@ -86,7 +86,7 @@ struct Progress {
 
   void end_step() {
     const bool* end = unfinished + batch * per_input;
-    *done = *done || std::find(const_cast<const bool*>(unfinished), end, true) == end || *is_spoilt;
+    *done = *done || std::find(const_cast<const bool*>(unfinished), end, true) == end || *has_nan;
   }
 };
 
@@ -105,13 +105,13 @@ struct Ends {
   }
 };
 
-void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor limit, Tensor is_spoilt,
+void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor limit, Tensor has_nan,
                 Tensor running_sequences, Tensor next_tokens, Tensor length, Tensor taken, Tensor unfinished,
                 Tensor done) {
   fastgen::Arguments("search_step")
       .writes(running_sequences, next_tokens, length, taken, unfinished, done)
-      .reads(tokens, stops, eos, limit, is_spoilt);
-  Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
+      .reads(tokens, stops, eos, limit, has_nan);
+  Progress progress(running_sequences, limit, length, taken, unfinished, done, has_nan);
   const int64_t rows = progress.batch * progress.per_input, width = progress.width;
   int64_t* sequences = checked<int64_t>(running_sequences, {progress.batch, progress.per_input, width}, "sequences");
   const int64_t* token = checked<const int64_t>(tokens, {rows}, "tokens");
@@ -132,12 +132,12 @@ void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor l
 
 // A row goes on by the first of its chosen tokens: those that were drafted, up to the first other one, and one more.
 void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::optional<Tensor> near, Tensor near_ties,
-               Tensor eos, Tensor fill, Tensor limit, Tensor is_spoilt, Tensor running_sequences, Tensor next_tokens,
+               Tensor eos, Tensor fill, Tensor limit, Tensor has_nan, Tensor running_sequences, Tensor next_tokens,
                Tensor length, Tensor taken, Tensor unfinished, Tensor done, bool together) {
   fastgen::Arguments("search_step")
       .writes(accepted, near_ties, running_sequences, next_tokens, length, taken, unfinished, done)
-      .reads(chosen, counts, near, eos, fill, limit, is_spoilt);
-  Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
+      .reads(chosen, counts, near, eos, fill, limit, has_nan);
+  Progress progress(running_sequences, limit, length, taken, unfinished, done, has_nan);
   const int64_t rows = progress.batch * progress.per_input, capacity = progress.width;
   int64_t* sequences = checked<int64_t>(running_sequences, {progress.batch, progress.per_input, capacity}, "sequences");
   STD_TORCH_CHECK(chosen.dim() == 2 && chosen.size(1) >= 1, "search_step: the chosen tokens must be [rows, width]");
@@ -229,7 +229,7 @@ struct Histories {
 };
 
 void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candidate_tokens, std::optional<Tensor> stops,
-                 Tensor eos, Tensor penalties, Tensor favours_length, Tensor is_real, Tensor limit, Tensor is_spoilt,
+                 Tensor eos, Tensor penalties, Tensor favours_length, Tensor is_real, Tensor limit, Tensor has_nan,
                  Tensor running_sequences, Tensor running_indices, Tensor running_scores, Tensor sequences,
                  Tensor indices, Tensor scores, Tensor finished, Tensor improvable, Tensor next_tokens, Tensor parents,
                  Tensor length, Tensor taken, Tensor unfinished, Tensor done, Tensor prompt, int64_t early_stopping) {
@@ -237,8 +237,8 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
       .writes(running_sequences, running_indices, running_scores, sequences, indices, scores, finished, improvable,
               next_tokens, parents, length, taken, unfinished, done)
       .reads(candidate_scores, candidate_beams, candidate_tokens, stops, eos, penalties, favours_length, is_real, limit,
-             is_spoilt, prompt);
-  Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
+             has_nan, prompt);
+  Progress progress(running_sequences, limit, length, taken, unfinished, done, has_nan);
   const int64_t prompt_capacity = *checked<const int64_t>(prompt, {}, "prompt");
   const int64_t batch = progress.batch, beams = progress.per_input, width = progress.width;
   STD_TORCH_CHECK(candidate_scores.dim() == 2 && running_indices.dim() == 3 && penalties.dim() == 2,

@@ -22,7 +22,7 @@ from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import _plan, _team, best_two, elementwise
+from fastgen.ops import _plan, _team, elementwise, top_two
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -122,7 +122,7 @@ class _Compiler:
         if function in _COPIES and results[0] is not None:
             return partial(torch.ops.aten.copy_.default, results[0], args[0])
         if function is torch.ops.aten.argmax.default and args[1:] in ((-1,), (1,)) and results[0] is not None:
-            own = best_two.argmax_into(results[0], args[0])
+            own = top_two.argmax_into(results[0], args[0])
             if own is not None:
                 return own
         writing = with_out(function, len(results))

@@ -42,7 +42,7 @@ class Search:
         parents: [rows], int64: the row that each row continues; None: itself.
         taken: [batch, per_input], int64: by how many tokens the step has continued each sequence.
         done: one bool: all of the search is over.
-        is_spoilt: one bool: probabilities to draw from were NaN.
+        has_nan: one bool: probabilities to draw from were NaN.
     """
 
     parents: Tensor | None = None
@@ -75,7 +75,7 @@ class Search:
         self.taken = torch.zeros_like(self.length)
         self._fill = torch.zeros_like(self.tokens)
         self.done = torch.zeros((), dtype=torch.bool, device=device)
-        self.is_spoilt = torch.zeros_like(self.done)
+        self.has_nan = torch.zeros_like(self.done)
         # Inputs that are there; the others fill the batch up.
         self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
         if growing is not None:
@@ -129,7 +129,7 @@ class Search:
         self.unfinished[inputs] = self._is_real[inputs]
         self.done.fill_(False)
         if inputs == slice(None):
-            self.is_spoilt.fill_(False)
+            self.has_nan.fill_(False)
 
     def _put_ends(self, eos: Sequence[int]) -> None:
         if len(eos) > len(self._eos):
@@ -214,7 +214,7 @@ class Search:
         ends = (tokens.unsqueeze(-1) == self._eos).any(dim=-1)
         return ends if stops is None else ends | stops.view_as(ends)
 
-    def _races(self, scores: Tensor) -> Tensor:
+    def _exponential_race(self, scores: Tensor) -> Tensor:
         """p / e for the probabilities p of each row, some rows for each input, and exponentially distributed e.
 
         The k largest of a row are k draws without replacement, as in `torch.multinomial`. So on the CPU, where no row
@@ -223,7 +223,7 @@ class Search:
         probabilities = torch.softmax(scores.float(), dim=-1)
         # One score that is not a number spoils its whole row, be the sequence finished or not.
         is_real = self._is_real.expand(-1, scores.shape[0] // self._batch).reshape(-1)
-        self.is_spoilt.logical_or_((probabilities[:, 0].isnan() & is_real & ~self.done).any())
+        self.has_nan.logical_or_((probabilities[:, 0].isnan() & is_real & ~self.done).any())
         return probabilities / torch.empty_like(probabilities).exponential_()
 
     def _by_input(self, rows: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class Search:
         self.length.add_(self.taken)
         self.unfinished.copy_(unfinished)
         over = ~unfinished.any()
-        self.done.logical_or_(over | self.is_spoilt if self._samples else over)
+        self.done.logical_or_(over | self.has_nan if self._samples else over)
         return moves
 
     # Buffers of what the capacities alone say.
@@ -253,7 +253,7 @@ class RowSearch(Search):
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
         """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up."""
-        tokens = (self._races(scores) if self._samples else scores).argmax(dim=-1)
+        tokens = (self._exponential_race(scores) if self._samples else scores).argmax(dim=-1)
         return (torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens,)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
@@ -263,7 +263,7 @@ class RowSearch(Search):
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
         if search_step.available(self.tokens):
             torch.ops.fastgen.take_rows_(
-                *proposal, stops, self._eos, self.limit, self.is_spoilt, self.running_sequences, self.tokens,
+                *proposal, stops, self._eos, self.limit, self.has_nan, self.running_sequences, self.tokens,
                 self.length, self.taken, self.unfinished, self.done,
             )  # fmt: skip
             return
@@ -364,7 +364,7 @@ class BeamSearch(Search):
             return best_continuations(scores, self.running_scores, self.candidates, normalise=normalise)
         scores = torch.log_softmax(scores, dim=-1, dtype=torch.float32) if normalise else scores
         scores = (scores.view(*self.running_scores.shape, -1) + self.running_scores.unsqueeze(2)).flatten(1)
-        drawn = self._races(scores).topk(self.candidates, dim=1).indices
+        drawn = self._exponential_race(scores).topk(self.candidates, dim=1).indices
         vocabulary = scores.shape[1] // self._per_input
         found = scores.gather(1, drawn)
         if self._sorts:
@@ -381,7 +381,7 @@ class BeamSearch(Search):
         if search_step.available(self.tokens):
             torch.ops.fastgen.take_beams_(
                 *proposal, stops, self._eos, self._penalties, self._favours_length, self._is_real, self.limit,
-                self.is_spoilt, self.running_sequences, self.running_indices, self.running_scores, self.sequences,
+                self.has_nan, self.running_sequences, self.running_indices, self.running_scores, self.sequences,
                 self.indices, self.scores, self.finished, self._improvable, self.tokens, self.parents, self.length,
                 self.taken, self.unfinished, self.done, self.prompt,
                 search_step.EARLY_STOPPING[self._early_stopping],

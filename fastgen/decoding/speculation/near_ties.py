@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastgen.ops.best_two import best_two
+from fastgen.ops.top_two import top_two
 
 # The largest error in units of the usual one. Measured with SmolLM2-135M (271 products) in float32, passes over 3 to 17
 # tokens against passes over one: logits change by 26 epsilon * magnitude at most, the two best by 11; the root is 16.
@@ -34,5 +34,5 @@ def best_tokens(scores: Tensor, products: int) -> tuple[Tensor, Tensor]:
         [...], int64, and [...], bool.
     """
     share = torch.finfo(scores.dtype).eps * _SAFETY * math.sqrt(products)
-    tokens, is_near = best_two(scores.flatten(0, -2), share)
+    tokens, is_near = top_two(scores.flatten(0, -2), share)
     return tokens.view(scores.shape[:-1]), is_near.view(scores.shape[:-1])

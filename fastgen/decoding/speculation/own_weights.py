@@ -133,8 +133,8 @@ class OwnWeights:
     def used(self) -> AbstractContextManager[None]:
         """Inside this, the calling thread's forward passes multiply with the copies that there are."""
         if self._rough is None or self._head is None:
-            return layers.instead(self._products)
-        return layers.instead({**self._products, self._head[0]: self._rough.estimate})
+            return layers.override_linear(self._products)
+        return layers.override_linear({**self._products, self._head[0]: self._rough.estimate})
 
     def largest(self, logits: Tensor) -> Tensor:
         """The largest of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.

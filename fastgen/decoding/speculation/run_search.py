@@ -116,7 +116,7 @@ class RunSearch(RowSearch):
         """
         if search_step.available(chosen):
             torch.ops.fastgen.take_run_(
-                chosen, counts, accepted, near, near_ties, self._eos, self._fill, self.limit, self.is_spoilt,
+                chosen, counts, accepted, near, near_ties, self._eos, self._fill, self.limit, self.has_nan,
                 self.running_sequences, self.tokens, self.length, self.taken, self.unfinished, self.done,
                 self._together,
             )  # fmt: skip
@@ -151,4 +151,4 @@ class RunSearch(RowSearch):
         self.tokens.copy_(self.following(0, 1).squeeze(1))
         self.unfinished.logical_and_(~self._by_input(has_ended))
         over = ~self.unfinished.any()
-        self.done.logical_or_(over | self.is_spoilt if self._samples else over)
+        self.done.logical_or_(over | self.has_nan if self._samples else over)

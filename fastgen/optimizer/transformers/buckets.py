@@ -49,7 +49,7 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return wrapped(*args, **kwargs)
     with call.decides():
         bound = inspect.signature(_encode).bind(call, wrapped, *args, **kwargs)
-    with attention.in_force():
+    with attention.override_attention():
         return _encode(*bound.args, **bound.kwargs)
 
 

@@ -188,7 +188,7 @@ def test_drawn_beams(device, spare):
     torch.testing.assert_close(
         scores, (probabilities.log() + torch.tensor([[0.0], [-0.5]], device=device)).flatten()[drawn]
     )
-    assert not state.is_spoilt
+    assert not state.has_nan
 
 
 def test_drawn_beams_of_what_is_no_probability(device):
@@ -197,6 +197,6 @@ def test_drawn_beams_of_what_is_no_probability(device):
     scores = torch.zeros(4, VOCABULARY, device=device)
     scores[3, 3] = torch.nan  # of an input that only fills the batch up
     state.choose(scores, normalise=True)
-    assert not state.is_spoilt and not state.done
+    assert not state.has_nan and not state.done
     state.choose(scores.flip(0), normalise=True)
-    assert state.is_spoilt and state.done
+    assert state.has_nan and state.done

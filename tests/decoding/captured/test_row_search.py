@@ -77,8 +77,8 @@ def test_samples_of_what_is_no_probability(device):
     scores = torch.zeros(2, VOCABULARY, device=device)
     scores[1, 3] = torch.nan  # of a row that only fills the batch up
     state.choose(scores, normalise=True)
-    assert not state.is_spoilt and not state.done
+    assert not state.has_nan and not state.done
     state.choose(scores.flip(0), normalise=True)
-    assert state.is_spoilt and state.done
+    assert state.has_nan and state.done
     state.begin(torch.zeros(1, 1, dtype=torch.int64, device=device), 4)
-    assert not state.is_spoilt and not state.done
+    assert not state.has_nan and not state.done

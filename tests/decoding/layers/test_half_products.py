@@ -116,7 +116,7 @@ def test_all_else_is_torchs(change: Callable[[nn.Module], object], rows: list[in
 
 def test_what_is_captured_is_torchs(dtype: torch.dtype, rows: list[int]) -> None:
     model = nn.Sequential(layer(dtype))
-    with FastLayers.of(model, KINDS), layers.as_they_are():
+    with FastLayers.of(model, KINDS), layers.plain_linear():
         model(torch.randn(2, 40).to(dtype))
         model(torch.randn(20, 40).to(dtype))
     assert not rows

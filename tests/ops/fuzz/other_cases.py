@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import elementwise, largest_output, rms_norm
-from fastgen.ops.best_two import MASKED
+from fastgen.ops.top_two import MASKED
 from tests.ops.fuzz.cases import Case, maybe, near, of, rows_apart, same, size, untouched
 
 _ops = torch.ops.fastgen

@@ -13,8 +13,8 @@ from torch import Tensor
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch, RowSearch, Search
 from fastgen.decoding.speculation.run_search import RunSearch
-from fastgen.ops import best_two, search_step
 from fastgen.ops import no_repeat_ngram as ngram
+from fastgen.ops import search_step, top_two
 from tests.ops.fuzz.cases import Case, maybe, near, of, rows_apart, same, size, untouched
 
 _CPU = torch.device("cpu")
@@ -187,14 +187,14 @@ def two(rng: random.Random) -> Case:
     scores = torch.randn(rows, vocabulary) if rng.random() < 0.7 else torch.randint(9, (rows, vocabulary)).float()
     if scores.numel() and rng.random() < 0.2:
         scores.view(-1)[rng.randrange(scores.numel())] = rng.choice((torch.nan, torch.inf, -torch.inf, 1e38))
-    tokens, is_near = best_two.reference(scores, share)
+    tokens, is_near = top_two.reference(scores, share)
     is_near &= ~scores.isnan().any(dim=-1)
 
     def check(args: list[Any], _: Any) -> None:
         same(args[0], tokens)
         same(args[1], is_near)
 
-    given = [untouched((rows,), torch.int64), untouched((rows,), torch.bool), scores, best_two.MASKED, share]
+    given = [untouched((rows,), torch.int64), untouched((rows,), torch.bool), scores, top_two.MASKED, share]
     return Case(given, check)
 
 

@@ -41,8 +41,8 @@ def test_layers_in_float32_change_for_many_rows(
     def changes_with(model: Any, has_gradients: bool = False) -> bool:
         asked.clear()
         with torch.set_grad_enabled(has_gradients), settings.changed(**changes), call._many_rows(model, given):
-            assert attention._is_in_force.get() is bool(asked)
-        assert not attention._is_in_force.get()
+            assert attention._is_overridden.get() is bool(asked)
+        assert not attention._is_overridden.get()
         return bool(asked)
 
     monkeypatch.setattr(call, "fast_layers", fast_layers)

@@ -189,7 +189,7 @@ class Decoding:
 
     def _result(self, step: CapturedStep) -> Any:
         config, search = self._config, step.search
-        if bool(search.is_spoilt):
+        if bool(search.has_nan):
             raise ValueError("probabilities to draw from are not numbers")
         count = self._prompt.inputs, config.num_return_sequences if config.num_beams > 1 else self._per_input
         sequences = search.results(*count)

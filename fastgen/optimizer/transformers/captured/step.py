@@ -508,7 +508,7 @@ class CapturedStep:
             **self._constants(),
         )
         # What is captured is made of torch's own products, for which others stand later.
-        products = contextlib.nullcontext() if _is_eager.get() else layers.as_they_are()
+        products = contextlib.nullcontext() if _is_eager.get() else layers.plain_linear()
         ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
         with ranges, fused(), products:
             self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]

@@ -21,12 +21,12 @@ from fastgen.decoding.captured.recording import is_capturing
 # Arguments of attention functions that change what one token sees of the others of its text.
 _CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", releases.PAGED_CACHE)
 
-_is_in_force: ContextVar[bool] = ContextVar("fastgen_attention_of_texts", default=False)
+_is_overridden: ContextVar[bool] = ContextVar("fastgen_overridden_attention", default=False)
 
 
-def in_force() -> AbstractContextManager[None]:
+def override_attention() -> AbstractContextManager[None]:
     """Inside this, the library's attention function for SDPA is `of_whole_texts`."""
-    return patching.held(_is_in_force, True)
+    return patching.held(_is_overridden, True)
 
 
 def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
@@ -37,7 +37,7 @@ def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
 
 def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The attention function that runs in the place of one of the library."""
-    is_other = function is sdpa_attention_forward and _is_in_force.get() and _may_change()
+    is_other = function is sdpa_attention_forward and _is_overridden.get() and _may_change()
     return of_whole_texts if is_other else function
 
 

@@ -30,7 +30,7 @@ from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs, results
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes, Unexpected
-from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
+from fastgen.optimizer.transformers.encoders.stacks import VARLEN, way_of
 
 ENTRY_POINT = counters.ENCODER
 # Padding is left out when it is so large a part of the positions.
@@ -260,7 +260,7 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
     if not is_wanted or not linear.is_available():
         yield False
         return
-    with fast_layers(model), attention.in_force():
+    with fast_layers(model), attention.override_attention():
         yield True
 
 
@@ -308,7 +308,7 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
         return "a mask of other numbers than 0 and 1"
     if not bool(mask.any(dim=1).all()):
         return "a text that is all padding"
-    if known.way != PACKED and not _is_contiguous(mask):
+    if known.way != VARLEN and not _is_contiguous(mask):
         return "a mask with holes"
     more = [name for name in _MORE if given.get(name) not in (None, False)]
     more += [name for name in _FURTHER_OUTPUTS if given.get(name) is None and getattr(config, name, False)]

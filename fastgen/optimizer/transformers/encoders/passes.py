@@ -19,7 +19,7 @@ from torch import Tensor
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
 from fastgen.optimizer.transformers.encoders import attention
-from fastgen.optimizer.transformers.encoders.stacks import COUNTING, PACKED
+from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
 # What a further pass costs, in positions: a small one multiplies slowly, and takes the time of the model's Python code.
 PASS = 32
@@ -47,7 +47,7 @@ class Passes:
 
     def __init__(self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool) -> None:
         self._stack = stack
-        self._embeds = embeds and way == PACKED
+        self._embeds = embeds and way == VARLEN
         self._fill = fill
         self._way = way
         self._mask = mask  # [texts, longest], bool
@@ -69,7 +69,7 @@ class Passes:
         given |= given.pop("kwargs", {})
         if not self._leaves_out_padding(given.get("attention_mask")):
             raise Declined("the layers get another mask than the model")
-        return self._packed(forward, given) if self._way == PACKED else self._grouped(forward, given)
+        return self._packed(forward, given) if self._way == VARLEN else self._grouped(forward, given)
 
     def _leaves_out_padding(self, seen: Any) -> bool:
         """Whether this mask of the layers hides padding from the tokens, and nothing else.
@@ -200,7 +200,7 @@ class Passes:
 
     def _grouped(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         in_front = not bool(self._mask[:, 0].all())
-        if in_front and (self._way == COUNTING or not bool(self._mask[:, -1].all())):
+        if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
         groups = length_buckets.groups(self._mask, in_front, cost=PASS)
         if not groups:  # all run together, as long as the longest of them

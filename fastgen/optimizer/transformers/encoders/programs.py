@@ -59,7 +59,7 @@ class _Pass:
                 buffer.copy_(tensor)
 
         function()  # the buffers are there before the recording
-        with narrow_weights.left_out():
+        with narrow_weights.suspended():
             self._program.capture(graph.capturable(function))
 
     def run(self, inputs: dict[str, Tensor]) -> Any:

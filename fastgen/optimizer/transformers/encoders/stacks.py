@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PACKED, GROUPED, COUNTING = "packed", "grouped", "counting"
+VARLEN, BUCKETED, RIGHT_PADDED = "varlen", "bucketed", "right-padded"
 
 _STATES = ("hidden_states", "attention_mask")
 _TOKENS = ("input_ids", "attention_mask", "inputs_embeds")
@@ -24,14 +24,14 @@ def _stacks(way: str, given: tuple[str, ...], **names: str) -> dict[tuple[str, s
 
 # By the module, behind "transformers.models.", and the name of the class: the way, and parameters of its forward pass.
 #
-# PACKED: it takes the states of tokens, and looks at other tokens in the library's attention functions alone, wherever
+# VARLEN: it takes the states of tokens, and looks at other tokens in the library's attention functions alone, wherever
 # they are. All texts are one row.
-# GROUPED: it takes states, and has attention code of its own or positions that are relative. Texts of about the same
+# BUCKETED: it takes states, and has attention code of its own or positions that are relative. Texts of about the same
 # length are one batch.
-# COUNTING: likewise, and it counts positions from the first column: padding must be behind the tokens.
+# RIGHT_PADDED: likewise, and it counts positions from the first column: padding must be behind the tokens.
 STACKS = {
     **_stacks(
-        PACKED,
+        VARLEN,
         _STATES,
         albert="AlbertTransformer",
         bert="BertEncoder",
@@ -49,7 +49,7 @@ STACKS = {
         xlm_roberta_xl="XLMRobertaXLEncoder",
     ),
     **_stacks(
-        GROUPED,
+        BUCKETED,
         _STATES,
         deberta="DebertaEncoder",
         deberta_v2="DebertaV2Encoder",
@@ -58,9 +58,9 @@ STACKS = {
         rembert="RemBertEncoder",
         squeezebert="SqueezeBertEncoder",
     ),
-    **_stacks(COUNTING, _STATES, roformer="RoFormerEncoder"),
+    **_stacks(RIGHT_PADDED, _STATES, roformer="RoFormerEncoder"),
     **_stacks(
-        COUNTING,
+        RIGHT_PADDED,
         _TOKENS,
         bart="BartEncoder",
         blenderbot="BlenderbotEncoder",
@@ -78,7 +78,7 @@ STACKS = {
     ),
 }
 # Where positions come from that nobody has given, in embeddings that take each token by itself, and whose sums their
-# model hands to a PACKED stack as they are.
+# model hands to a VARLEN stack as they are.
 #
 # COLUMNS: a token's column, counted from the first one.
 # FROM_IDS: the embeddings work them out, from what is padding by its id.

@@ -371,7 +371,7 @@ class SpeculativeStep(CapturedStep):
         # One score that is no number spoils its whole position. Nothing is accepted there, so it is the last one that
         # is drawn from; those behind it are of tokens that plain generation may never meet.
         last = probabilities[:, :, 0].gather(1, accepted.unsqueeze(1)).squeeze(1)
-        self.search.is_spoilt.logical_or_((last.isnan() & self.search.unfinished.view(-1)).any())
+        self.search.has_nan.logical_or_((last.isnan() & self.search.unfinished.view(-1)).any())
         none = torch.zeros_like(drafted[:, :1]) if width > 1 else accepted.new_zeros(rows, 1)
         return torch.cat([drafted, none], dim=1).scatter(1, accepted.unsqueeze(1), token.unsqueeze(1))
 
@@ -398,7 +398,7 @@ class SpeculativeStep(CapturedStep):
             **inputs,
             **constants,
         )
-        with Ranges(), fused(), layers.as_they_are():
+        with Ranges(), fused(), layers.plain_linear():
             return model(**inputs, return_dict=True).logits[:, -width:]
 
     def _positions_of(self, last: Tensor, ahead: Tensor | int, width: int) -> Tensor:

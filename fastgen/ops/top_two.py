@@ -18,7 +18,7 @@ from fastgen.ops import _library
 MASKED = 1e8
 
 
-def best_two(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
+def top_two(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """The argmax of each row, and whether a second score is as large up to `share` of the magnitude of the row.
 
     Args:
@@ -52,7 +52,7 @@ def argmax_into(out: Tensor, scores: Tensor) -> Callable[[], object] | None:
 
 
 def reference(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """`best_two` in plain torch."""
+    """`top_two` in plain torch."""
     best = scores.amax(dim=-1, keepdim=True)
     sizes = scores.abs()
     bound = share * sizes.masked_fill(sizes >= MASKED, 0.0).amax(dim=-1, keepdim=True)

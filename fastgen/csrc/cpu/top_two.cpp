@@ -1,9 +1,9 @@
 // The best score of each row, and whether another one is about as good, in one pass over the scores, on the CPU. The schema
-// is defined in fastgen/ops/best_two.py.
+// is defined in fastgen/ops/top_two.py.
 //
 // Of each block of scores the largest is found. Then only the block with the best one is looked at once more: for its place
 // and for the second best in the same block.
-#include "best_two/block.h"
+#include "top_two/block.h"
 #include "checks.h"
 #include "instruction_set.h"
 #include "parallel.h"
@@ -36,20 +36,20 @@ constexpr int64_t kBlock = 2048;
 namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_WIDTH 4
-#include "best_two/loops.h"
+#include "top_two/loops.h"
 }  // namespace portable
 
 #ifdef FASTGEN_X86
 namespace avx2 {
 #define FASTGEN_TARGET __attribute__((target("avx2,fma")))
 #define FASTGEN_WIDTH 8
-#include "best_two/loops.h"
+#include "top_two/loops.h"
 }  // namespace avx2
 
 namespace avx512 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #define FASTGEN_WIDTH 16
-#include "best_two/loops.h"
+#include "top_two/loops.h"
 }  // namespace avx512
 #endif
 
@@ -74,9 +74,9 @@ Best best_of(const float* scores, int64_t count, float masked, float share, Look
   int64_t of_best = 0;
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const Block block = look(scores + begin, std::min(kBlock, count - begin), masked);
-    if (block.is_spoilt) {
-      const float* spoilt = std::find_if(scores + begin, scores + count, [](float x) { return x != x; });
-      return {spoilt - scores, false};
+    if (block.has_nan) {
+      const float* first_nan = std::find_if(scores + begin, scores + count, [](float x) { return x != x; });
+      return {first_nan - scores, false};
     }
     size = std::max(size, block.size);
     if (block.best > best) {
@@ -94,15 +94,15 @@ Best best_of(const float* scores, int64_t count, float masked, float share, Look
 }
 
 void best_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, double share) {
-  fastgen::Arguments("best_two").writes(tokens, is_near).reads(scores);
+  fastgen::Arguments("top_two").writes(tokens, is_near).reads(scores);
   STD_TORCH_CHECK(scores.dim() == 2 && scores.is_contiguous() && scores.scalar_type() == ScalarType::Float &&
                       scores.size(1) > 0,
-                  "best_two: scores must be [rows, vocabulary] of float32");
+                  "top_two: scores must be [rows, vocabulary] of float32");
   STD_TORCH_CHECK(tokens.dim() == 1 && tokens.size(0) == scores.size(0) && tokens.is_contiguous() &&
                       tokens.scalar_type() == ScalarType::Long && is_near.dim() == 1 &&
                       is_near.size(0) == scores.size(0) && is_near.is_contiguous() &&
                       is_near.scalar_type() == ScalarType::Bool,
-                  "best_two: tokens must be [rows] of int64, and is_near of bool");
+                  "top_two: tokens must be [rows] of int64, and is_near of bool");
   const int64_t vocabulary = scores.size(1);
   const float* score = static_cast<const float*>(scores.const_data_ptr());
   int64_t* token = static_cast<int64_t*>(tokens.mutable_data_ptr());

@@ -1,4 +1,4 @@
-// What is found in a block of scores (best_two.cpp).
+// What is found in a block of scores (top_two.cpp).
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Block {
   float best, size;
-  bool is_spoilt;
+  bool has_nan;
 };
 
 // (scores, count, masked): the block's largest score, its largest size below `masked`, and whether there is a NaN.

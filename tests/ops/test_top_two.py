@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops import _library, best_two
+from fastgen.ops import _library, top_two
 from tests.decoding.captured.test_program import Replayed
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -16,7 +16,7 @@ ODD = torch.tensor([-torch.inf, torch.inf, torch.nan, -1e9, 1e9, torch.finfo(tor
 
 
 def assert_as_reference(scores: torch.Tensor, share: float) -> None:
-    found, wanted = best_two.best_two(scores, share), best_two.reference(scores, share)
+    found, wanted = top_two.top_two(scores, share), top_two.reference(scores, share)
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert found[0].dtype is torch.int64 and found[1].dtype is torch.bool
 
@@ -54,7 +54,7 @@ def test_recorded():
     scores, tokens, is_near = torch.zeros(3, 40), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
 
     def both() -> None:
-        for buffer, found in zip((tokens, is_near), best_two.best_two(scores, 0.01), strict=True):
+        for buffer, found in zip((tokens, is_near), top_two.top_two(scores, 0.01), strict=True):
             buffer.copy_(found)
 
     program = Replayed()
@@ -62,7 +62,7 @@ def test_recorded():
     scores.copy_(torch.randn(3, 40, generator=torch.Generator().manual_seed(3)))
     scores[1, 7] = scores[1, 9] = 9.0
     program.replay()
-    wanted = best_two.reference(scores, 0.01)
+    wanted = top_two.reference(scores, 0.01)
     assert torch.equal(tokens, wanted[0]) and torch.equal(is_near, wanted[1]) and tokens[1] == 7 and is_near[1]
 
 
@@ -88,5 +88,5 @@ def test_what_does_not_fit():
         (tokens, tokens, scores),
         *((tokens, is_near, each) for each in wrong_scores),
     ):
-        with pytest.raises(RuntimeError, match="best_two"):
+        with pytest.raises(RuntimeError, match="top_two"):
             torch.ops.fastgen.best_two_out(*wrong, 1e8, 0.1)

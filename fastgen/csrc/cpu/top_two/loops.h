@@ -1,4 +1,4 @@
-// What is found in a block of scores, for one instruction set. Included once per instruction set by cpu/best_two.cpp, inside
+// What is found in a block of scores, for one instruction set. Included once per instruction set by cpu/top_two.cpp, inside
 // a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler use the instruction set; and
 // FASTGEN_WIDTH: floats of a vector. No include guard: it is meant to be included several times.
 
@@ -10,26 +10,26 @@ FASTGEN_TARGET Block look_at(const float* scores, int64_t count, float masked) {
   constexpr int64_t kWidth = FASTGEN_WIDTH;
   const Vector limit = Vector{} + masked;
   Vector best = Vector{} - kInfinity, size = Vector{};
-  Bits spoilt = {};
+  Bits nans = {};
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
     const Vector x = *reinterpret_cast<const Vector*>(scores + i);
     const Vector sizes = (Vector)((Bits)x & 0x7fffffff);
     best = x > best ? x : best;
     size = (sizes < limit) & (sizes > size) ? sizes : size;
-    spoilt |= x != x;
+    nans |= x != x;
   }
   Block found{-kInfinity, 0.0f, false};
   for (int64_t lane = 0; lane < kWidth; ++lane) {
     found.best = std::max(found.best, best[lane]);
     found.size = std::max(found.size, size[lane]);
-    found.is_spoilt |= spoilt[lane] != 0;
+    found.has_nan |= nans[lane] != 0;
   }
   for (; i < count; ++i) {
     const float x = scores[i], magnitude = std::fabs(x);
     if (x > found.best) found.best = x;
     if (magnitude < masked && magnitude > found.size) found.size = magnitude;
-    found.is_spoilt |= x != x;
+    found.has_nan |= x != x;
   }
   return found;
 }
