@@ -27,7 +27,7 @@ _NAMES = {
     "openvino": "OpenVINO",
     "llama.cpp": "llama.cpp",
     "fastgen": "FastGen",
-    "fastgen-tier1": "FastGen, no captured step",
+    "fastgen-hooks": "FastGen, no captured step",
     "fastgen-fairseq-plain": "FastGen, torch's products",
 }
 _WIDTH = 11  # inches

@@ -37,7 +37,7 @@ VARIANTS = {
     "fastgen-int8": " (int8)",
     "fastgen-bf16": " (bf16)",
     "fastgen-fairseq-plain": " (torch's products)",
-    "fastgen-tier1": " (no captured step)",
+    "fastgen-hooks": " (no captured step)",
     "fastgen-captured": " (captured from the first call on)",
 }
 

@@ -258,8 +258,8 @@ def test_continuous_batching_is_the_librarys() -> None:
     ("names", "reason"),
     [
         ({"cache": "kv_store"}, "no K/V cache (the release has another name for it"),
-        ({"_prefill": "_first_pass"}, "cannot hook the first pass"),
-        ({"is_first_iteration": "is_first"}, "cannot hook the first pass"),
+        ({"_prefill": "_first_pass"}, "cannot hook the prefill"),
+        ({"is_first_iteration": "is_first"}, "cannot hook the prefill"),
         ({"_sample": "_draw", "_beam_search": "_search"}, "has a decoding loop of its own"),
         ({"DynamicLayer": "GrowingLayer"}, "cannot import name 'DynamicLayer'"),
         ({"custom_generate": "own_loop"}, "has no parameter custom_generate"),

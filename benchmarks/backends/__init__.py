@@ -29,7 +29,7 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama.cpp-q4_1": ("llama_cpp", "LlamaCpp", {"precision": "Q4_1", "rival": "fastgen-int4"}),
     "fairseq": ("fairseq", "FairSeq", {"rival": "fastgen-fairseq"}),
     SUBJECT: ("generate", "Patched", {}),
-    "fastgen-tier1": ("generate", "Patched", {"settings": {"captured_step": "never"}}),
+    "fastgen-hooks": ("generate", "Patched", {"settings": {"captured_step": "never"}}),
     "fastgen-captured": ("generate", "Patched", {"settings": {"captured_step": "always"}}),
     "fastgen-int8": ("generate", "Patched", {"settings": {"weight_dtype": "int8", "packed_weights": "keep"}}),
     "fastgen-int4": (

@@ -6,9 +6,9 @@ BART-large summarises a file of articles, and every backend has one more part th
 * + n-gram operator: the library's processor replaced by FastGen's operator;
 * + pipeline: the same through `fastgen-generate`'s machinery, which sorts by length and works on the next batch's text
   while the model runs;
-* + shared K/V: with FastGen's tier 1;
+* + shared K/V: with the hooks;
 * + larger batch: all inputs in as few batches as `larger` allows;
-* + captured step: with tier 2.
+* + captured step: with it.
 
 The vocabulary is one of numbers, so that no tokenizer has to be fetched. All backends write the same lines as far as
 half precision allows: "same" has the share of them.

@@ -1,4 +1,4 @@
-"""What the host does for a step of tier 2, with the GPU's time left out.
+"""What the host does for a captured step, with the GPU's time left out.
 
 Two runs of different lengths on a model with the layers of BART-large and hardly any width. The clock of the host runs
 from start to end, less what passes inside of the calls that wait for the device (`Event.synchronize`,
@@ -119,7 +119,7 @@ class HostTime(Workload):
         reasons = {name: {**entry["fallback"], **entry.get("not used", {})} for name, entry in fastgen.stats().items()}
         record.fallbacks = {name: found for name, found in reasons.items() if found}
         if not record.accelerated:
-            record.notes.append("no step was captured: the time is that of tier 1")
+            record.notes.append("no step was captured: the time is that of the hooks")
 
 
 def _measure(work: Callable[[], Any], device: torch.device) -> _Run:
@@ -136,7 +136,7 @@ def _measure(work: Callable[[], Any], device: torch.device) -> _Run:
 
 HOST_TIME = HostTime(
     name="gpu-host-time",
-    title="Host time per step of tier 2, 12 layers",
+    title="Host time per captured step, 12 layers",
     work=replace(
         BART_LARGE,
         name="host-time",

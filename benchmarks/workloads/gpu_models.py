@@ -20,7 +20,7 @@ from benchmarks.workload import CAPTURED_STEP, Context, Generation
 from benchmarks.workloads.shapes import bart_distilled, bart_large, gpt2, llama_7b, prophetnet_large, t5_base
 from benchmarks.workloads.unilm import unilm_base
 
-TIER_1 = "fastgen-tier1"
+HOOKS = "fastgen-hooks"
 COMPILED = "transformers-compile"
 
 
@@ -32,7 +32,7 @@ class OnGpu(Generation):
     needs_gpu: bool = True
     repetitions: int = 2
     memory: bool = False  # measured on the device, beside the times
-    gpu_backends: tuple[str, ...] = (TIER_1,)
+    gpu_backends: tuple[str, ...] = (HOOKS,)
 
     entry_point = CAPTURED_STEP
 

@@ -20,7 +20,7 @@ def _workload(name: str, title: str, batch: int, options: dict[str, Any], times:
         options={"do_sample": False, **options},
         repetitions=7,
         memory=False,
-        further_backends=("fastgen-tier1", "ctranslate2"),
+        further_backends=("fastgen-hooks", "ctranslate2"),
         targets=(NEVER_SLOWER, faster_on_cpu(times), faster_than("ctranslate2", than)),
     )
 

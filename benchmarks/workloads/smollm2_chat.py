@@ -110,7 +110,7 @@ def _workload(batch: int, beams: int, dtype: str, times: float, than_openvino: f
         options={"do_sample": False, **({"num_beams": beams} if beams > 1 else {})},
         dtype=dtype,
         memory=False,
-        further_backends=("fastgen-tier1", "openvino", *(_LLAMA_CPP[dtype] if beams == 1 else ())),
+        further_backends=("fastgen-hooks", "openvino", *(_LLAMA_CPP[dtype] if beams == 1 else ())),
         targets=(NEVER_SLOWER, faster_on_cpu(times), faster_than("openvino", than_openvino)),
     )
 

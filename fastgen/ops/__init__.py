@@ -14,7 +14,6 @@ from importlib import import_module
 OPERATORS = (
     "attention",
     "best_candidates",
-    "top_two",
     "dot_linear",
     "elementwise",
     "fingerprint",
@@ -29,6 +28,7 @@ OPERATORS = (
     "rms_norm",
     "search_step",
     "split_linear",
+    "top_two",
     "widened_linear",
 )
 """The operators by name, which is also the name of their module in this package."""

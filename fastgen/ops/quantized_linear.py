@@ -2,7 +2,7 @@
 
 `int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`), `int8` after rotating
 them. `bf16` rounds weights and inputs to 8 significant bits; products are summed in float32. Its kernels
-(csrc/cpu/quantized_linear.cpp) use the matrix registers (AMX) or the vector instructions (AVX-512 BF16) of the
+(csrc/cpu/quantized_linear.cpp) use AMX tiles or the vector instructions (AVX-512 BF16) of the
 processor. Where there is nothing to gain, `unavailable` says so.
 
 On a GPU, no weight is rotated, and inputs are not rounded (`fastgen.ops.triton.grouped_linear`).

@@ -1,4 +1,4 @@
-"""Linear layers in float32 for many rows, on the matrix registers of a processor with AMX.
+"""Linear layers in float32 for many rows, on the AMX tiles of a processor.
 
 Each number is split into three parts in bfloat16, which these registers multiply many times as fast as the processor
 multiplies float32. Six products of parts are added up in float32 (see csrc/cpu/split_linear.cpp). The error is that of
@@ -74,7 +74,7 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x is [..., inputs], the weight [outputs, inputs] with the inputs next to each other, the bias [outputs].
 
     Raises:
-        RuntimeError: shapes, strides or dtypes do not fit together, or the processor has no matrix registers.
+        RuntimeError: shapes, strides or dtypes do not fit together, or the processor has no AMX tiles.
     """
     rows = as_rows(x)
     y = x.new_empty(rows.shape[0], weight.shape[0])

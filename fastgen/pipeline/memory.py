@@ -28,7 +28,7 @@ SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.85}
 
 # As the optimizer has them, which is not imported where nothing is loaded yet; tests see to it that they are the same.
 MIN_SHARED_PREFIX = 32  # a shorter prefix is repeated for the beams
-FIRST_CAPACITY = 256  # positions of the suffix that tier 1 allocates at first, at the most
+FIRST_CAPACITY = 256  # positions of the suffix that the hooks allocate at first, at the most
 CAPTURED_CAPACITIES = (64, 256)  # the suffix of a captured step: at the least, and at first at the most
 CAPTURED_PREFIX = 128  # the capacity of its prefix is a multiple
 CAPTURED_BATCHES = (1, 2, 4, 8, 16, 24, 32)  # its batches; beyond, multiples of 16

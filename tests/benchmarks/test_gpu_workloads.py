@@ -51,10 +51,10 @@ def test_it_is_tier_2_that_counts_as_accelerated():
 def test_tier_1_is_a_backend_on_a_gpu_alone():
     work = WORKLOADS["gpu-bart-large-b32"]
     on_gpu = Context(device=torch.device("cuda")).chosen_backends(work.further_backends, work.gpu_backends)
-    assert on_gpu == ["transformers", "fastgen", "fastgen-tier1"]
+    assert on_gpu == ["transformers", "fastgen", "fastgen-hooks"]
     assert ON_CPU.chosen_backends(work.further_backends, work.gpu_backends) == ["transformers", "fastgen"]
-    record = run_workload(tiny(work), replace(ON_CPU, backends=("transformers", "fastgen", "fastgen-tier1")))
-    assert "transformers/fastgen-tier1" in record.ratios and record.status == "ok"
+    record = run_workload(tiny(work), replace(ON_CPU, backends=("transformers", "fastgen", "fastgen-hooks")))
+    assert "transformers/fastgen-hooks" in record.ratios and record.status == "ok"
     page = markdown(
         {"machine": {"cpu": "c", "cores": 1, "memory_gib": 1, "system": "s", "instructions": "i"},
          "versions": {"torch": "2"}, "settings": {"device": "cpu", "threads": 1}},
@@ -127,7 +127,7 @@ class TestHostTime:
         workload = replace(workload, work=tiny(workload.work, batch=1, new_tokens=24), short=4, repetitions=2)
         record = run_workload(workload, ON_CPU)
         assert record.errors == [] and record.accelerated is False
-        assert record.notes == ["no step was captured: the time is that of tier 1"]
+        assert record.notes == ["no step was captured: the time is that of the hooks"]
         assert record.targets[0]["measured"] == record.metrics["host_ms_per_step"]
         # Nothing waits for a device here.
         assert record.metrics["waits_per_step"] == 0

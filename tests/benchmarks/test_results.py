@@ -167,7 +167,7 @@ def test_charts_cut_nothing(draw, tmp_path):
     [
         ("openvino", "OpenVINO"),
         ("openvino-int8", "OpenVINO, int8"),
-        ("fastgen-tier1", "FastGen, no captured step"),
+        ("fastgen-hooks", "FastGen, no captured step"),
         ("x", "x"),
     ],
 )

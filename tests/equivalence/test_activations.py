@@ -1,4 +1,4 @@
-"""Activations in the first pass of a call, where their tensors are large."""
+"""Activations in the prefill of a call, where their tensors are large."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytes
 def test_experts_are_those_for_steps(
     options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, the library has another implementation for them than for the first pass, which waits for the device."""
+    """On a GPU, the library has another implementation for them than for the prefill, which waits for the device."""
     model, inputs = build(KNOWN["mixtral"], device)
     active: list[bool] = [False]
     seen = set()

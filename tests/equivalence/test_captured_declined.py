@@ -110,7 +110,7 @@ def test_never(device: torch.device) -> None:
 def test_a_step_that_cannot_be_captured(
     family: Family, which: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's loop takes over from the first pass, and it is not tried again."""
+    """The library's loop takes over from the prefill, and it is not tried again."""
     model, inputs = build(family, device)
     tries = []
 

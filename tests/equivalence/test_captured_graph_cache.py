@@ -32,7 +32,7 @@ from tests.equivalence.models import BY_NAME
 
 
 def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the step has been captured, what the first pass has stored is gone: the step has a copy."""
+    """When the step has been captured, what the prefill has stored is gone: the step has a copy."""
     held: list[weakref.ref[torch.Tensor]] = []
     begin, replay = CapturedStep.begin, graph.Graph.replay
     alive = []

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows the model got in each step of the accelerated call, the first pass left out."""
+    """How many rows the model got in each step of the accelerated call, the prefill left out."""
     found: list[int] = []
     select = BatchCompaction.select
 

@@ -106,7 +106,7 @@ _IDEFICS = {resampler: functools.partial(_idefics, resampler) for resampler in (
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("resampler", _IDEFICS)
 def test_images_that_are_handed_on_from_step_to_step(resampler: bool, images: int, decoding: str) -> None:
-    """Idefics encodes images in its first pass, and gives the next steps what comes of it."""
+    """Idefics encodes images in its prefill, and gives the next steps what comes of it."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(4, VOCABULARY, (2, 7), generator=generator)
     inputs = {
@@ -121,7 +121,7 @@ def test_images_that_are_handed_on_from_step_to_step(resampler: bool, images: in
 
 def _handing_on() -> Any:
     class HandingOn(transformers.LlamaForCausalLM):
-        """As Moshi and others do: what it hands on has the rows of the first pass."""
+        """As Moshi and others do: what it hands on has the rows of the prefill."""
 
         def forward(self, input_ids: Any = None, former: Any = None, **kwargs: Any) -> Any:
             outputs = super().forward(input_ids, **kwargs)

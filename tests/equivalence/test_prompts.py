@@ -1,4 +1,4 @@
-"""The first pass of decoder-only models runs on groups of about the same length: the same results, fewer positions."""
+"""The prefill of decoder-only models runs on groups of about the same length: the same results, fewer positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in float32 on matrix registers, in three parts of bfloat16: tokens are those of the original code."""
+"""Products in float32 on AMX tiles, in three parts of bfloat16: tokens are those of the original code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.equivalence.cases import BEAM
 from tests.equivalence.check import accelerated, check
 from tests.equivalence.models import BY_NAME, LONG
 
-pytestmark = pytest.mark.skipif(not split_linear.is_available(), reason="this processor has no matrix registers")
+pytestmark = pytest.mark.skipif(not split_linear.is_available(), reason="this processor has no AMX tiles")
 
 
 @pytest.mark.parametrize("options", [BEAM, {"num_beams": 1, "max_new_tokens": 16}], ids=["beams", "greedy"])
 @pytest.mark.parametrize("name", ["bart", "t5", "llama", "opt"])
 def test_tokens(name: str, options: dict, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everywhere, first passes and steps of many rows included."""
+    """Everywhere, prefill and steps of many rows included."""
     used = []
     product = split_linear.split_linear
     monkeypatch.setattr(split_linear, "costs", lambda *shape, **more: split_linear.Costs(plain=2.0, split=0.1))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not dot_linear.is_available(), reason="the exten
 # is used.
 INSTRUCTION_SETS = [None, "avx512", "avx2", "default"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Rows of bfloat16 that are multiplied in the matrix registers of AMX, where sums have an order of their own.
+# Rows of bfloat16 that are multiplied in AMX tiles, where sums have an order of their own.
 IN_MATRICES = range(8, 17)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11 + 1e-5}
 

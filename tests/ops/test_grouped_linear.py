@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not grouped_linear.is_available(), reason="no ke
 FORMS = ("middle", "zeros", "minimums")
 
 
-# None: with the matrix registers, where the processor has them.
+# None: with AMX tiles, where the processor has them.
 @pytest.fixture(params=[None, "avx512", "avx-vnni", "avx2", "default"], scope="session")
 def vectors(request: pytest.FixtureRequest) -> str | None:
     return request.param
@@ -295,7 +295,7 @@ def test_a_row_depends_on_nothing_else(vectors: str | None, bits: int, group_siz
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_matrix_registers_give_the_same_bits(bits: int, form: str) -> None:
+def test_amx_gives_the_same_bits(bits: int, form: str) -> None:
     """Whichever of the two multiplies, by the number of rows."""
     for group_size in (32, 64, 96, 128):
         packed, _ = _weight(77, 300, bits, group_size, form, group_size, ordered=form == "middle")

@@ -5,7 +5,7 @@
 // weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the
 // cache until all rows have been multiplied with them. What comes next is asked for meanwhile, a share of it with every
 // few rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
-// the number of rows; but 8 to 16 rows of bfloat16 are multiplied in the matrix registers of AMX, in another order.
+// the number of rows; but 8 to 16 rows of bfloat16 are multiplied in AMX tiles, in another order.
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
 #include "bfloat16.h"
@@ -13,7 +13,7 @@
 #include "dot_linear/lines.h"
 #include "float16.h"
 #include "instruction_set.h"
-#include "matrix_registers.h"
+#include "amx.h"
 #include "parallel.h"
 #include "plan.h"
 #include "transpose.h"
@@ -103,8 +103,8 @@ namespace avx512bf16 {
 #endif
 #endif
 
-#if defined(FASTGEN_MATRICES) && defined(FASTGEN_BF16_PAIRS)
-#include "dot_linear/matrices.h"
+#if defined(FASTGEN_AMX) && defined(FASTGEN_BF16_PAIRS)
+#include "dot_linear/amx.h"
 #define FASTGEN_DOT_MATRICES 1
 #endif
 
@@ -128,10 +128,10 @@ Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs, int64_t ro
   : is_bfloat16                       ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
                                       : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
 #ifdef FASTGEN_DOT_MATRICES
-  if (type == ScalarType::BFloat16 && rows >= matrices::kMinRows && rows <= matrices::kMaxRows &&
-      fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 && fastgen::has_matrix_registers() &&
+  if (type == ScalarType::BFloat16 && rows >= amx::kMinRows && rows <= amx::kMaxRows &&
+      fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 && fastgen::has_amx() &&
       __builtin_cpu_supports("avx512bf16")) {
-    return {&matrices::multiply, nullptr};
+    return {&amx::multiply, nullptr};
   }
 #endif
 #ifdef FASTGEN_BF16_PAIRS

@@ -4,14 +4,14 @@
 // eight, four bits each: so the instructions that multiply bytes (AVX-512 VNNI and the like) add up as many outputs as a
 // vector has lanes, and nothing is added across lanes. Inputs are rounded to 8 bits row by row and group by group, so the
 // result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
-// are added in float32, in their order. Many rows are multiplied in the matrix registers of AMX, with the same result.
+// are added in float32, in their order. Many rows are multiplied in AMX tiles, with the same result.
 #include "float16.h"
 #include "grouped_linear/products.h"
 #include "grouped_linear/rounded_rows.h"
 #include "grouped_linear/rows.h"
 #include "grouped_linear/target.h"
 #include "instruction_set.h"
-#include "matrix_registers.h"
+#include "amx.h"
 #include "parallel.h"
 #include "plan.h"
 
@@ -63,7 +63,7 @@ using torch::stable::Tensor;
 constexpr int64_t kAhead = 256, kAheadOnce = 128;
 // Tiles of rows that share what is asked for of the next panel.
 constexpr int64_t kAskers = 3;
-// Rows from which on the matrix registers are faster than vectors; twice as many with groups that half fill them.
+// Rows from which on AMX tiles are faster than vectors; twice as many with groups that half fill them.
 constexpr int64_t kLeastRows = 16;
 
 // Where the bytes are that a tile asks for while it reads a panel: so far behind its own, and so far apart for each line.
@@ -160,8 +160,8 @@ namespace avx512vnni {
   (sums) = (Ints)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(bytes), _mm512_set1_epi32(four(x)))
 #define FASTGEN_SMALL_DOT FASTGEN_DOT
 #include "grouped_linear/kernels.h"
-#ifdef FASTGEN_MATRICES
-#include "grouped_linear/matrices.h"
+#ifdef FASTGEN_AMX
+#include "grouped_linear/amx.h"
 #endif
 }  // namespace avx512vnni
 
@@ -210,23 +210,23 @@ int64_t tile_rows() {
   }
 }
 
-// Whether so many rows with groups of this size are multiplied in the matrix registers.
-bool are_in_matrices(int64_t rows, int64_t bits, int64_t group_size) {
-#ifdef FASTGEN_MATRICES
+// Whether so many rows with groups of this size are multiplied in AMX tiles.
+bool uses_amx(int64_t rows, int64_t bits, int64_t group_size) {
+#ifdef FASTGEN_AMX
   const int64_t depth = avx512vnni::matrix_depth(group_size);
   if (bits % 4 != 0 || depth == 0 || rows < (depth == fastgen::kMatrixBytes ? kLeastRows : 2 * kLeastRows)) return false;
-  return kernels() == Kernels::kAvx512Vnni && fastgen::has_matrix_registers();
+  return kernels() == Kernels::kAvx512Vnni && fastgen::has_amx();
 #else
   return false;
 #endif
 }
 
-// A thread's use of the kernels. In matrix registers it sets these up, and has memory for a panel.
+// A thread's use of the kernels. In AMX tiles it sets these up, and has memory for a panel.
 class Worker {
  public:
-  Worker(const Weight& any, bool in_matrices) : in_matrices_(in_matrices) {
-#ifdef FASTGEN_MATRICES
-    if (!in_matrices_) return;
+  Worker(const Weight& any, bool in_tiles) : in_tiles_(in_tiles) {
+#ifdef FASTGEN_AMX
+    if (!in_tiles_) return;
     avx512vnni::set_up(avx512vnni::matrix_depth(any.group_size));
     memory_.reset(new uint8_t[any.groups * any.group_size * kPanel + kAligned]);
     const auto odd = reinterpret_cast<uintptr_t>(memory_.get()) % kAligned;
@@ -234,8 +234,8 @@ class Worker {
 #endif
   }
   ~Worker() {
-#ifdef FASTGEN_MATRICES
-    if (in_matrices_) fastgen::release_matrices();
+#ifdef FASTGEN_AMX
+    if (in_tiles_) fastgen::release_tiles();
 #endif
   }
   Worker(const Worker&) = delete;
@@ -243,15 +243,15 @@ class Worker {
 
   template <class Finish>
   void multiply(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t number, const Finish& finish) {
-#ifdef FASTGEN_MATRICES
-    if (in_matrices_) return avx512vnni::panel_in_matrices(weight, inputs, rows, number, numbers_, finish);
+#ifdef FASTGEN_AMX
+    if (in_tiles_) return avx512vnni::panel_in_tiles(weight, inputs, rows, number, numbers_, finish);
 #endif
     panel(weight, inputs, rows, number, finish);
   }
 
  private:
   static constexpr int64_t kAligned = 64;  // what loads are aligned to
-  bool in_matrices_;
+  bool in_tiles_;
   std::unique_ptr<uint8_t[]> memory_;
   uint8_t* numbers_ = nullptr;
 };
@@ -267,14 +267,14 @@ void multiply(const Rows& x, int64_t group_size, bool rotated, const Product* ea
   }
   const int64_t rows = x.rows;
   if (rows == 0 || panels == 0) return;
-  const bool in_matrices = are_in_matrices(rows, each[0].weight.bits, group_size);
-  const RoundedRows rounded(x, group_size, rotated, in_matrices ? 0 : tile_rows());
+  const bool in_tiles = uses_amx(rows, each[0].weight.bits, group_size);
+  const RoundedRows rounded(x, group_size, rotated, in_tiles ? 0 : tile_rows());
   const Inputs inputs = rounded.inputs();
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   const int64_t piece = (panels + threads - 1) / threads;
   fastgen::parallel_for(0, (panels + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     size_t product = 0;
-    Worker worker(each[0].weight, in_matrices);
+    Worker worker(each[0].weight, in_tiles);
     for (int64_t number = begin * piece; number < std::min(end * piece, panels); ++number) {
       while (number >= ends[product]) ++product;
       const int64_t own = number - (product == 0 ? 0 : ends[product - 1]);

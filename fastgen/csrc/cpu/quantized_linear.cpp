@@ -1,4 +1,4 @@
-// Linear layers on weights in bfloat16, where the processor multiplies those faster than float32: in the matrix registers
+// Linear layers on weights in bfloat16, where the processor multiplies those faster than float32: in AMX tiles
 // of AMX, or with the vector instructions of AVX-512 BF16. The schemas are defined in fastgen/ops/quantized_linear.py.
 //
 // A weight is stored in tiles of 16 outputs and 32 inputs, in the order in which those instructions take it: a line of a
@@ -7,7 +7,7 @@
 // with fewer.
 #include "checks.h"
 #include "instruction_set.h"
-#include "matrix_registers.h"
+#include "amx.h"
 #include "parallel.h"
 #include "transpose.h"
 
@@ -46,7 +46,7 @@ constexpr int64_t kAhead = 8 * kTileBytes;
 // Elements of a type that are made of float32 before it pays to wake another thread.
 constexpr int64_t kGrain = 1 << 16;
 
-#ifdef FASTGEN_MATRICES
+#ifdef FASTGEN_AMX
 
 #define FASTGEN_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 
@@ -58,33 +58,33 @@ namespace vectors16 {
 #include "quantized_linear/vectors.h"
 }  // namespace vectors16
 
-// The registers of this thread, for so many rows (see matrices.h).
+// The registers of this thread, for so many rows (see amx.h).
 inline void configure(int64_t count) {
   const int64_t upper = std::min(count, kTileRows), lower = count > kTileRows ? count - kTileRows : count;
-  fastgen::set_up_matrices({upper, upper, lower, lower, upper, lower, kTileRows, kTileRows},
+  fastgen::configure_tiles({upper, upper, lower, lower, upper, lower, kTileRows, kTileRows},
                            {kLine, kLine, kLine, kLine, kLine, kLine, kLine, kLine});
 }
 
-namespace matrices16 {
+namespace amx16 {
 #define FASTGEN_TARGET __attribute__((target("amx-tile,amx-bf16,avx512f")))
 #define FASTGEN_SUM float
 #define FASTGEN_ADD(sums, x, weight) _tile_dpbf16ps(sums, x, weight)
-#include "quantized_linear/matrices.h"
-}  // namespace matrices16
+#include "quantized_linear/amx.h"
+}  // namespace amx16
 
 // x[rows, depth bytes] times a panel, into sums[rows, kPanel].
 using Multiply = void (*)(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, void*);
 
 struct Kernel {
   Multiply multiply;
-  bool matrices;
+  bool uses_amx;
 };
 
 Kernel kernel16() {
   const bool wide = fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
   STD_TORCH_CHECK(wide && __builtin_cpu_supports("avx512bf16"),
                   "bf16_linear: this processor does not have AVX-512 BF16");
-  return fastgen::has_matrix_registers() ? Kernel{&matrices16::multiply, true} : Kernel{&vectors16::multiply, false};
+  return fastgen::has_amx() ? Kernel{&amx16::multiply, true} : Kernel{&vectors16::multiply, false};
 }
 
 // A mask of the first `count` of 16 elements.
@@ -209,7 +209,7 @@ Tensor bf16_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t 
       const int64_t first = tiles * block / blocks * kRows, last = std::min(tiles * (block + 1) / blocks * kRows, rows);
       for (int64_t row = first; row < last; row += kRows) {
         const int64_t some = std::min(kRows, last - row);
-        if (kernel.matrices && some != configured) configure(configured = some);
+        if (kernel.uses_amx && some != configured) configure(configured = some);
         for (int64_t panel = start; panel < start + group; ++panel) {
           const int64_t output = panel * kPanel, count = std::min(kPanel, outputs - output);
           kernel.multiply(inputs.get() + row * depth, depth, some, weights + panel * depth * kPanel, depth, sums);
@@ -218,7 +218,7 @@ Tensor bf16_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t 
         }
       }
     }
-    if (kernel.matrices) fastgen::release_matrices();
+    if (kernel.uses_amx) fastgen::release_tiles();
   });
   return y;
 }
@@ -227,7 +227,7 @@ Tensor bf16_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t 
 
 }  // namespace
 
-#ifdef FASTGEN_MATRICES
+#ifdef FASTGEN_AMX
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("pack_bf16_linear", TORCH_BOX(&pack_bf16_linear));
   library.impl("bf16_linear", TORCH_BOX(&bf16_linear));

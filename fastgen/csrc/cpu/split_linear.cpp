@@ -1,4 +1,4 @@
-// Linear layers in float32 in the matrix registers of AMX, which multiply bfloat16. The schema is defined in
+// Linear layers in float32 in AMX tiles, which multiply bfloat16. The schema is defined in
 // fastgen/ops/split_linear.py.
 //
 // A float32 is the sum of three numbers in bfloat16, its parts: 24 bits of 8 each. Of the nine products of the parts of
@@ -15,7 +15,7 @@
 // that are not finite are computed again, one by one.
 #include "checks.h"
 #include "instruction_set.h"
-#include "matrix_registers.h"
+#include "amx.h"
 #include "parallel.h"
 #include "plan.h"
 #include "transpose.h"
@@ -32,7 +32,7 @@
 #include <new>
 #include <optional>
 
-#ifdef FASTGEN_MATRICES
+#ifdef FASTGEN_AMX
 
 namespace {
 
@@ -301,9 +301,9 @@ void multiply_all(const Problem& p) {
   const int64_t pairs = quotient(p.rows, kPair), blocks = quotient(pairs, kPairs), outputs = quotient(p.outputs, kPair);
   const int64_t at_once = p.steps() <= kSteps ? outputs : kOutputPairs;
   fastgen::parallel_for(0, blocks * outputs, 1, [&](int64_t begin, int64_t end) {
-    fastgen::set_up_matrices({kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows},
+    fastgen::configure_tiles({kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows},
                              {kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine});
-    const fastgen::MatricesUntilEnd until_end;
+    const fastgen::TilesUntilEnd until_end;
     for (int64_t next = begin; next < end;) {
       const int64_t block = next / outputs, output = next % outputs;
       const int64_t some = std::min({end - next, outputs - output, at_once});
@@ -315,7 +315,7 @@ void multiply_all(const Problem& p) {
 }
 
 bool serves() {
-  return fastgen::has_matrix_registers() && fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
+  return fastgen::has_amx() && fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
 }
 
 void check(const Tensor& result, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {

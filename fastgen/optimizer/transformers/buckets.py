@@ -1,7 +1,7 @@
 """Inputs of about the same length run together: padding costs little.
 
 The encoder runs on one group of `fastgen.decoding.length_buckets` after the other, without the padding behind them; and
-so does the first pass of a decoder-only model, without the padding in front. What was left out is zero in the result.
+so does the prefill of a decoder-only model, without the padding in front. What was left out is zero in the result.
 Decoders and later steps mask it.
 """
 

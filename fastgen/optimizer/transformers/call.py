@@ -95,7 +95,7 @@ class Call:
     store: StoreInCache | None = None  # once the call is accelerated
     compaction: BatchCompaction | None = None  # the rows that the model runs on, where finished inputs may leave
     draft: Any = None  # what the call asks to draft its tokens with
-    prefilled: Any = None  # the outputs of the first pass, made ahead of the library's loop
+    prefilled: Any = None  # the outputs of the prefill, made ahead of the library's loop
     cache_is_dropped: bool = False  # nobody looks at the one that the call returns
     _returns_cache: bool = False
 

@@ -1,7 +1,7 @@
 """The decoding loops with a captured step: the hooks around `GenerationMixin._beam_search` and `_sample`.
 
 On a GPU and on the CPU, where `_check_on_cpu` says what is left out. What is not supported, or turns out not to be
-capturable in the first steps, goes on with the library's loop, from the first pass that has been made already.
+capturable in the first steps, goes on with the library's loop, from the prefill that has been made already.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ENTRY_POINT = counters.CAPTURED_STEP
 # A call of fewer steps is over before a capture has paid.
 MIN_STEPS = 8
 
-# Beyond so many rows tier 1 saves more than a program if the rows times the size of the weights exceed the last: there
-# weights are packed, and finished inputs leave the batch. The first are those of weights that are not worth packing.
+# Beyond so many rows the hooks save more than a captured step if the rows times the size of the weights exceed the last:
+# there weights are packed, and finished inputs leave the batch. The first are those of weights not worth packing.
 _ROWS_ON_CPU, _FEW_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 16, 2**24
 # What is not kept of every step.
 _NOT_KEPT = ("output_attentions", "output_hidden_states")
@@ -119,7 +119,7 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
 
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
-    """Raises `CannotBeCaptured` if it is known before the first pass that a captured step does not serve."""
+    """Raises `CannotBeCaptured` if it is known before the prefill that a captured step does not serve."""
     config, criteria = arguments["generation_config"], arguments["stopping_criteria"]
     unavailable = graph.unavailable(call.model.device)
     if unavailable is not None:

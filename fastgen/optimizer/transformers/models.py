@@ -60,7 +60,7 @@ def unsupported(model: Any) -> str | None:
     if failed is not None:
         return failed
     if not patching.stands_for("GenerationMixin._prefill"):
-        return "FastGen cannot hook the first pass of this release of Transformers (_prefill)"
+        return "FastGen cannot hook the prefill of this release of Transformers (_prefill)"
     if _is_sharded(model):
         return Usual("a model sharded over processes")
     for method in ("_prefill", "_sample", "_beam_search"):

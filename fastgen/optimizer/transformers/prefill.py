@@ -31,7 +31,7 @@ _NOT_PER_ROW = (bool, int, float, str)
 _WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_CAPACITY = 256
-# What the decoding loops read of the outputs of the first pass, one row per sequence.
+# What the decoding loops read of the outputs of the prefill, one row per sequence.
 _PER_SEQUENCE_OUTPUTS = "attentions cross_attentions decoder_attentions hidden_states decoder_hidden_states".split()
 
 
@@ -186,7 +186,7 @@ def _repeat(value: Any, batch: int, per_input: int) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_repeat(part, batch, per_input) for part in value)
     if value.shape[0] != batch:
-        raise RuntimeError(f"an output of the first pass has {value.shape[0]} rows for {batch} inputs")
+        raise RuntimeError(f"an output of the prefill has {value.shape[0]} rows for {batch} inputs")
     return value.repeat_interleave(per_input, dim=0)
 
 

@@ -1,6 +1,6 @@
 // The rows of x as the products of grouped_linear.cpp read them: rounded to 8 bits, in tiles.
 #pragma once
-#include "../matrix_registers.h"
+#include "../amx.h"
 #include "../parallel.h"
 #include "rows.h"
 
@@ -12,7 +12,7 @@
 
 namespace fastgen {
 
-// Rows in bytes. For matrix registers a row lies behind the other. Otherwise, four inputs of each row of a tile lie side by
+// Rows in bytes. For AMX tiles a row lies behind the other. Otherwise, four inputs of each row of a tile lie side by
 // side, then the next four of each, and groups likewise: so a tile reads from one place on.
 struct Inputs {
   const int8_t* numbers;
@@ -40,12 +40,12 @@ struct Rows {
 // Rows in bytes, and the memory that they are in.
 class RoundedRows {
  public:
-  // In tiles of at most `most` rows; with 0 for the matrix registers.
+  // In tiles of at most `most` rows; with 0 for AMX tiles.
   RoundedRows(const Rows& x, int64_t group_size, bool rotated, int64_t most)
       : x_(x), size_(group_size), rotated_(rotated), groups_of_row_((x.inputs + group_size - 1) / group_size),
         stride_(groups_of_row_ * group_size) {
     const int64_t rows = x.rows;
-    // Whole matrix registers of them.
+    // Whole AMX tiles of them.
     const int64_t whole = most > 0 ? rows : (rows + kMatrixRows - 1) / kMatrixRows * kMatrixRows;
     numbers_.reset(new int8_t[whole * stride_]);
     groups_.reset(new Group[whole * groups_of_row_]);

@@ -1,4 +1,4 @@
-"""One call with a captured step, after its first pass."""
+"""One call with a captured step, after its prefill."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Written(CannotBeCaptured):
 
 
 class Decoding:
-    """One call with a captured step, after its first pass."""
+    """One call with a captured step, after its prefill."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         self._call, self._model = call, call.model
@@ -312,7 +312,7 @@ class Decoding:
         return is_whole and not self._has_released and not begins_again
 
     def _release(self) -> None:
-        """Frees what the first pass has stored. The library's loop cannot go on from there any more."""
+        """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
         self._has_released = True
         self._calls.end()
         self._call.store.release()
@@ -373,7 +373,7 @@ class Decoding:
             return pad
         return (pad or self._eos[0]) if self._eos else -1
 
-    # ---- what the first pass has left
+    # ---- what the prefill has left
 
     def _make_prompt(self) -> Prompt:
         tokens = self._input_ids[:: self._per_input]

@@ -103,7 +103,7 @@ class Prompt:
 
     tokens: Tensor  # [inputs, N], int64
     new_tokens: int  # to generate, at the most
-    stored: int  # positions of self-attention that the first pass has left
+    stored: int  # positions of self-attention that the prefill has left
     # K and V of each layer, [inputs, heads, stored, dim]; with a sliding window maybe only the last of these positions.
     own: list[tuple[Tensor, Tensor]]
     cross: list[tuple[Tensor, Tensor]]  # [inputs, heads, encoder positions, dim]; empty without cross-attention
@@ -164,7 +164,7 @@ class CapturedStep:
         self._stops: Tensor | None = None
         self._flag = graph.LateFlag(device, 0 if key.waits_for_host else _LATE)
         self._start = 0  # where the sequences begin in their buffers
-        # Of the call: its inputs, and the positions that the first pass has stored in each layer.
+        # Of the call: its inputs, and the positions that the prefill has stored in each layer.
         self._present = 0
         self._last: Tensor | None = None  # what a criterion has written in the place of the last tokens
         self._lengths: tuple[list[int], list[int]] = ([], [])

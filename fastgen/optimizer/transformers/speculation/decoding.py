@@ -1,4 +1,4 @@
-"""One call with speculative decoding, after its first pass."""
+"""One call with speculative decoding, after its prefill."""
 
 from __future__ import annotations
 
@@ -380,14 +380,14 @@ class SpeculativeDecoding(Decoding):
 
 
 class Assistant(Decoding):
-    """The call as one of a model that drafts for another one: its first pass, and the step that follows."""
+    """The call as one of a model that drafts for another one: its prefill, and the step that follows."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:
         self._is_rated = is_rated
         call.runs_user_code = False
         call.prefilled = call.model._prefill(arguments["input_ids"], arguments["generation_config"], model_kwargs)
         if not call.accelerated:
-            raise CannotBeCaptured("the first pass of the assistant is not accelerated")
+            raise CannotBeCaptured("the prefill of the assistant is not accelerated")
         super().__init__(call, arguments, model_kwargs)
         if any(self._key.windows):
             raise CannotBeCaptured("an assistant with a sliding window")

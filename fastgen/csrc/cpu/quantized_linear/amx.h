@@ -1,4 +1,4 @@
-// Sums of products in the matrix registers (AMX), for one type of weights. Included once per type by
+// Sums of products in AMX tiles, for one type of weights. Included once per type by
 // cpu/quantized_linear.cpp, inside a namespace of its own, with these defined:
 //   FASTGEN_TARGET               the attribute that lets the compiler use the instructions
 //   FASTGEN_SUM                  the type of a sum

@@ -1,7 +1,7 @@
-// Rows and a weight in bfloat16, in the matrix registers of AMX. A register takes 16 lines of the weight from where they
+// Rows and a weight in bfloat16, in AMX tiles. A register takes 16 lines of the weight from where they
 // are, 32 inputs at a time, and another one the same inputs of all rows, in pairs. Included by dot_linear.cpp.
 
-namespace matrices {
+namespace amx {
 
 constexpr int64_t kInputs = 32;  // of a register
 constexpr int64_t kTileBytes = fastgen::kMatrixRows * fastgen::kMatrixBytes;
@@ -64,7 +64,7 @@ FASTGEN_TARGET inline void multiply(const Arguments& a, int64_t first, int64_t c
   const int64_t whole = a.inputs / kInputs, rest = a.inputs % kInputs, stride = a.weight_stride * 2;
   alignas(64) char tile[kTileBytes];
   alignas(64) float sums[kTileBytes / sizeof(float)];
-  fastgen::set_up_matrices({kRows, kRows, kRows, kRows, kRows, kRows, kRows, kRows},
+  fastgen::configure_tiles({kRows, kRows, kRows, kRows, kRows, kRows, kRows, kRows},
                            {kBytes, kBytes, kBytes, kBytes, kBytes, kBytes, kBytes, kBytes});
   for (int64_t output = first; output < first + count; output += kRows) {
     const int64_t lines = std::min(kRows, first + count - output);
@@ -99,9 +99,9 @@ FASTGEN_TARGET inline void multiply(const Arguments& a, int64_t first, int64_t c
     __asm__ volatile("" : : "r"(sums) : "memory");
     finish(a, sums, output, lines);
   }
-  fastgen::release_matrices();
+  fastgen::release_tiles();
 }
 
 #undef FASTGEN_TARGET
 
-}  // namespace matrices
+}  // namespace amx

@@ -1,4 +1,4 @@
-// The matrix registers of AMX: whether this process may use them, and how they are set up.
+// AMX tiles: whether this process may use them, and how they are set up.
 #pragma once
 
 #include "instruction_set.h"
@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #if defined(FASTGEN_X86) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
-#define FASTGEN_MATRICES 1
+#define FASTGEN_AMX 1
 #include <immintrin.h>
 #endif
 
@@ -15,14 +15,14 @@ namespace fastgen {
 constexpr int64_t kMatrixRows = 16;   // of a register, at the most
 constexpr int64_t kMatrixBytes = 64;  // of a row, at the most
 
-// Whether the processor and the system let this process use the matrix registers. ATEN_CPU_CAPABILITY, which names the
+// Whether the processor and the system let this process use AMX tiles. ATEN_CPU_CAPABILITY, which names the
 // widest vectors to use, rules them out.
-bool has_matrix_registers();
+bool has_amx();
 
-#ifdef FASTGEN_MATRICES
+#ifdef FASTGEN_AMX
 
 // Sets up the registers of this thread, with so many rows and bytes of a row each, until they are released.
-__attribute__((target("amx-tile"))) inline void set_up_matrices(const int64_t (&rows)[8], const int64_t (&bytes)[8]) {
+__attribute__((target("amx-tile"))) inline void configure_tiles(const int64_t (&rows)[8], const int64_t (&bytes)[8]) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
@@ -37,11 +37,11 @@ __attribute__((target("amx-tile"))) inline void set_up_matrices(const int64_t (&
   _tile_loadconfig(&configuration);
 }
 
-__attribute__((target("amx-tile"))) inline void release_matrices() { _tile_release(); }
+__attribute__((target("amx-tile"))) inline void release_tiles() { _tile_release(); }
 
 // Releases them at the end of a block, by an exception, too.
-struct MatricesUntilEnd {
-  ~MatricesUntilEnd() { release_matrices(); }
+struct TilesUntilEnd {
+  ~TilesUntilEnd() { release_tiles(); }
 };
 
 #endif

@@ -1,4 +1,4 @@
-// Products of many rows with weights in few bits, in the matrix registers (AMX). Included by cpu/grouped_linear.cpp in the
+// Products of many rows with weights in few bits, in AMX tiles. Included by cpu/grouped_linear.cpp in the
 // namespace of the AVX-512 kernels (kernels.h), whose vectors and whose sums of groups it has: so results have the same bits.
 
 #define FASTGEN_TARGET __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")))
@@ -14,7 +14,7 @@ inline int64_t matrix_depth(int64_t group_size) {
 // Registers 0 and 1 hold sums, 2 and 3 inputs, 4 and 5 weights.
 inline void set_up(int64_t depth) {
   const int64_t four = depth / 4;  // a row of weights has four inputs of each output
-  fastgen::set_up_matrices({kMatrixRows, kMatrixRows, kMatrixRows, kMatrixRows, four, four, four, four},
+  fastgen::configure_tiles({kMatrixRows, kMatrixRows, kMatrixRows, kMatrixRows, four, four, four, four},
                            {kMatrixBytes, kMatrixBytes, depth, depth, kMatrixBytes, kMatrixBytes, kMatrixBytes,
                             kMatrixBytes});
 }
@@ -99,7 +99,7 @@ FASTGEN_TARGET inline void multiply(const Weight& weight, const Inputs& inputs, 
 
 // All rows times a panel, as `panel` does it. There are inputs for whole registers: 16, 32, ... rows.
 template <class Finish>
-FASTGEN_TARGET void panel_in_matrices(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t panel,
+FASTGEN_TARGET void panel_in_tiles(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t panel,
                                       uint8_t* numbers, const Finish& finish) {
   alignas(kMatrixBytes) float sums[kMatrixRows * kPanel];
   const int64_t half = weight.groups * weight.group_size * kMatrixRows;

@@ -1,15 +1,15 @@
-// Whether this process may use the matrix registers.
-#include "matrix_registers.h"
+// Whether this process may use AMX tiles.
+#include "amx.h"
 
-#if defined(FASTGEN_MATRICES) && defined(__linux__)
+#if defined(FASTGEN_AMX) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace fastgen {
 
-bool has_matrix_registers() {
-#if defined(FASTGEN_MATRICES) && defined(__linux__)
+bool has_amx() {
+#if defined(FASTGEN_AMX) && defined(__linux__)
   static const bool allowed = [] {
     constexpr long kRequest = 0x1023, kRegisters = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned int a = 0, b = 0, c = 0, d = 0;
