@@ -8,7 +8,7 @@ FOLDER is what `python -m benchmarks.smollm2 FOLDER` has made. Sides run in turn
 | --- | --- |
 | kept | the blocks of the file, `quantization_config=KeepBits(...)` |
 | 16 bits | the weights of the file rounded to bfloat16 and held in float32, of which captured steps read 16 bits |
-| unpacked | the weights of the file as Transformers unpacks them to float32, whose codes captured steps find |
+| unpacked | the weights of the file as Transformers unpacks them to float32 |
 
 A row has the median of each side and how many times as fast the first one is, with the range of pairs of runs. It also
 says how many sequences of tokens are those of the unpacked model by the original code. `python -m

@@ -118,7 +118,7 @@ def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
 
 
 def _bytes_less(packed: Shape, weight: Shape) -> int:
-    """Than a weight, [inputs, outputs], of float32: in pairs of 16 bits, or as bytes of groups of codes."""
+    """Than a weight, [inputs, outputs], of float32: in pairs of 16 bits, or as bytes in groups."""
     inputs, numbers = weight[0], math.prod(weight)
     return 2 * numbers if packed[1] == (inputs + 1) // 2 else 4 * numbers - math.prod(packed)
 

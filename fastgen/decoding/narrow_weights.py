@@ -1,9 +1,9 @@
-"""Weights in float32 for which fewer bits stand exactly: products read these instead.
+"""Weights in float32 for which 16 bits stand exactly: products read these instead.
 
-Most checkpoints are stored in 16 bits. Weights that were unpacked from 4 or 8 bits, as Transformers does with GGUF
-files, are read as codes. With few rows a product is bound by reading the weight. A copy in panels serves more rows, too
-(`NarrowPanels`, `fastgen.ops.narrow_linear`). The copy is made when a call needs it for the second time: a call of one
-step would not gain what looking at the weight costs. A weight is read once for the copy, and once in each call.
+Most checkpoints are stored in 16 bits. With few rows a product is bound by reading the weight. A copy in panels serves
+more rows, too (`NarrowPanels`, `fastgen.ops.narrow_linear`). The copy is made when a call needs it for the second time:
+a call of one step would not gain what looking at the weight costs. A weight is read once for the copy, and once in each
+call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTED_AS = "weights read in fewer bits"
 
 
 class NarrowWeight(weight_copies.CopiedWeight):
-    """A weight in float32, [outputs, inputs], and the same numbers in fewer bits; one of the two classes below."""
+    """A weight in float32, [outputs, inputs], and the same numbers in 16 bits; one of the two classes below."""
 
     looks_at = 2
     counted_as = COUNTED_AS
@@ -76,10 +76,6 @@ class NarrowPanels(NarrowWeight):
     multiply = torch.ops.fastgen.narrow_linears_out.default
 
     def _narrowed(self, weight: Tensor) -> Tensor | None:
-        for bits in _codes_of_some(weight):
-            packed = narrow_linear.pack_codes(weight, bits)
-            if packed is not None:
-                return packed
         lines = narrow.narrowed(weight)
         return None if lines is None else narrow_linear.pack(lines)
 
@@ -95,24 +91,16 @@ def suspended() -> Iterator[None]:
         yield
 
 
-def type_of(x: Tensor, weight: Tensor, bias: Tensor | None, codes: bool = True) -> torch.dtype | int | None:
-    """The bits of a weight's codes, or its type of 16 bits, where products can read it; by a few of its numbers.
+def type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The type of 16 bits of a weight's numbers, where products can read it; by a few of its numbers.
 
     x is [rows, inputs], the weight [outputs, inputs], the bias [outputs] or None.
-
-    Args:
-        codes: whether products can read these.
     """
     if _is_suspended.get() or not narrow_linear.serves(x, weight, bias) or weight.numel() < _LEAST_NUMBERS:
         return None
     if not (narrow.is_available() and fingerprint.is_available()):
         return None
-    return next(iter((*(_codes_of_some(weight) if codes else ()), *narrow.types_of_some(weight))), None)
-
-
-def _codes_of_some(weight: Tensor) -> list[int]:
-    """The sizes of codes, in bits, that stand for a few numbers of the weight."""
-    return narrow_linear.codes_of(narrow.some(weight)) if weight.shape[1] % narrow_linear.GROUP == 0 else []
+    return next(iter(narrow.types_of_some(weight)), None)
 
 
 class NarrowProduct(NamedTuple):

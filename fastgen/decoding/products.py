@@ -325,7 +325,7 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
 def _narrow(
     wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> type[NarrowLines] | type[NarrowPanels] | None:
-    """The copy in fewer bits that a product reads, if the weight has one and it is faster.
+    """The copy in 16 bits that a product reads, if the weight has one and it is faster.
 
     Args:
         wide: the product that is fastest with the weight as it is.
@@ -334,7 +334,7 @@ def _narrow(
     if now.packed_weights == "never" or not weight.numel():
         return None
     is_fixed = now.linear_products == "fixed"  # then what has the same bits, whether there is a copy or not
-    narrow = type_of(x, weight, bias, codes=not (is_fixed and are_dots(wide)))
+    narrow = type_of(x, weight, bias)
     if narrow is None:
         return None
     if is_fixed:

@@ -24,13 +24,8 @@ def types_of_some(weight: Tensor) -> list[torch.dtype]:
 
     Of a weight that has been trained in float32 it is none.
     """
-    numbers = some(weight)
+    numbers = weight[:: max(weight.shape[0] // _ROWS, 1), :_NUMBERS].contiguous()
     return [dtype for dtype in TYPES if _bits(numbers.to(dtype).float()).equal(_bits(numbers))]
-
-
-def some(weight: Tensor) -> Tensor:
-    """A few hundred numbers of a weight, [outputs, inputs]: those of the first inputs of some outputs."""
-    return weight[:: max(weight.shape[0] // _ROWS, 1), :_NUMBERS].contiguous()
 
 
 def narrowed(weight: Tensor) -> Tensor | None:

@@ -1,13 +1,9 @@
-"""Linear layers in float32 whose weight has few bits, in panels, for the rows of a decoding step on the CPU.
+"""Linear layers in float32 whose weight has 16 bits, in panels, for the rows of a decoding step on the CPU.
 
 Reading a weight of 16 bits takes half of the time, and its numbers are widened in the registers. A panel holds the
 outputs that are multiplied at the same time, side by side in a vector. So nothing has to be added up over the places of
 a vector, and no place of it is left empty, whatever the number of rows (see csrc/cpu/narrow_linear.cpp). The result has
 the bits of `fastgen.ops.linear.packed_linear` with the widened weight.
-
-A weight that was unpacked from 4 or 8 bits, as Transformers does with GGUF files, still holds no more than these bits:
-32 inputs share a scale and a minimum, and each of their numbers is `code * scale + minimum`. Such codes are found, and
-kept where they stand for all numbers exactly (see csrc/cpu/narrow_linear/codes.h).
 
 Whether it is faster than products with the weight as it is, is measured, once per machine and shape (`costs`). There
 are kernels alone.
@@ -28,9 +24,7 @@ from fastgen.ops.linear import MAX_BYTES, MAX_DOT_ROWS, as_rows, count_of_cold, 
 
 # Timings are those of this kernel: to be renamed when it changes.
 _KERNEL = "narrow linear 3"
-CODES = (4, 8)  # bits that they may have
-GROUP = 32  # inputs that share a scale
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", 4: "4 bits", 8: "8 bits"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Steps have seldom more rows; shapes are measured up to here.
 MAX_ROWS = 128
 
@@ -51,32 +45,6 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.fastgen.pack_narrow.default(weight.detach())
 
 
-def codes_of(weight: Tensor) -> list[int]:
-    """Which of `CODES` stand for all numbers of a weight, [outputs, inputs], float32; looked at on one thread.
-
-    Raises:
-        RuntimeError: the weight has another dtype, its numbers are not next to each other, or its inputs are no whole
-            number of groups.
-    """
-    least = torch.ops.fastgen.code_bits.default(weight.detach())
-    return [bits for bits in CODES if 0 < least <= bits]
-
-
-def pack_codes(weight: Tensor, bits: int) -> Tensor | None:
-    """A weight, [outputs, inputs], float32, as codes in panels; None if these do not stand for all of its numbers.
-
-    The panels are as those of `pack`. A negative zero becomes a positive one, with which sums are the same, but for the
-    sign of a zero.
-
-    Args:
-        bits: one of `CODES`.
-
-    Raises:
-        RuntimeError: as in `codes_of`, or there are no codes of so many bits.
-    """
-    return torch.ops.fastgen.pack_codes.default(weight.detach(), bits)
-
-
 def narrow_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """`torch.nn.functional.linear(x, weight.float(), bias)` with the weight in panels; not differentiable.
 
@@ -92,7 +60,7 @@ def narrow_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) 
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a weight in few bits may take the place of this one: x is [rows, inputs], all of float32.
+    """Whether a weight in 16 bits may take the place of this one: x is [rows, inputs], all of float32.
 
     The weight is [outputs, inputs], its numbers next to each other; the bias [outputs] or None.
     """
@@ -115,14 +83,14 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::narrow_linears_out")
 
 
-def costs(rows: int, inputs: int, outputs: int, narrow: torch.dtype | int, measure: bool = True) -> Costs | None:
+def costs(rows: int, inputs: int, outputs: int, narrow: torch.dtype, measure: bool = True) -> Costs | None:
     """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
 
     Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered
     (`fastgen.ops._timings`). None if it is not known, and not to be measured.
 
     Args:
-        narrow: the type of the numbers in 16 bits, or the bits of codes.
+        narrow: the type of the numbers in 16 bits.
     """
     bucket = rows_measured(rows) if rows <= MAX_DOT_ROWS else -(-rows // 8) * 8
     key = f"{_NAMES[narrow]} {bucket}x{inputs}x{outputs}"
@@ -132,13 +100,13 @@ def costs(rows: int, inputs: int, outputs: int, narrow: torch.dtype | int, measu
 
 
 @torch.no_grad()
-def _measure(rows: int, inputs: int, outputs: int, narrow: torch.dtype | int) -> Costs:
+def _measure(rows: int, inputs: int, outputs: int, narrow: torch.dtype) -> Costs:
     """All in turn: shares of torch's time from two measurements tell less than the products differ."""
     some = min(outputs, max(MAX_BYTES // (inputs * 4), 1))
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=torch.float32, device="cpu")
     x, y, weight = full((rows, inputs), 0.5), full((rows, some), 0.0), full((some, inputs), 0.25)
-    packed = _packed(weight, narrow)
+    packed = pack(weight.to(narrow))
     weights = [weight.clone() for _ in range(count_of_cold(weight.nbytes, 64))]
 
     def wide(operator: Callable[..., object]) -> tuple[Callable[[Tensor], object], list[Tensor]]:
@@ -161,17 +129,6 @@ def _measure(rows: int, inputs: int, outputs: int, narrow: torch.dtype | int) ->
     return Costs(min(others) * outputs / some, own * outputs / some)
 
 
-def _packed(weight: Tensor, narrow: torch.dtype | int) -> Tensor:
-    """Of one number alone, which has codes."""
-    if isinstance(narrow, torch.dtype):
-        return pack(weight.to(narrow))
-    packed = pack_codes(weight, narrow)
-    assert packed is not None
-    return packed
-
-
 backend = functools.partial(_library.backend, "fastgen::narrow_linears_out")
 _library.define("pack_narrow(Tensor weight) -> Tensor")
-_library.define("code_bits(Tensor weight) -> int")
-_library.define("pack_codes(Tensor weight, int bits) -> Tensor?")
 _library.define("narrow_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] packed, Tensor?[] bias) -> ()")

@@ -87,13 +87,6 @@ def test_the_work_of_the_operators():
         for rates, amount in ((_BY_OPERATIONS, narrow.operations), (_BY_BYTES, narrow.bytes)):
             assert profile(several, lambda rates=rates: rates).floor == {"fastgen::narrow_linears_out": amount}
 
-    # And with codes, in panels of whole vectors.
-    if narrow_linear.is_available():
-        coded, rows = narrow_linear.pack_codes(torch.zeros(7, 64), 4), torch.randn(3, 64)
-        several = partial(torch.ops.fastgen.narrow_linears_out, [others[0]], rows, [coded], [None])
-        amount = 4 * (3 * 64 + 3 * 7) + coded.nbytes
-        assert profile(several, lambda: _BY_BYTES).floor == {"fastgen::narrow_linears_out": amount}
-
     # Four beams of two inputs, four heads over two of K/V; nine positions that the beams share, and two of their own.
     query, prefix, suffix = _x(8, 4, 1, 16), _x(2, 2, 9, 16), _x(8, 2, 2, 16)
     run = lambda: attention.shared_prefix_attention(query, prefix, prefix, suffix, suffix)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Products with a weight of few bits in panels: bits of packed products, and what is measured."""
+"""Products with a weight of 16 bits in panels: bits of packed products, and what is measured."""
 
 from __future__ import annotations
 
@@ -13,20 +13,7 @@ from tests.ops.instructions import instruction_set
 pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="the extension was not built")
 
 INSTRUCTION_SETS = ["avx512", "avx2", "default"]
-CODES = pytest.mark.parametrize("codes", narrow_linear.CODES, ids=str)
 TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
-
-
-def coded(codes: int, outputs: int, groups: int, seed: int = 0) -> torch.Tensor:
-    """A weight as it is unpacked from codes, some of whose groups have a scale of zero."""
-    generator = torch.Generator().manual_seed(seed)
-    shape, most = (outputs, groups, 1), 2**codes - 1
-    scales = torch.randn(shape, generator=generator).clamp(min=-0.4).add_(0.5).mul_(0.01).half().float()
-    scales[torch.rand(shape, generator=generator) < 0.1] = 0
-    minimums = torch.randn(shape, generator=generator).mul_(2**8).round_().div_(2**8)
-    numbers = torch.randint(0, most + 1, (outputs, groups, narrow_linear.GROUP), generator=generator)
-    numbers[..., :2] = torch.tensor([0, most])  # so that nothing has fewer bits
-    return (numbers * scales + minimums).view(outputs, -1)
 
 
 def check_bits(packed: torch.Tensor, weight: torch.Tensor, rows: int, biased: bool, seed: int) -> None:
@@ -80,185 +67,6 @@ def test_rows_do_not_depend_on_each_other(name: str, dtype: torch.dtype) -> None
     assert narrow_linear.narrow_linear(x.view(8, 8, 300), narrow_linear.pack(weight), bias, 77).shape == (8, 8, 77)
 
 
-@CODES
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-@given(
-    rows=st.integers(0, 70),
-    groups=st.integers(1, 5),
-    outputs=st.integers(1, 150),
-    biased=st.booleans(),
-    seed=st.integers(0, 2**30),
-)
-# As above: one row and many outputs, a sum in several parts, two tiles of rows.
-@example(rows=1, groups=18, outputs=1290, biased=True, seed=0)
-@example(rows=20, groups=53, outputs=53, biased=True, seed=0)
-@example(rows=29, groups=16, outputs=300, biased=False, seed=0)
-def test_the_bits_of_a_packed_product_with_codes(
-    name: str, codes: int, rows: int, groups: int, outputs: int, biased: bool, seed: int
-) -> None:
-    weight = coded(codes, outputs, groups, seed)
-    with instruction_set(name):
-        packed = narrow_linear.pack_codes(weight, codes)
-        assert packed is not None
-        assert packed.nbytes * 4 <= (outputs + 15) // 16 * 16 * weight.shape[1] * (3 if codes == 4 else 5)
-        check_bits(packed, weight, rows, biased, seed + 1)
-
-
-@CODES
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_every_code(name: str, codes: int) -> None:
-    """In the place of each input: with a scale, and with a minimum below zero."""
-    most = 2**codes
-    weight = torch.zeros(most, narrow_linear.GROUP)
-    for place in range(narrow_linear.GROUP):
-        weight[:] = torch.tensor([0, most - 1]).repeat(narrow_linear.GROUP // 2)
-        weight[:, place] = torch.arange(most)
-        wanted = weight * 2**-9 - 0.125
-        with instruction_set(name):
-            packed = narrow_linear.pack_codes(wanted, codes)
-            assert packed is not None
-            out = narrow_linear.narrow_linear(torch.eye(narrow_linear.GROUP), packed, None, most)
-        assert torch.equal(out.t(), wanted)
-
-
-def test_which_codes_stand_for_a_weight() -> None:
-    """All of its numbers, exactly; looked at in the first group and the last."""
-    both, bytes_alone = [4, 8], [8]
-    scale = torch.tensor(0.0123).half().float()
-    numbers = torch.arange(narrow_linear.GROUP).float().repeat(2, 2)
-    for weight, wanted in (
-        (coded(4, 5, 3), both),
-        (coded(8, 5, 3), bytes_alone),
-        (torch.zeros(2, 64), both),
-        (torch.full((2, 64), 0.7).half().float(), both),
-        ((numbers % 16) * scale, both),
-        ((numbers % 16 - 8) * -scale, both),  # with negative zeros, as Q4_0 has them
-        ((numbers % 17) * scale, bytes_alone),
-        (numbers * 8 * scale, bytes_alone),  # 0 to 31
-        ((numbers % 2) * 255 * scale, both),  # two numbers are two codes, however far they are from each other
-        (numbers * 2.0**-24, bytes_alone),  # the smallest scale
-        ((numbers % 16) * 2.0**-25, []),
-        ((numbers % 16) * 0.1, []),  # each is rounded
-        ((numbers % 16) * scale + 2.0**-22, both),
-        ((numbers % 16) * 4.0, both),
-        ((numbers % 16) * 5.0, []),  # 75 is too large
-        (torch.randn(2, 64), []),
-        (torch.randn(2, 64).bfloat16().float(), []),
-    ):
-        assert narrow_linear.codes_of(weight.contiguous()) == wanted
-        packed = [narrow_linear.pack_codes(weight.contiguous(), codes) for codes in both]
-        assert [codes for codes, found in zip(both, packed, strict=True) if found is not None] == wanted
-
-
-@CODES
-@pytest.mark.parametrize("place", [(0, 0), (4, 70)])
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, 1e30, 64.0, 1e-30, 0.12345678])
-def test_one_number_that_has_no_code(codes: int, place: tuple[int, int], odd: float) -> None:
-    weight = coded(codes, 5, 3)
-    assert codes in narrow_linear.codes_of(weight)
-    weight[place] = odd
-    assert not narrow_linear.codes_of(weight)
-    assert narrow_linear.pack_codes(weight, 8) is None
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_what_gguf_unpacks(kind: str) -> None:
-    gguf = pytest.importorskip("gguf")
-    dtype = getattr(gguf.GGMLQuantizationType, kind)
-    data = gguf.quants.quantize(torch.randn(64, 96).mul_(0.05).numpy(), dtype)
-    weight = torch.from_numpy(gguf.quants.dequantize(data, dtype))
-    codes = narrow_linear.codes_of(weight)
-    assert codes == [4, 8][0 if "4" in kind else 1 :]
-    packed, x = narrow_linear.pack_codes(weight, codes[0]), torch.randn(3, 96)
-    assert packed is not None
-    found = narrow_linear.narrow_linear(x, packed, None, 64)
-    assert torch.equal(found, linear.streamed_linear(x, weight, None))
-
-
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
-def test_what_gguf_unpacks_of_blocks_that_share_two_scales(kind: str) -> None:
-    """Of random bytes, but for these two scales."""
-    gguf = pytest.importorskip("gguf")
-    dtype = getattr(gguf.GGMLQuantizationType, kind)
-    numbers, size = gguf.GGML_QUANT_SIZES[dtype]
-    blocks = torch.randint(256, (6, size), dtype=torch.uint8)
-    blocks[:, :4] = torch.tensor([0.0123, 0.0456]).half().view(torch.uint8)
-    blocks[:, 4:16] &= 0x3F  # scales of groups: small ones, as in files whose weights are below 1
-    blocks[:, 4:16] >>= 2
-    weight = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), dtype)).view(6, numbers).contiguous()
-    bits = 4 if kind == "Q4_K" else 8
-    packed, x = narrow_linear.pack_codes(weight, bits), torch.randn(3, numbers)
-    assert packed is not None and narrow_linear.codes_of(weight)[0] == bits
-    found = narrow_linear.narrow_linear(x, packed, None, 6)
-    assert torch.equal(found, linear.streamed_linear(x, weight, None))
-
-
-def test_limits_of_codes() -> None:
-    """Differences of 24 bits, numbers below 64, and divisors that the first numbers do not have."""
-    group = torch.zeros(1, narrow_linear.GROUP)
-
-    def changed(**at: float) -> torch.Tensor:
-        found = group.clone()
-        for place, number in at.items():
-            found[0, int(place[1:])] = number
-        return found
-
-    unit = 2.0**-20
-    for weight, wanted in (
-        (changed(_5=(2**24 - 1) * unit), [4, 8]),
-        (changed(_5=-(2**24 - 1) * unit), [4, 8]),
-        (changed(_5=2**23 * unit, _6=-(2**23 - 1) * unit), []),  # two codes with a divisor of 1
-        (changed(_5=2**23 * unit, _6=-(2**23 + 1) * unit), []),
-        (changed(_0=64 - 2.0**-18, _1=-(64 - 2.0**-18)).clamp(min=-64), []),
-        (changed(_0=63.5, _1=-63.5), [4, 8]),
-        (changed(_0=63.5, _31=-63.5), [4, 8]),
-        (changed(_30=0.5, _31=0.75), [4, 8]),  # the first ones are equal
-        (changed(_0=8.0, _7=16.0, _31=0.5), [8]),  # they have a larger divisor than the rest
-        (changed(_0=8.0, _7=16.0, _31=0.0625), []),
-        (changed(_0=15 * unit, _1=unit), [4, 8]),
-        (changed(_0=16 * unit, _1=unit), [8]),
-        (changed(_0=255 * unit, _1=unit), [8]),
-        (changed(_0=256 * unit, _1=unit), []),
-    ):
-        assert narrow_linear.codes_of(weight) == wanted
-        for bits in wanted:
-            packed = narrow_linear.pack_codes(weight, bits)
-            assert packed is not None
-            found = narrow_linear.narrow_linear(torch.eye(narrow_linear.GROUP), packed, None, 1)
-            assert torch.equal(found.t(), weight)
-
-
-def test_subnormal_numbers_are_no_zeros() -> None:
-    weight = coded(4, 5, 3)
-    weight[3, 40] = 1e-40
-    torch.set_flush_denormal(True)
-    try:
-        assert not narrow_linear.codes_of(weight) and narrow_linear.pack_codes(weight, 8) is None
-    finally:
-        torch.set_flush_denormal(False)
-    assert not narrow_linear.codes_of(weight)
-
-
-@CODES
-def test_refuses_codes_that_do_not_fit(codes: int) -> None:
-    packed = narrow_linear.pack_codes(coded(codes, 40, 2), codes)
-    assert packed is not None
-    for inputs, outputs in ((63, 40), (65, 40), (32, 40), (64, 8), (64, 100)):
-        with pytest.raises(RuntimeError, match="not packed for this product"):
-            narrow_linear.narrow_linear(torch.zeros(2, inputs), packed, None, outputs)
-
-
-@CODES
-def test_refuses_to_pack_codes(codes: int) -> None:
-    for weight in (torch.zeros(2, 33), torch.zeros(64), torch.zeros(2, 64).half(), torch.zeros(64, 64)[:, :32]):
-        with pytest.raises(RuntimeError, match="codes: the weight"):
-            narrow_linear.pack_codes(weight, codes)
-        with pytest.raises(RuntimeError, match="codes: the weight"):
-            narrow_linear.codes_of(weight)
-    with pytest.raises(RuntimeError, match="4 or 8"):
-        torch.ops.fastgen.pack_codes(torch.zeros(2, 64), 5)
-
-
 @TYPES
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 @pytest.mark.parametrize("inputs", [1, 2, 33])
@@ -277,12 +85,9 @@ def test_every_number(name: str, dtype: torch.dtype, inputs: int) -> None:
 def test_several_weights_with_one_input(threads: int) -> None:
     """Of all types, and one without outputs: the bits of each alone, with any number of threads."""
     before = torch.get_num_threads()
-    x, sizes = torch.randn(5, 64), (50, 7, 0, 400, 33, 21)
-    weights = [torch.randn(n, 64).to(narrow.TYPES[n % 2]) for n in sizes[:4]]
+    x, sizes = torch.randn(5, 64), (50, 7, 0, 400, 33)
+    weights = [torch.randn(n, 64).to(narrow.TYPES[n % 2]) for n in sizes]
     packed = [*map(narrow_linear.pack, weights)]
-    for codes, n in zip(narrow_linear.CODES, sizes[4:], strict=True):
-        weights.append(coded(codes, n, 2))
-        packed.append(narrow_linear.pack_codes(weights[-1], codes))
     biases = [torch.randn(n) if n != 7 else None for n in sizes]
     results = [torch.full((5, n), torch.nan) for n in sizes]
     try:
@@ -304,7 +109,6 @@ def test_several_weights_with_one_input(threads: int) -> None:
         {"packed": torch.zeros(3, 4, dtype=torch.bfloat16)},
         {"packed": torch.zeros(1, 2, 32)},
         {"packed": narrow_linear.pack(torch.zeros(33, 4).half()) if narrow_linear.is_available() else None},
-        {"packed": narrow_linear.pack_codes(torch.zeros(3, 32), 4) if narrow_linear.is_available() else None},
         {"packed": torch.zeros(1, 1, 7, dtype=torch.uint8)},
         {"out": torch.zeros(3, 2).t()},
         {"out": torch.zeros(2, 3).double()},
@@ -370,8 +174,8 @@ def test_is_measured_beside_all_products_with_the_weight_as_it_is(
     assert given[:4] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize("dtype", [*narrow.TYPES, *narrow_linear.CODES], ids=str)
-def test_costs_are_measured_once(dtype: torch.dtype | int, monkeypatch: pytest.MonkeyPatch) -> None:
+@TYPES
+def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_timings, "_known", {})
     monkeypatch.setattr(_timings, "_waits", dict)
     monkeypatch.setenv("FASTGEN_CACHE", "")

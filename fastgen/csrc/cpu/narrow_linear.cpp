@@ -1,4 +1,4 @@
-// Linear layers in float32 for the rows of a decoding step, with a weight of 16 bits in panels, or of 4 or 8 (codes.h). The
+// Linear layers in float32 for the rows of a decoding step, with a weight of 16 bits in panels. The
 // schemas are defined in fastgen/ops/narrow_linear.py.
 //
 // A panel holds as many outputs as a vector has floats, for all inputs, in the order of their use. Its numbers are widened
@@ -12,7 +12,6 @@
 #include "float16.h"
 #include "instruction_set.h"
 #include "linear/depth.h"
-#include "narrow_linear/codes.h"
 #include "parallel.h"
 #include "plan.h"
 #include "transpose.h"
@@ -25,7 +24,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -53,11 +51,10 @@ struct PanelProduct {
 // The inputs of x with the zero that follows an odd number of them.
 int64_t even(int64_t inputs) { return (inputs + 1) / 2 * 2; }
 
-enum Format { kBFloat16, kFloat16, kCodes4, kCodes8 };
+enum Format { kBFloat16, kFloat16 };
 
 struct Kernel {
-  int64_t width;          // outputs of a panel
-  int64_t inputs, bytes;  // of a group of a panel
+  int64_t width;  // outputs of a panel
   void (*lay_out)(const float* x, int64_t stride, int64_t rows, int64_t inputs, int64_t padded, float* to);
   void (*multiply)(const PanelProduct& product, int64_t begin, int64_t end);
 };
@@ -122,51 +119,9 @@ Tensor pack_narrow(Tensor weight) {
   return packed;
 }
 
-void check_codes(const Tensor& weight) {
-  fastgen::Arguments("codes").reads(weight);
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float && weight.is_contiguous() &&
-                      weight.size(1) % fastgen::kGroup == 0,
-                  "codes: the weight must be [outputs, inputs] of float32, its numbers next to each other, with a "
-                  "multiple of 32 inputs");
-}
-
-// The bits of codes that stand for all numbers of a weight; 0 where there are none.
-int64_t code_bits(Tensor weight) {
-  check_codes(weight);
-  const float* from = static_cast<const float*>(weight.const_data_ptr());
-  fastgen::Group group;
-  int64_t bits = 4;
-  for (int64_t i = 0; i < weight.numel(); i += fastgen::kGroup) {
-    const int64_t found = fastgen::find_codes(from + i, group);
-    if (found == 0) return 0;
-    bits = std::max(bits, found);
-  }
-  return bits;
-}
-
-// [outputs, inputs] -> [panels, groups, bytes of a group], if all numbers have codes of so many bits.
-std::optional<Tensor> pack_codes(Tensor weight, int64_t bits) {
-  check_codes(weight);
-  STD_TORCH_CHECK(bits == 4 || bits == 8, "codes: they have 4 or 8 bits");
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = panels_of(outputs);
-  const int64_t groups = inputs / fastgen::kGroup, bytes = fastgen::group_bytes(bits, width());
-  Tensor packed = torch::stable::new_empty(weight, {panels, groups, bytes}, ScalarType::Byte);
-  const float* from = static_cast<const float*>(weight.const_data_ptr());
-  uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
-  std::atomic<bool> have_codes{true};
-  fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end && have_codes; ++i) {
-      if (!fastgen::pack_codes(from, outputs, inputs, bits, width(), i, to + i * groups * bytes)) have_codes = false;
-    }
-  });
-  return have_codes ? std::optional<Tensor>(packed) : std::nullopt;
-}
-
 Format format_of(const Tensor& packed) {
-  if (packed.scalar_type() == ScalarType::BFloat16) return kBFloat16;
-  if (packed.scalar_type() == ScalarType::Half) return kFloat16;
-  STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte, "narrow_linear: the weight must be packed");
-  return packed.dim() == 3 && packed.size(2) == kernel(kCodes8).bytes ? kCodes8 : kCodes4;
+  STD_TORCH_CHECK(is_narrow(packed.scalar_type()), "narrow_linear: the weight must be packed");
+  return packed.scalar_type() == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
 }
 
 Kernel check(const Tensor& y, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias) {
@@ -180,9 +135,8 @@ Kernel check(const Tensor& y, const Tensor& x, const Tensor& packed, const std::
                   "narrow_linear: the bias must be [outputs] of float32");
   const Kernel found = kernel(format_of(packed));
   STD_TORCH_CHECK(packed.dim() == 3 && packed.is_contiguous(), "narrow_linear: the weight must be packed");
-  const int64_t inputs = found.inputs == 2 ? even(x.size(1)) : x.size(1);
-  STD_TORCH_CHECK(packed.size(0) == panels_of(y.size(1)) && packed.size(1) * found.inputs == inputs &&
-                      packed.size(2) * packed.element_size() == found.bytes,
+  STD_TORCH_CHECK(packed.size(0) == panels_of(y.size(1)) && packed.size(1) * 2 == even(x.size(1)) &&
+                      packed.size(2) == 2 * found.width,
                   "narrow_linear: the weight was not packed for this product");
   return found;
 }
@@ -232,8 +186,6 @@ void narrow_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tenso
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("pack_narrow", TORCH_BOX(&pack_narrow));
-  library.impl("code_bits", TORCH_BOX(&code_bits));
-  library.impl("pack_codes", TORCH_BOX(&pack_codes));
   library.impl("narrow_linears_out", FASTGEN_PLANNED(narrow_linears_out));
 }
 

@@ -40,7 +40,7 @@ ENTRY_POINT = counters.CAPTURED_STEP
 # A call of fewer steps is over before a capture has paid.
 MIN_STEPS = 8
 
-# Beyond so many rows the hooks save more than a captured step if the rows times the size of the weights exceed the last:
+# Beyond so many rows the hooks save more than a captured step if rows times the size of the weights exceed the last:
 # there weights are packed, and finished inputs leave the batch. The first are those of weights not worth packing.
 _ROWS_ON_CPU, _FEW_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 16, 2**24
 # What is not kept of every step.

@@ -168,63 +168,14 @@ def pack_narrow(rng: random.Random) -> Case:
     return Case([weight], check)
 
 
-def _coded(rng: random.Random, bits: int, outputs: int, groups: int) -> Tensor:
-    """A weight that codes of so many bits stand for."""
-    most = 2**bits - 1
-    scales = torch.rand(outputs, groups, 1).mul_(0.01).add_(0.001).half().float()
-    minimums = torch.randn(outputs, groups, 1).mul_(2**8).round_().div_(2**8)
-    numbers = torch.randint(0, most + 1, (outputs, groups, 32))
-    numbers[..., :3] = torch.tensor([0, most, 1])  # so that nothing has fewer bits
-    return (numbers * scales + minimums).view(outputs, -1)
-
-
-@of("code_bits")
-def code_bits(rng: random.Random) -> Case:
-    bits, outputs, groups = rng.choice((0, 4, 8)), size(rng, 20), size(rng, 4)
-    weight = _coded(rng, bits, outputs, groups) if bits else torch.randn(outputs, 32 * groups)
-
-    def check(args: list[Any], found: int) -> None:
-        assert found == bits
-
-    return Case([weight], check)
-
-
-@of("pack_codes")
-def pack_codes(rng: random.Random) -> Case:
-    bits, own = rng.choice((4, 8)), rng.choice((0, 4, 8))
-    outputs, groups = size(rng, 50), size(rng, 4)
-    weight = _coded(rng, own, outputs, groups) if own else torch.randn(outputs, 32 * groups)
-
-    def check(args: list[Any], packed: Tensor | None) -> None:
-        assert (packed is None) == (own == 0 or own > bits)
-        if packed is None:
-            return
-        width = packed.shape[2] // (8 + 4 * bits)
-        numbers = packed.flatten(0, 1).contiguous()
-        scales = numbers[:, : 4 * width].contiguous().view(torch.float32)
-        minimums = numbers[:, 4 * width : 8 * width].contiguous().view(torch.float32)
-        words = numbers[:, 8 * width :].contiguous().view(torch.int32).view(-1, bits, width)
-        parts = [words >> bits * place & (1 << bits) - 1 for place in range(32 // bits)]
-        codes = torch.stack(parts, dim=2).view(len(numbers), 32, width)
-        lines = (codes * scales.unsqueeze(1) + minimums.unsqueeze(1)).view(-1, groups, 32, width)
-        same(lines.permute(0, 3, 1, 2).reshape(-1, 32 * groups)[:outputs], weight)
-
-    return Case([weight, bits], check)
-
-
 @of("narrow_linears_out")
 def narrow_linears_out(rng: random.Random) -> Case:
-    rows, groups = rng.choice((0, 1, 3, size(rng, 70))), rng.choice((0, size(rng, 4)))
-    inputs = 32 * groups if groups else size(rng, 90)
+    rows, inputs = rng.choice((0, 1, 3, size(rng, 70))), size(rng, 90)
     x = rows_apart(torch.randn(rows, inputs), rng)
 
     def layer() -> tuple[Tensor, Tensor, Tensor | None]:
         outputs = size(rng, 80)
         bias = maybe(rng, torch.randn(outputs))
-        if groups and rng.random() < 0.6:
-            bits = rng.choice((4, 8))
-            weight = _coded(rng, bits, outputs, groups)
-            return weight, _ops.pack_codes(weight, bits), bias
         narrow = torch.randn(outputs, inputs).to(rng.choice(_FLOATING[1:]))
         return narrow.float(), _ops.pack_narrow(narrow), bias
 

@@ -1,4 +1,4 @@
-// Products with panels of a weight in few bits, for one instruction set. Included once per instruction set by
+// Products with panels of a weight in 16 bits, for one instruction set. Included once per instruction set by
 // cpu/narrow_linear.cpp, inside a namespace of its own, with these defined:
 //   FASTGEN_TARGET   the attribute that lets the compiler use the instruction set
 //   FASTGEN_WIDTH    floats of a vector, which are the outputs of a panel
@@ -11,56 +11,28 @@
 
 #include "rows.h"
 
-// What a weight may be of. A panel has groups, each with what `Scales` reads and `kLines` lines of as many bytes as a vector. A
-// line holds `kInputs` of all outputs of the panel, and `load` returns the numbers of one input, for all outputs.
-struct NoScales {
-  static constexpr int64_t kBytes = 0;
-  FASTGEN_INLINE explicit NoScales(const uint8_t*) {}
-};
-
+// What a weight may be of. A panel has a line for every two inputs, with their numbers for all of its outputs. `load` returns
+// those of one input.
 struct BFloat16 {
-  static constexpr int64_t kLines = 1, kInputs = 2;
-  using Scales = NoScales;
   // The numbers of two inputs lie in the place of a float. The first becomes one when it is shifted, the second when the
   // first is cleared.
   static int64_t place(int64_t input, int64_t output) { return 2 * output + input; }
-  static FASTGEN_INLINE Vector load(const uint8_t* line, int input, const Scales&) {
+  static FASTGEN_INLINE Vector load(const uint8_t* line, int input) {
     const Bits pairs = *reinterpret_cast<const Bits*>(line);
     return (Vector)(input == 0 ? pairs << 16 : pairs & 0xffff0000u);
   }
 };
 
 struct Float16 {
-  static constexpr int64_t kLines = 1, kInputs = 2;
-  using Scales = NoScales;
   static int64_t place(int64_t input, int64_t output) { return input * kWidth + output; }
-  static FASTGEN_INLINE Vector load(const uint8_t* line, int input, const Scales&) {
+  static FASTGEN_INLINE Vector load(const uint8_t* line, int input) {
     Vector numbers;
     FASTGEN_FLOAT16::load(numbers, reinterpret_cast<const uint16_t*>(line) + input * kWidth);
     return numbers;
   }
 };
 
-// The codes of some inputs lie in the place of a float (codes.h).
-template <int kBits>
-struct Codes {
-  static constexpr int64_t kInputs = 32 / kBits, kLines = fastgen::kGroup / kInputs;
-  struct Scales {
-    static constexpr int64_t kBytes = 2 * sizeof(Vector);
-    FASTGEN_INLINE explicit Scales(const uint8_t* group)
-        : scale(*reinterpret_cast<const Vector*>(group)), minimum(*reinterpret_cast<const Vector*>(group + sizeof(Vector))) {}
-    Vector scale, minimum;
-  };
-  static FASTGEN_INLINE Vector load(const uint8_t* line, int input, const Scales& of) {
-    const Bits codes = *reinterpret_cast<const Bits*>(line) >> (input * kBits) & ((1u << kBits) - 1);
-    return __builtin_convertvector((Integers)codes, Vector) * of.scale + of.minimum;
-  }
-};
-
-template <class Type>
-constexpr int64_t kGroupInputs = Type::kLines * Type::kInputs;
-template <class Type>
-constexpr int64_t kGroupBytes = Type::Scales::kBytes + Type::kLines * static_cast<int64_t>(sizeof(Vector));
+constexpr int64_t kLineInputs = 2, kLineBytes = sizeof(Vector);
 
 // Bytes that are asked for ahead of what is multiplied: the panels that are multiplied at the same time have equal shares. With
 // fewer bytes, an AMD EPYC (Zen 5) does not multiply while it reads memory.
@@ -69,10 +41,10 @@ constexpr int64_t kAhead = 8192;
 // part[kRows][kPanels] += one input of all rows, times its weights; `input` is its number within the line.
 template <class Type, int kRows, int kPanels>
 FASTGEN_INLINE void add_input(const float* rows, const uint8_t* line, int64_t apart, int input,
-                              const typename Type::Scales (&scales)[kPanels], Vector (&part)[kRows][kPanels]) {
+                              Vector (&part)[kRows][kPanels]) {
   Vector weights[kPanels];
 #pragma GCC unroll 4
-  for (int n = 0; n < kPanels; ++n) weights[n] = Type::load(line + n * apart, input, scales[n]);
+  for (int n = 0; n < kPanels; ++n) weights[n] = Type::load(line + n * apart, input);
 #pragma GCC unroll 32
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -80,34 +52,25 @@ FASTGEN_INLINE void add_input(const float* rows, const uint8_t* line, int64_t ap
   }
 }
 
-// The same for the inputs of a group, x[inputs, kRows].
-template <class Type, int kRows, int kPanels, size_t... kIndex>
-FASTGEN_INLINE void add_group(const float* x, const uint8_t* group, int64_t apart, Vector (&part)[kRows][kPanels],
-                              std::index_sequence<kIndex...>) {
+// The same for the inputs of a line, x[inputs, kRows].
+template <class Type, int kRows, int kPanels>
+FASTGEN_INLINE void add_line(const float* x, const uint8_t* line, int64_t apart, Vector (&part)[kRows][kPanels]) {
 #pragma GCC unroll 4
-  for (int n = 0; n < kPanels; ++n) {
-    const uint8_t* ahead = group + n * apart + kAhead / kPanels;
-#pragma GCC unroll 16
-    for (int64_t line = 0; line < kGroupBytes<Type>; line += 64) __builtin_prefetch(ahead + line, 0, 3);
-  }
-  const typename Type::Scales scales[kPanels] = {typename Type::Scales(group + kIndex * apart)...};
-  const uint8_t* line = group + Type::Scales::kBytes;
-  for (int64_t i = 0; i < Type::kLines; ++i, line += sizeof(Vector), x += Type::kInputs * kRows) {
-#pragma GCC unroll 8
-    for (int k = 0; k < Type::kInputs; ++k) add_input<Type, kRows, kPanels>(x + k * kRows, line, apart, k, scales, part);
-  }
+  for (int n = 0; n < kPanels; ++n) __builtin_prefetch(line + n * apart + kAhead / kPanels, 0, 3);
+#pragma GCC unroll 2
+  for (int k = 0; k < kLineInputs; ++k) add_input<Type, kRows, kPanels>(x + k * kRows, line, apart, k, part);
 }
 
 // sums[kRows][kPanels] += x[inputs][kRows] times kPanels panels, which are `apart`. The products of some inputs are summed
 // among themselves first, in the order in which `packed_linear` sums them: the result has the same bits.
 template <class Type, int kRows, int kPanels>
 FASTGEN_TARGET void tile(const float* x, const uint8_t* panel, int64_t apart, int64_t inputs, Vector* sums) {
-  static_assert(kDepth % kGroupInputs<Type> == 0, "sums are of whole groups");
+  static_assert(kDepth % kLineInputs == 0, "sums are of whole lines");
   for (int64_t begin = 0; begin < inputs; begin += kDepth) {
     const int64_t end = begin + kDepth < inputs ? begin + kDepth : inputs;
     Vector part[kRows][kPanels] = {};
-    for (int64_t k = begin; k < end; k += kGroupInputs<Type>, panel += kGroupBytes<Type>) {
-      add_group<Type, kRows, kPanels>(x + k * kRows, panel, apart, part, std::make_index_sequence<kPanels>());
+    for (int64_t k = begin; k < end; k += kLineInputs, panel += kLineBytes) {
+      add_line<Type, kRows, kPanels>(x + k * kRows, panel, apart, part);
     }
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
@@ -141,7 +104,7 @@ template <class Type>
 void multiply_tile(const PanelProduct& product, const RowTiles& tiles, int64_t tile, int64_t first, int64_t count,
                    int64_t apart) {
   const int64_t rows = tiles.size(tile), row = tiles.begin(tile);
-  const int64_t size = product.inputs / kGroupInputs<Type> * kGroupBytes<Type>;
+  const int64_t size = product.inputs / kLineInputs * kLineBytes;
   Vector sums[kMostRows];
   const auto of_panel = [&](int64_t n, auto work) {
     const int64_t output = (first + n * apart) * kWidth;
@@ -207,10 +170,10 @@ void pack(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t input
 
 template <class Type>
 constexpr Kernel kernel_of() {
-  return {kWidth, kGroupInputs<Type>, kGroupBytes<Type>, &lay_out, &multiply<Type>};
+  return {kWidth, &lay_out, &multiply<Type>};
 }
 // By `Format`.
-constexpr Kernel kKernels[] = {kernel_of<BFloat16>(), kernel_of<Float16>(), kernel_of<Codes<4>>(), kernel_of<Codes<8>>()};
+constexpr Kernel kKernels[] = {kernel_of<BFloat16>(), kernel_of<Float16>()};
 
 #undef FASTGEN_INLINE
 #undef FASTGEN_TARGET
