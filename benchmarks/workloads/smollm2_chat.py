@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct, a trained language model, on prompts of a chat: what one user or a few get.
 
-The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits. Workloads in
-float32 have weights that need 32 bits, "from-bfloat16" in a name says that they are numbers of bfloat16 in float32 (what a user has who loads the published checkpoint with `dtype=torch.float32`),
-and a file in few bits is a workload of its own (`python -m benchmarks.few_bits`).
+The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits. Workloads in float32
+have weights that need 32 bits. "from-bfloat16" in a name says that they are numbers of bfloat16 in float32: what a user
+has who loads the published checkpoint with `dtype=torch.float32`. A file in few bits is a workload of its own
+(`python -m benchmarks.few_bits`).
 """
 
 from __future__ import annotations
