@@ -23,8 +23,8 @@ _BAN_NGRAMS = torch.ops.fastgen.no_repeat_ngram_.default
 # Of x, a weight [outputs, inputs] and its bias or None: estimates of all outputs.
 ESTIMATE = largest_output.ESTIMATE
 # Of these, and the same arguments: the largest output of each row; the best two.
-LARGEST, BEST_TWO = largest_output.LARGEST, largest_output.BEST_TWO
-_BEST_TWO_OF_ALL = torch.ops.fastgen.best_two_out.default
+LARGEST, TOP_TWO = largest_output.LARGEST, largest_output.TOP_TWO
+_TOP_TWO_OF_ALL = torch.ops.fastgen.top_two_out.default
 
 
 def recognised(operations: list[Operation]) -> list[Operation]:
@@ -51,8 +51,8 @@ def recognised(operations: list[Operation]) -> list[Operation]:
         lines = dataclasses.replace(weight, size=weight.size[::-1], stride=weight.stride[::-1])
         leaves = [x, lines, bias[0] if bias else Constant(None)]
         found[first] = Operation(ESTIMATE, leaves, _structure(3), product.fresh)
-        if argmax.function is _BEST_TWO_OF_ALL:
-            found[last] = Operation(BEST_TWO, [*argmax.leaves, *leaves], _structure(8), [], argmax.in_place)
+        if argmax.function is _TOP_TWO_OF_ALL:
+            found[last] = Operation(TOP_TWO, [*argmax.leaves, *leaves], _structure(8), [], argmax.in_place)
         else:
             found[last] = Operation(LARGEST, [scores, *leaves], _structure(4), argmax.fresh)
     return found
@@ -64,7 +64,7 @@ def _structure(arguments: int) -> object:
 
 def _chosen_from(operation: Operation) -> Place | Constant | None:
     """What an operator finds the largest or the best two of, in each row; None for any other operator."""
-    if operation.function is _BEST_TWO_OF_ALL:
+    if operation.function is _TOP_TWO_OF_ALL:
         return operation.leaves[2]
     is_argmax = operation.function is _aten.argmax.default and operation.leaves[1:] in ([Constant(-1)], [Constant(1)])
     return operation.leaves[0] if is_argmax else None

@@ -61,7 +61,7 @@ class Step:
         """The same, and whether another one is about as large, [rows], bool (`fastgen.ops.top_two`)."""
         copy, self._copy = self._copy, None
         if copy is None or self._layer is None:
-            torch.ops.fastgen.best_two_out(out, is_near, self._outputs, masked, share)
+            torch.ops.fastgen.top_two_out(out, is_near, self._outputs, masked, share)
         else:
             self._layer.find(out, self._outputs, self._x, self._bias, copy, is_near, masked, share)
 

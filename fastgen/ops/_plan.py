@@ -27,7 +27,7 @@ OPERATORS = frozenset(
     for name in (
         "advance_",
         "best_candidates_out",
-        "best_two_out",
+        "top_two_out",
         "decode_attention_out",
         "dot_linear_out",
         "dot_linears_out",

@@ -172,9 +172,9 @@ _library.define(
     "Tensor sizes, int group_size, float rounding, float masked, float share) -> int"
 )
 _library.define(
-    "best_two_outputs(Tensor(a!) tokens, Tensor(b!) is_near, Tensor outputs, float masked, float share, Tensor x, "
+    "top_two_outputs(Tensor(a!) tokens, Tensor(b!) is_near, Tensor outputs, float masked, float share, Tensor x, "
     "Tensor weight, Tensor? bias) -> ()"
 )
 ESTIMATE = torch.ops.fastgen.output_estimates.default
 LARGEST = torch.ops.fastgen.largest_output.default
-BEST_TWO = torch.ops.fastgen.best_two_outputs.default
+TOP_TWO = torch.ops.fastgen.top_two_outputs.default

@@ -34,7 +34,7 @@ def top_two(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
         return reference(scores, share)
     tokens = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
     is_near = torch.empty_like(tokens, dtype=torch.bool)
-    torch.ops.fastgen.best_two_out(tokens, is_near, scores.contiguous(), MASKED, share)
+    torch.ops.fastgen.top_two_out(tokens, is_near, scores.contiguous(), MASKED, share)
     return tokens, is_near
 
 
@@ -48,7 +48,7 @@ def argmax_into(out: Tensor, scores: Tensor) -> Callable[[], object] | None:
     if not (serves and scores.shape[1] and scores.is_contiguous() and out.is_contiguous() and is_available()):
         return None
     is_near = torch.empty(scores.shape[0], dtype=torch.bool, device=scores.device)
-    return functools.partial(torch.ops.fastgen.best_two_out.default, out, is_near, scores, MASKED, 0.0)
+    return functools.partial(torch.ops.fastgen.top_two_out.default, out, is_near, scores, MASKED, 0.0)
 
 
 def reference(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
@@ -62,8 +62,8 @@ def reference(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
 @functools.cache
 def is_available() -> bool:
     """Whether there is a kernel in this process."""
-    return _library.has_kernel("fastgen::best_two_out")
+    return _library.has_kernel("fastgen::top_two_out")
 
 
-backend = functools.partial(_library.backend, "fastgen::best_two_out")
-_library.define("best_two_out(Tensor(a!) tokens, Tensor(b!) is_near, Tensor scores, float masked, float share) -> ()")
+backend = functools.partial(_library.backend, "fastgen::top_two_out")
+_library.define("top_two_out(Tensor(a!) tokens, Tensor(b!) is_near, Tensor scores, float masked, float share) -> ()")

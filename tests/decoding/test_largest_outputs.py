@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.decoding import output_layer
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding.largest_outputs import BEST_TWO, ESTIMATE, LARGEST
+from fastgen.decoding.largest_outputs import ESTIMATE, LARGEST, TOP_TWO
 from fastgen.decoding.simplified import simplified
 from fastgen.ops import largest_output, top_two
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
@@ -49,7 +49,7 @@ def is_estimated(function: Callable[[], Any]) -> bool:
         names = [each.function for each in simplified(recording).operations]
         program = Program()
         program.capture(function)
-    assert (ESTIMATE in names) == (LARGEST in names or BEST_TWO in names)
+    assert (ESTIMATE in names) == (LARGEST in names or TOP_TWO in names)
     for due in (False, True, False):
         X.normal_()
         DUE.fill_(due)
@@ -98,14 +98,14 @@ def test_estimated(function: Callable[[], None]) -> None:
     assert is_estimated(function)
 
 
-def best_two_of(scores: Tensor) -> None:
+def top_two_of(scores: Tensor) -> None:
     tokens, is_near = top_two.top_two(scores, 0.1)
     OUT.copy_(tokens + 1000 * is_near)
 
 
-def test_best_two_are_estimated() -> None:
-    assert is_estimated(lambda: best_two_of(logits()))
-    assert not is_estimated(lambda: best_two_of(logits() * 2))
+def test_top_two_are_estimated() -> None:
+    assert is_estimated(lambda: top_two_of(logits()))
+    assert not is_estimated(lambda: top_two_of(logits() * 2))
 
 
 def logits_are_kept() -> None:

@@ -55,6 +55,7 @@ def options_of_the_commands() -> set[str]:
             "tests/conftest.py",
             "benchmarks/__main__.py",
             "benchmarks/ordinary_session.py",
+            "benchmarks/product_bits.py",
             "fastgen/__main__.py",
         )
     ]

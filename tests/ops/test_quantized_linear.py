@@ -15,7 +15,7 @@ from fastgen.ops.quantized_linear import PRECISIONS, TiledWeight
 from tests.ops import quantized_reference
 from tests.ops.instructions import instruction_set
 
-# Matrix registers where the machine has them, vectors where it has those, and the reference.
+# AMX tiles where the machine has them, vectors where it has those, and the reference.
 BACKENDS = ["matrices", "vectors", "reference"]
 
 

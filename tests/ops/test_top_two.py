@@ -72,7 +72,7 @@ def test_an_argmax_that_is_recorded(dim):
     scores, tokens = torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64)
     program = Replayed()
     program.capture(lambda: tokens.copy_(scores.argmax(dim=dim)))
-    assert (torch.ops.fastgen.best_two_out.default in program.functions) == (dim != 0)
+    assert (torch.ops.fastgen.top_two_out.default in program.functions) == (dim != 0)
     for numbers in ([1.0, 3.0, 3.0, 2.0], [-torch.inf] * 4, [1.0, torch.nan, torch.inf, torch.nan]):
         scores.copy_(torch.tensor(numbers).repeat(4, 1))
         scores[0] = 0.5
@@ -89,4 +89,4 @@ def test_what_does_not_fit():
         *((tokens, is_near, each) for each in wrong_scores),
     ):
         with pytest.raises(RuntimeError, match="top_two"):
-            torch.ops.fastgen.best_two_out(*wrong, 1e8, 0.1)
+            torch.ops.fastgen.top_two_out(*wrong, 1e8, 0.1)

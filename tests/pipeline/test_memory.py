@@ -154,7 +154,7 @@ def test_capacity_for_what_is_generated():
     def capacities(new_tokens, captured=False):
         return bart_large(new_tokens=new_tokens, captured=captured)._suffix_capacities()
 
-    # Tier 1 has a capacity of 256 positions and a quarter more each time. A captured step has a power of two,
+    # The hooks have a capacity of 256 positions and a quarter more each time. A captured step has a power of two,
     # and those that were outgrown are kept.
     assert capacities(140) == [140] and capacities(257) == [320]
     assert [capacities(n, captured=True) for n in (20, 100, 128, 140, 257)] == [[64], [128], [128], [256], [256]]

@@ -31,7 +31,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kTileRows = 16;  // outputs of a tile, and rows that are multiplied with it in a matrix register
+constexpr int64_t kTileRows = 16;  // outputs of a tile, and rows that are multiplied with it in AMX tiles
 constexpr int64_t kLine = 64;      // bytes of a line of a tile
 constexpr int64_t kBytes = 2;      // of a number
 constexpr int64_t kTileBytes = kTileRows * kLine;

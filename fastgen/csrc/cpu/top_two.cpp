@@ -93,7 +93,7 @@ Best best_of(const float* scores, int64_t count, float masked, float share, Look
   return {found - scores, count > 1 && second >= best - share * size};
 }
 
-void best_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, double share) {
+void top_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, double share) {
   fastgen::Arguments("top_two").writes(tokens, is_near).reads(scores);
   STD_TORCH_CHECK(scores.dim() == 2 && scores.is_contiguous() && scores.scalar_type() == ScalarType::Float &&
                       scores.size(1) > 0,
@@ -121,6 +121,6 @@ void best_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, d
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_two_out", FASTGEN_PLANNED(best_two_out)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("top_two_out", FASTGEN_PLANNED(top_two_out)); }
 
 #endif

@@ -104,7 +104,7 @@ class _Compiler:
             return partial(layer.estimate)
         if function is largest_outputs.LARGEST:
             return partial(self._layers[operation.leaves[0].storage].find, *results)
-        if function is largest_outputs.BEST_TWO:
+        if function is largest_outputs.TOP_TWO:
             return partial(self._layers[operation.leaves[2].storage].find_two, *args[:2], *args[3:5])
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh

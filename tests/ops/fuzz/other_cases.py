@@ -225,7 +225,7 @@ def team(rng: random.Random, name: str) -> Case:
             assert has_team == (threads > 1)
             scores = torch.randn(64, 2000)
             tokens, is_near = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bool)
-            _ops.best_two_out(tokens, is_near, scores, MASKED, 0.0)
+            _ops.top_two_out(tokens, is_near, scores, MASKED, 0.0)
             same(tokens, scores.argmax(dim=1))
             _ops.give_team_back()
         else:

@@ -181,7 +181,7 @@ def candidates(rng: random.Random) -> Case:
     return Case(given, check)
 
 
-@of("best_two_out")
+@of("top_two_out")
 def two(rng: random.Random) -> Case:
     rows, vocabulary, share = size(rng, 6, 0), rng.choice((size(rng, 80), 3000)), rng.choice((0.0, 1e-3, 0.3))
     scores = torch.randn(rows, vocabulary) if rng.random() < 0.7 else torch.randint(9, (rows, vocabulary)).float()
