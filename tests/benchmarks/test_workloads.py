@@ -116,8 +116,9 @@ def test_a_missed_target_shows_where_the_time_goes(bound, profiled):
     assert bool(record.profile) is profiled
     if profiled:
         assert OTHERS in record.profile and all(seconds >= 0 for seconds in record.profile.values())
-        ours = {f"fastgen::{name}" for name in ("packed_linear", "streamed_linear_out", "dot_linear_out")}
-        products = {"aten::addmm", *ours} & set(record.profile)
+        # Which of them serves a layer is measured.
+        ours = {name for name in record.profile if name.startswith("fastgen::") and "linear" in name}
+        products = ours | {"aten::addmm"} & set(record.profile)
         assert products and products <= set(record.floor) <= set(record.profile) - {OTHERS}
         assert all(seconds > 0 for seconds in record.floor.values())
 
