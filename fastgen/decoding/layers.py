@@ -124,7 +124,7 @@ class Replacement:
         # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
         return getattr, (self._module, "forward")
 
-    def frozen(self) -> Hashable:
+    def guarded(self) -> Hashable:
         """What a captured step has of it that may change, besides the module's parameters and settings."""
         return None
 
@@ -244,7 +244,7 @@ class _Linear(_OwnProduct):
     def _is_exact(self) -> bool:
         return self.precision == "fp32"
 
-    def frozen(self) -> Hashable:
+    def guarded(self) -> Hashable:
         parameter, weight = self._module._parameters.get("weight"), self._weight
         if self._is_exact() or parameter is None or weight is None or not weight.is_of(parameter):
             return None

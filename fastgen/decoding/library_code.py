@@ -280,7 +280,7 @@ class Reached:
         """Those of a model as they are now. Classes of the libraries' own are there for good."""
         kinds = frozenset(map(type, modules_of(model)))
         found = cls._of.get(kinds)
-        if found is None or not found.is_still():
+        if found is None or not found.hold():
             found = cls(kinds)
             if found.foreign is None and all(map(is_own_class, kinds)):
                 cls._of[kinds] = found
@@ -288,7 +288,7 @@ class Reached:
                     cls._of.popitem(last=False)
         return found
 
-    def is_still(self) -> bool:
+    def hold(self) -> bool:
         """Whether nobody has exchanged one since."""
         try:
             return all(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.model_state import Seen
+from fastgen.decoding.guards import Guards
 from fastgen.ops import linear, packed_attention
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.encoders import programs
@@ -254,7 +254,7 @@ def test_tensors_that_do_not_say_where_they_are(model: Any) -> None:
 @pytest.mark.parametrize("architecture", ["Albert", "Bert", "DistilBert", "MPNet", "Roberta", "XLMRoberta"])
 def test_a_model_that_has_not_changed_is_looked_at_quickly(architecture: str) -> None:
     some = build(architecture)
-    assert Seen(some).is_still(some)
+    assert Guards(some).hold(some)
 
 
 def test_a_model_goes_when_its_user_lets_go_of_it(model: Any) -> None:

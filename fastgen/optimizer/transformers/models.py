@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import patching, releases
 from fastgen.decoding import library_code
-from fastgen.decoding.model_state import Same
+from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of
 from fastgen.releases import Usual
 
@@ -131,7 +131,7 @@ def has_global_hooks() -> bool:
 
 def attention_functions() -> Hashable:
     """Those that are registered in the library: what a recording has frozen besides the model."""
-    return tuple([(name, Same.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
+    return tuple([(name, IdentityGuard.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
 
 
 def rows_depend_on_each_other(model: Any) -> bool:

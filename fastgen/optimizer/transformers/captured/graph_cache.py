@@ -12,7 +12,7 @@ import torch
 
 from fastgen import caches
 from fastgen.decoding.captured import graph
-from fastgen.decoding.model_state import State, States
+from fastgen.decoding.guards import GuardedModel, GuardedState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
@@ -30,7 +30,7 @@ MOST_OF_MEMORY = 0.25
 class _OfModel:
     """The steps of one model, what its parameters were when they were captured, and what could not be captured."""
 
-    state: tuple[State, Hashable]
+    state: tuple[GuardedState, Hashable]
     ledger: Ledger
     steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
     refused: dict[Key, str] = field(default_factory=dict)
@@ -165,7 +165,7 @@ def _most_bytes(device: torch.device) -> float:
 
 def _of(model: Any) -> _OfModel:
     """What is kept of a model; nothing that was captured with other parameters."""
-    state = States.of(model).look(model), attention_functions()
+    state = GuardedModel.of(model).check(model), attention_functions()
     cached = _models.get(model)
     if cached is None:
         cached = _models[model] = _OfModel(state, Ledger.of(model))
@@ -174,7 +174,7 @@ def _of(model: Any) -> _OfModel:
     return cached
 
 
-def _changed(before: _OfModel, state: tuple[State, Hashable]) -> _OfModel:
+def _changed(before: _OfModel, state: tuple[GuardedState, Hashable]) -> _OfModel:
     """What is kept of a model that has changed: of adapters that are used in turn, the steps of both. Steps of weights
     that are gone are freed.
     """

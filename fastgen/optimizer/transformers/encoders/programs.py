@@ -20,7 +20,7 @@ from fastgen.decoding import narrow_weights
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import tensors_in
-from fastgen.decoding.model_state import State, States
+from fastgen.decoding.guards import GuardedModel, GuardedState
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import forkable_lock
@@ -73,7 +73,7 @@ class _OfModel:
     """The recorded passes of one model, and what it was when they were recorded."""
 
     def __init__(self) -> None:
-        self._states: OrderedDict[tuple[State, Hashable], OrderedDict[Hashable, _Pass]] = OrderedDict()
+        self._states: OrderedDict[tuple[GuardedState, Hashable], OrderedDict[Hashable, _Pass]] = OrderedDict()
         self._has_state = False
         self.passes: OrderedDict[Hashable, _Pass] = OrderedDict()
         self.wanted: Counter[Hashable] = Counter()
@@ -88,7 +88,7 @@ class _OfModel:
         """
         if models.has_global_hooks():
             return False
-        state = States.of(model).look(model)
+        state = GuardedModel.of(model).check(model)
         known = state, models.attention_functions()
         if known in self._states:
             self._states.move_to_end(known)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.decoding.model_state import States
+from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.own_weights import OtherLogits, OwnWeights, versions
@@ -256,7 +256,7 @@ class AssistantDraft(Draft):
         return fast_layers(self._assistant)  # which `begin` enters once more, and then without waiting
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
-        state = States.of(self._assistant).look(self._assistant)
+        state = GuardedModel.of(self._assistant).check(self._assistant)
         known, kept = step.assistant or (None, None)
         with Call(self._assistant, scores_are_private=True, cache_is_the_users=False) as call:
             made = decoding.of_assistant(call, self._source)

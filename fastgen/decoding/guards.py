@@ -1,4 +1,4 @@
-"""What a recording has frozen of a model: whether it is still so, before the recording is repeated.
+"""Guards: what a recording takes for granted of a model, checked before the recording is repeated.
 
 A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
 register hooks, exchange forward passes and functions. What is written into the memory of a parameter needs no look: a
@@ -47,7 +47,7 @@ _EVERYTHING: Container[str] = _Everything()
 
 
 class ModelState(NamedTuple):
-    """What a recording has frozen of a model itself."""
+    """What a recording takes for granted of a model itself."""
 
     modules: Hashable
     tensors: Hashable  # where parameters and buffers are
@@ -56,8 +56,8 @@ class ModelState(NamedTuple):
     chosen: Hashable
 
 
-class State(NamedTuple):
-    """What a recording has frozen."""
+class GuardedState(NamedTuple):
+    """What a recording takes for granted: the key of its guards."""
 
     model: ModelState
     functions: Hashable
@@ -89,7 +89,7 @@ def _classes_of(types: Iterable[type]) -> list[Any]:
 
 def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
     """Their forward passes, which somebody may exchange for all modules of a class."""
-    return tuple([Same.of(each.get("forward")) for each in classes])
+    return tuple([IdentityGuard.of(each.get("forward")) for each in classes])
 
 
 def _chosen() -> Hashable:
@@ -110,14 +110,14 @@ def _settings(owner: Any, look: _Look, names: Container[str]) -> Hashable:
     """
     return tuple(
         [
-            (name, value if type(value) in _ATOMS else look.frozen(value))
+            (name, value if type(value) in _ATOMS else look.guarded(value))
             for name, value in vars(owner).items()
             if name not in _OF_TORCH and name in names
         ]
     )
 
 
-class Same:
+class IdentityGuard:
     """Equals what stands for the same object, as long as that is there. The object is not held."""
 
     __slots__ = ("_number", "_object")
@@ -135,7 +135,7 @@ class Same:
 
     def __eq__(self, other: object) -> bool:
         mine = self._object()
-        return isinstance(other, Same) and mine is not None and mine is other._object()
+        return isinstance(other, IdentityGuard) and mine is not None and mine is other._object()
 
     def __hash__(self) -> int:
         return self._number
@@ -151,16 +151,16 @@ class _Look:
     def __init__(self, *known: Any) -> None:
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
-    def frozen(self, value: Any) -> Any:
+    def guarded(self, value: Any) -> Any:
         """A copy of numbers, words and tensors' memory, also in collections; of anything else what `about` says."""
         if type(value) in _ATOMS:
             return value
         if isinstance(value, dict):
-            return tuple((str(key), self.frozen(part)) for key, part in value.items()) if value else None
+            return tuple((str(key), self.guarded(part)) for key, part in value.items()) if value else None
         if isinstance(value, (list, tuple)):
-            return tuple(map(self.frozen, value))
+            return tuple(map(self.guarded, value))
         if isinstance(value, (set, frozenset)):
-            return frozenset(map(self.frozen, value))
+            return frozenset(map(self.guarded, value))
         return _memory(value) if isinstance(value, Tensor) else self.about(value)
 
     def about(self, value: Any) -> Hashable:
@@ -169,7 +169,7 @@ class _Look:
         if isinstance(value, Enum):
             return value
         if isinstance(value, (type, nn.Module)):
-            return Same.of(value)
+            return IdentityGuard.of(value)
         if not (callable(value) or hasattr(type(value), "model_type")):
             return type(value)
         known = len(self._numbers)
@@ -180,19 +180,21 @@ class _Look:
 
     def _parts(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, partial):
-            return self.about(value.func), self.frozen(value.args), self.frozen(value.keywords)
+            return self.about(value.func), self.guarded(value.args), self.guarded(value.keywords)
         if isinstance(value, MethodType):
-            return Same.of(value.__func__), self.about(value.__self__)
+            return IdentityGuard.of(value.__func__), self.about(value.__self__)
         if isinstance(value, FunctionType):
             cells = [_contents(cell) for cell in value.__closure__ or ()]
-            return Same.of(value), *map(self.frozen, (cells, value.__defaults__, value.__kwdefaults__))
+            return IdentityGuard.of(value), *map(self.guarded, (cells, value.__defaults__, value.__kwdefaults__))
         if isinstance(value, BuiltinFunctionType):
-            return (Same.of(value),)
+            return (IdentityGuard.of(value),)
         if hasattr(type(value), "model_type"):
-            return (self.frozen(vars(value)),)
+            return (self.guarded(vars(value)),)
         # Numbers and tensors alone: a tokenizer can be called, too, and has a vocabulary.
         parts = getattr(value, "__dict__", {}).items()
-        return Same.of(value), *[(name, self.frozen(part)) for name, part in parts if type(part) in (*_ATOMS, Tensor)]
+        return IdentityGuard.of(value), *[
+            (name, self.guarded(part)) for name, part in parts if type(part) in (*_ATOMS, Tensor)
+        ]
 
 
 def _contents(cell: Any) -> Any:
@@ -212,14 +214,14 @@ def _forward(module: Any) -> Any:
     if forward is None:  # as one of FastGen's that has nothing to say
         return None
     if isinstance(forward, Replacement):
-        return forward.frozen()
+        return forward.guarded()
     if isinstance(forward, MethodType):  # made anew whenever it is asked for
-        return Same.of(forward.__func__), Same.of(forward.__self__)
-    return Same.of(forward)
+        return IdentityGuard.of(forward.__func__), IdentityGuard.of(forward.__self__)
+    return IdentityGuard.of(forward)
 
 
-class Seen:
-    """A model as it has been seen, for a look at whether it still is so that takes a fraction of `state_of`'s time.
+class Guards:
+    """The guards of a model as it is now. Checking them takes a fraction of `state_of`'s time.
 
     The attributes of all modules are compared with a copy of theirs, which Python does in one go. A model with a tensor
     among its attributes is never taken for unchanged, nor is one whose modules might know it: modules are held, and
@@ -256,7 +258,7 @@ class Seen:
         self._config = {name: _copy(value) for name, value in vars(model.config).items()}
         self._chosen = _chosen()
 
-    def is_still(self, model: Any) -> bool:
+    def hold(self, model: Any) -> bool:
         """Whether nothing has changed that `state_of` looks at, there are no hooks, and no module is in another mode.
 
         If this is False, something may have changed.
@@ -349,7 +351,7 @@ def _is_harmless(name: str, value: Any, config: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """What equals a value only as long as `_Look.frozen` gives the same for it."""
+    """What equals a value only as long as `_Look.guarded` gives the same for it."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -384,31 +386,31 @@ class _Alike:
 _PATIENCE, _LONGEST_PAUSE = 4, 64
 # One that has been found to be more than the libraries' own code may be so for a while only.
 _PAUSE_OF_FOREIGN = 2
-# States that a model may go back to: adapters that are used in turn.
+# GuardedModel that a model may go back to: adapters that are used in turn.
 _KEPT = 4
 
 
-class States:
+class GuardedModel:
     """What one model is from call to call: the one place that says whether there may be recordings of it, and which.
 
     A look at a model that has not changed takes a fraction of the time of one that has. Where each look finds another
     model, the next calls do without.
     """
 
-    _of: weakref.WeakKeyDictionary[Any, States] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[Any, GuardedModel] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._known: OrderedDict[State, tuple[Seen, Reached]] = OrderedDict()
+        self._known: OrderedDict[GuardedState, tuple[Guards, Reached]] = OrderedDict()
         self._changes = 0  # looks one after the other that have found a model that was not known
         self._reason = ""  # why there is no recording in the next calls
         self._pause = self._length = 0
 
     @classmethod
-    def of(cls, model: Any) -> States:
+    def of(cls, model: Any) -> GuardedModel:
         return cls._of.setdefault(model, cls())
 
-    def look(self, model: Any) -> State:
-        """What a recording has frozen of the model, as it is now.
+    def check(self, model: Any) -> GuardedState:
+        """What a recording takes for granted of the model, as it is now.
 
         Raises:
             CannotBeCaptured: there can be no recording of it.
@@ -416,14 +418,14 @@ class States:
         unusual = library_code.unusual()
         if unusual is not None:
             raise CannotBeCaptured(unusual)
-        for state, (seen, reached) in reversed(self._known.items()):
-            if seen.is_still(model) and reached.is_still():
+        for state, (guards, reached) in reversed(self._known.items()):
+            if guards.hold(model) and reached.hold():
                 self._known.move_to_end(state)
                 self._changes = self._length = 0
                 return state
         return self._looked_into(model)
 
-    def _looked_into(self, model: Any) -> State:
+    def _looked_into(self, model: Any) -> GuardedState:
         if self._pause:
             self._pause -= 1
             raise CannotBeCaptured(self._reason)
@@ -433,10 +435,10 @@ class States:
             self._leave_alone(reason, _PAUSE_OF_FOREIGN)
             raise CannotBeCaptured(reason)
         reached = Reached.of(model)
-        state = State(state_of(model, reached.names), reached.functions)
+        state = GuardedState(state_of(model, reached.names), reached.functions)
         is_new = bool(self._known) and state not in self._known
         if state not in self._known:
-            self._known[state] = Seen(model, reached.names), reached
+            self._known[state] = Guards(model, reached.names), reached
         self._known.move_to_end(state)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)

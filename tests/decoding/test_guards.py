@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fastgen import settings
+from fastgen.decoding.guards import Guards, state_of
 from fastgen.decoding.layers import Replacement
-from fastgen.decoding.model_state import Seen, state_of
 
 
 class Kind(enum.Enum):
@@ -218,60 +218,60 @@ def test_a_forward_pass_that_knows_its_model_does_not_keep_it() -> None:
 @pytest.mark.parametrize("what", CHANGES)
 def test_changes_are_seen(what: str) -> None:
     model = Model().eval()
-    seen, state = Seen(model), state_of(model)
-    assert seen.is_still(model) and state_of(model) == state
+    guards, state = Guards(model), state_of(model)
+    assert guards.hold(model) and state_of(model) == state
     CHANGES[what](model)
-    assert not seen.is_still(model)
+    assert not guards.hold(model)
     assert state_of(model) != state
     if what != "a class":  # which compares as another one each time that it is made
-        assert Seen(model).is_still(model)
+        assert Guards(model).hold(model)
 
 
 def test_what_is_written_into_parameters_is_no_change() -> None:
     model = Model().eval()
-    seen, state = Seen(model), state_of(model)
+    guards, state = Guards(model), state_of(model)
     with torch.no_grad():
         model.layers[0].weight.mul_(2.0)
         model.gate.scale.data.fill_(3.0)
-    assert seen.is_still(model) and state_of(model) == state
+    assert guards.hold(model) and state_of(model) == state
 
 
 def test_hooks_and_modes() -> None:
     """These are no part of the state, but a model with them is never the one that has been seen."""
     model = Model().eval()
-    seen = Seen(model)
+    guards = Guards(model)
     for register in (model.layers[0].register_forward_hook, model.register_forward_pre_hook):
         hook = register(lambda *arguments: None)
-        assert not seen.is_still(model) and not Seen(model).is_still(model)
+        assert not guards.hold(model) and not Guards(model).hold(model)
         hook.remove()
-        assert seen.is_still(model)
+        assert guards.hold(model)
     model.gate.train()
-    assert not seen.is_still(model)
+    assert not guards.hold(model)
     model.eval()
-    assert seen.is_still(model)
+    assert guards.hold(model)
 
 
 def test_the_forward_pass_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model().eval()
-    seen, state = Seen(model), state_of(model)
+    guards, state = Guards(model), state_of(model)
     forward = nn.LayerNorm.forward
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: forward(self, x))
-    assert not seen.is_still(model) and state_of(model) != state
+    assert not guards.hold(model) and state_of(model) != state
 
 
 def test_settings() -> None:
     model = Model().eval()
-    seen, state = Seen(model), state_of(model)
+    guards, state = Guards(model), state_of(model)
     for change in ({"linear_products": "fixed"}, {"packed_weights": "never"}, {"weight_dtype": "int8"}):
         with settings.changed(**change):
-            assert not seen.is_still(model) and state_of(model) != state
-    assert seen.is_still(model)
+            assert not guards.hold(model) and state_of(model) != state
+    assert guards.hold(model)
 
 
 def test_tensors_among_attributes_are_never_taken_for_unchanged() -> None:
     model = Model().eval()
     model.gate.kept = [torch.ones(1)]
-    assert not Seen(model).is_still(model)
+    assert not Guards(model).hold(model)
 
 
 def _knowing(model: Model) -> Callable[[], Model]:
@@ -290,9 +290,9 @@ def test_the_model_is_not_held(way: str) -> None:
         model.gate.known = _knowing(model)
     elif way == "a list":
         model.gate.known = [types.MethodType(Model.forward, model)]
-    seen, gone = Seen(model), weakref.ref(model)
-    assert seen.is_still(model) == (way == "none")
+    guards, gone = Guards(model), weakref.ref(model)
+    assert guards.hold(model) == (way == "none")
     state = state_of(model)
     del model
     gc.collect()
-    assert gone() is None and seen and state
+    assert gone() is None and guards and state
