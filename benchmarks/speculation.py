@@ -62,14 +62,14 @@ REWRITE = tuple(f"Repeat this text word by word, and change only the name to {na
                 ("Peter", "Anna", "John", "Maria", "Paul", "Ruth", "Karl", "Eve"))  # fmt: skip
 SAMPLED = {"do_sample": True, "temperature": 0.7}
 CASES = (
-    Case("own weights, 1 sequence", "smollm2", QUESTIONS[:1], {}, "int8"),
-    Case("own weights, 4 sequences", "smollm2", QUESTIONS, {}, "int8"),
-    Case("own weights, 1 sequence, sampled at 0.7", "smollm2", QUESTIONS[:1], SAMPLED, "int8"),
-    Case("own weights, 1 sequence, bfloat16", "smollm2", QUESTIONS[:1], {}, "int8", dtype=torch.bfloat16),
+    Case("self-draft, 1 sequence", "smollm2", QUESTIONS[:1], {}, "int8"),
+    Case("self-draft, 4 sequences", "smollm2", QUESTIONS, {}, "int8"),
+    Case("self-draft, 1 sequence, sampled at 0.7", "smollm2", QUESTIONS[:1], SAMPLED, "int8"),
+    Case("self-draft, 1 sequence, bfloat16", "smollm2", QUESTIONS[:1], {}, "int8", dtype=torch.bfloat16),
     Case("prompt lookup, rewriting, 1 sequence", "smollm2", REWRITE[:1], {}, draft=LOOKUP),
     Case("prompt lookup, rewriting, 8 sequences", "smollm2", REWRITE, {}, draft=LOOKUP),
-    Case("own weights, BART, 1 sequence", "bart", (), {"num_beams": 1}, "int8"),
-    Case("own weights, BART, 8 sequences", "bart", (), {"num_beams": 1}, "int8"),
+    Case("self-draft, BART, 1 sequence", "bart", (), {"num_beams": 1}, "int8"),
+    Case("self-draft, BART, 8 sequences", "bart", (), {"num_beams": 1}, "int8"),
 )
 
 
@@ -172,7 +172,7 @@ RECORDING_TOKENS = 48  # that a case generates in an unmeasured pass, at the lea
 FIRST_TOKENS, MOST_FIRST_CALLS = 64, 80
 # What drafts: a setting, and options of the call. The assistant is made of the first layers of the model.
 ASSISTANT_LAYERS = 8
-DRAFTS = {"own weights": "int8", "prompt lookup": "off", "an assistant": "off"}
+DRAFTS = {"self-draft": "int8", "prompt lookup": "off", "an assistant": "off"}
 
 
 # The steps of all prompts are kept, or each measured call would record its own.
@@ -185,7 +185,7 @@ def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
     """
     model, _ = _load(Case("", "smollm2", QUESTIONS[:1], {}), options)
     fastgen.reset_stats()
-    extra = {"own weights": {}, "prompt lookup": LOOKUP, "an assistant": {"assistant_model": _first_layers(model)}}[
+    extra = {"self-draft": {}, "prompt lookup": LOOKUP, "an assistant": {"assistant_model": _first_layers(model)}}[
         draft
     ]
     sides = {"plain": ("off", {}), "drafted": (DRAFTS[draft], extra)}
@@ -252,7 +252,7 @@ def _every_length() -> Iterator[None]:
 
 
 def first_calls(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """How much longer than plain ones calls take that prepare drafts from own weights, as by default, and which do.
+    """How much longer than plain ones calls take that prepare self-drafts, as by default, and which do.
 
     Plain calls follow each of them, whose step is recorded before any of them prepares something.
     """
@@ -336,7 +336,7 @@ def _generate(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", default=[], help="rows of these names; 'unsuited, own weights' and so on")
+    parser.add_argument("--only", nargs="+", default=[], help="rows of these names; 'unsuited, self-draft' and so on")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=128)

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from fastgen import caches, counters, interrupts, patching, settings
 from fastgen.decoding import host_memory, library_code, norms
 from fastgen.decoding.modules import modules_of
+from fastgen.decoding.parameter_snapshot import ParameterSnapshot, is_plain
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts, precision_on
-from fastgen.decoding.seen_weight import SeenWeight, is_plain
 from fastgen.interrupts import undoing
 from fastgen.memory import free_host_memory
 from fastgen.ops import dot_linear, linear, split_linear
@@ -230,7 +230,7 @@ class _Linear(_OwnProduct):
         self._transposed = transposed
         self.budget = budget
         self._missed = 0.0
-        self._weight: SeenWeight | None = None
+        self._weight: ParameterSnapshot | None = None
 
     @property
     def precision(self) -> str:
@@ -275,7 +275,7 @@ class _Linear(_OwnProduct):
         if weight is None or not weight.is_of(parameter):
             if weight is not None and weight.panels is not None:
                 self._missed = 0.0  # it has been changed since it was packed: see whether it may be packed again
-            weight = self._weight = SeenWeight(parameter, is_plain(self._module, self._dtype, self._device))
+            weight = self._weight = ParameterSnapshot(parameter, is_plain(self._module, self._dtype, self._device))
         if gain.is_faster:
             if weight.panels is None:
                 self._pack_if_due(weight, parameter, gain.seconds)
@@ -298,7 +298,7 @@ class _Linear(_OwnProduct):
     def _as_rows(self, parameter: Tensor) -> Tensor:
         return parameter.t() if self._transposed else parameter
 
-    def _pack_if_due(self, weight: SeenWeight, parameter: Tensor, gain: float) -> None:
+    def _pack_if_due(self, weight: ParameterSnapshot, parameter: Tensor, gain: float) -> None:
         """Packs the weight once that pays, by what this and earlier products have missed.
 
         Raises:

@@ -45,7 +45,7 @@ OPERATORS = frozenset(
         "streamed_linears_out",
         "take_beams_",
         "take_rows_",
-        "take_run_",
+        "commit_",
     )
 )
 

@@ -9,7 +9,7 @@ with the same results number by number: equal scores come in the order of torch.
 `take_rows_(tokens, stops, ...)`: tokens [rows], int64, and stops [rows], bool, or None.
 `take_beams_(candidate_scores, candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as
 `best_continuations` gives them; stops [batch * candidates], bool, or None; early_stopping: one of `EARLY_STOPPING`.
-`take_run_(chosen, counts, accepted, near, near_ties, ...)`: chosen [rows, width], int64, and what is drafted in the
+`commit_(chosen, counts, accepted, near, near_ties, ...)`: chosen [rows, width], int64, and what is drafted in the
 running sequences, behind their ends; counts [rows], int64: how many of these tokens count. Then `accepted`, [rows],
 int64, becomes what `accept_greedy` of `fastgen.decoding.speculation.acceptance` says. If counts is None, `accepted`
 says how many of `chosen` are taken besides the last one. To `near_ties`, one int64, it adds the tokens that are taken
@@ -37,7 +37,7 @@ EARLY_STOPPING = {False: 0, True: 1, "never": 2}
 """`early_stopping` of `generate`, as the operator gets it."""
 
 _MASKS = (torch.int64, torch.int32, torch.float32, torch.bool)
-_OPERATORS = ("take_rows_", "take_run_", "take_beams_", "advance_")
+_OPERATORS = ("take_rows_", "commit_", "take_beams_", "advance_")
 
 
 def available(like: Tensor) -> bool:
@@ -62,7 +62,7 @@ _library.define(
     " Tensor(f!) done) -> ()"
 )
 _library.define(
-    "take_run_(Tensor chosen, Tensor? counts, Tensor(a!) accepted, Tensor? near, Tensor(b!) near_ties, Tensor eos,"
+    "commit_(Tensor chosen, Tensor? counts, Tensor(a!) accepted, Tensor? near, Tensor(b!) near_ties, Tensor eos,"
     " Tensor fill, Tensor limit, Tensor has_nan, Tensor(c!) running_sequences, Tensor(d!) next_tokens,"
     " Tensor(e!) length, Tensor(f!) taken, Tensor(g!) unfinished, Tensor(h!) done, bool together) -> ()"
 )

@@ -18,7 +18,7 @@ from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
-from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
+from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from fastgen.optimizer.transformers.speculation.pace import Pace
 from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
@@ -38,7 +38,7 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests share models, and what drafts gained in others, by the clock, is not for this one to know.
     monkeypatch.setattr(decoding, "_pauses", weakref.WeakKeyDictionary())
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
-    monkeypatch.setattr(OwnWeightsDraft, "is_prepared", False)
+    monkeypatch.setattr(SelfDraft, "is_prepared", False)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
     monkeypatch.setattr(

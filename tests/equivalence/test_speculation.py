@@ -37,7 +37,7 @@ WITH_ENCODER = ["bart", "t5", "marian", "whisper", "m2m100"]
 
 @pytest.mark.parametrize("name", [*DECODERS, *WITH_ENCODER])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_own_weights(name: str, batch: int, any_lengths: None) -> None:
+def test_self_draft(name: str, batch: int, any_lengths: None) -> None:
     family = KNOWN[name]
     model = family.build()
     fastgen.enable(self_speculation="int8")
@@ -48,7 +48,7 @@ def test_own_weights(name: str, batch: int, any_lengths: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bart", "t5"])
-def test_own_weights_in_4_bits_chosen_by_what_it_gains(name: str) -> None:
+def test_self_draft_in_4_bits_chosen_by_what_it_gains(name: str) -> None:
     family = KNOWN[name]
     fastgen.enable(self_speculation="int4")
     for batch in (2, 2, 5):
@@ -325,7 +325,7 @@ def test_random_calls() -> None:
             same(family.build(), inputs, options, **draft)
 
 
-@pytest.mark.parametrize("how", ["own weights", "lookup", "assistant"])
+@pytest.mark.parametrize("how", ["self-draft", "lookup", "assistant"])
 def test_sampling_has_the_distribution_of_the_model(how: str, any_lengths: None) -> None:
     """Frequencies of the first tokens against those of the unpatched library (chi-square, p > 0.001)."""
     family = KNOWN["llama"]
@@ -349,7 +349,7 @@ def test_sampling_has_the_distribution_of_the_model(how: str, any_lengths: None)
 
     with fastgen.disabled():
         plain = sample(100)
-    fastgen.enable(self_speculation="int8" if how == "own weights" else "off")
+    fastgen.enable(self_speculation="int8" if how == "self-draft" else "off")
     drafted = sample(100, **draft)
     assert counts()["accelerated"] == 100 and counts()["accepted"] > 0
     assert chi_square(plain, drafted) > 0.001
@@ -374,7 +374,7 @@ def test_chi_square_tells_distributions_apart() -> None:
     assert chi_square(one, one) > 0.99 and chi_square(one, other) < 0.001
 
 
-@pytest.mark.parametrize("draft", ["own weights", "assistant"])
+@pytest.mark.parametrize("draft", ["self-draft", "assistant"])
 def test_a_model_is_freed(draft: str) -> None:
     """What is recorded keeps neither the model nor its assistant."""
     family = KNOWN["llama"]

@@ -11,7 +11,7 @@ import torch
 import fastgen
 from fastgen import settings
 from fastgen.decoding import output_layer
-from fastgen.decoding.speculation.own_weights import OtherLogits, OwnWeights
+from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
 from fastgen.ops import largest_output
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.speculation.pace import Pace
@@ -26,7 +26,7 @@ PENALTY = {"repetition_penalty": 1.2}
 
 def estimates(model: Any, precision: str) -> bool:
     """Whether the last step of a draft that was recorded estimates the output layer."""
-    return OwnWeights.of(model, LINEAR_LAYERS, precision, settings.current().weight_group_size)._rough is not None
+    return DraftWeights.of(model, LINEAR_LAYERS, precision, settings.current().weight_group_size)._rough is not None
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -61,7 +61,7 @@ def test_calls_with_and_without_estimates_take_turns() -> None:
 
 def test_models_in_half_precision_have_no_estimates() -> None:
     model = copy.deepcopy(KNOWN["llama"].build()).bfloat16()
-    weights = OwnWeights(model, LINEAR_LAYERS, "int8", 64, model.get_output_embeddings())
+    weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, model.get_output_embeddings())
     weights.copy_head(for_largest=True)
     assert weights._rough is None and model.get_output_embeddings() in weights._products
 
@@ -70,7 +70,7 @@ def test_the_copy_of_the_output_layer() -> None:
     """In 8 bits only where all of its outputs are wanted; logits that are others are told from the outputs."""
     model = KNOWN["llama"].build()
     head = model.get_output_embeddings()
-    weights = OwnWeights(model, LINEAR_LAYERS, "int8", 64, head)
+    weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, head)
     weights.copy()
     assert head not in weights._products
     weights.copy_head(for_largest=True)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import fastgen
-from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
@@ -216,10 +216,10 @@ def test_that_exchanged_rows_are_found(
     if planted == "rows":
         staying = leaving.staying
         monkeypatch.setattr(leaving, "staying", lambda *given: staying(*given).flip(0))
-        put_back = RunSearch.put_back
-        monkeypatch.setattr(RunSearch, "put_back", lambda self, to, inputs: put_back(self, to, inputs.flip(0)))
+        put_back = SpeculativeSearch.put_back
+        monkeypatch.setattr(SpeculativeSearch, "put_back", lambda self, to, inputs: put_back(self, to, inputs.flip(0)))
     else:
-        monkeypatch.setattr(RunSearch, "put_back", lambda *_: None)
+        monkeypatch.setattr(SpeculativeSearch, "put_back", lambda *_: None)
     family, asked = KNOWN["llama"], draft_of("lookup")
     model, inputs = copy.deepcopy(family.build()), family.make_inputs(9)
     options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 9, LONG)]}

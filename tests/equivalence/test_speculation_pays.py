@@ -46,7 +46,7 @@ def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: f
 FEW = {**GREEDY, "max_new_tokens": 8, "eos_token_id": None}
 
 
-@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 4}, {}], ids=["lookup", "own weights"])
+@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 4}, {}], ids=["lookup", "self-draft"])
 def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: dict[str, int]) -> None:
     """Where a draft that is not accepted would take too much of it; after many of them, times are measured again."""
     monkeypatch.setattr(decoding, "MOST_PAUSES", 2)

@@ -47,7 +47,7 @@ class Ends(StoppingCriteria):
 
 
 @pytest.mark.parametrize(
-    "name, draft", [("llama", "own weights"), ("llama", "assistant"), ("bart", "lookup"), ("t5", "own weights")]
+    "name, draft", [("llama", "self-draft"), ("llama", "assistant"), ("bart", "lookup"), ("t5", "self-draft")]
 )
 def test_returned_scores(name: str, draft: str) -> None:
     """Also with processors, which is where scores and logits differ."""
@@ -63,9 +63,9 @@ def test_returned_scores(name: str, draft: str) -> None:
 
 
 def drafts(name: str, model: Any) -> dict[str, Any]:
-    fastgen.enable(self_speculation="int8" if name == "own weights" else "off")
+    fastgen.enable(self_speculation="int8" if name == "self-draft" else "off")
     return {
-        "own weights": {},
+        "self-draft": {},
         "lookup": {"prompt_lookup_num_tokens": 4},
         "assistant": {"assistant_model": disturbed(model, 0.01)},
     }[name]
@@ -79,7 +79,7 @@ def test_scores_of_sequences_that_end_one_by_one() -> None:
     assert fastgen.stats()["transformers.captured_step"]["accelerated"] == 1
 
 
-@pytest.mark.parametrize("name, draft", [("llama", "own weights"), ("whisper", "own weights")])
+@pytest.mark.parametrize("name, draft", [("llama", "self-draft"), ("whisper", "self-draft")])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_streamer(name: str, batch: int, draft: str) -> None:
     family = KNOWN[name]
@@ -164,7 +164,7 @@ def test_what_a_streamer_raises_is_passed_on() -> None:
     assert len(watcher.seen) == 6
 
 
-@pytest.mark.parametrize("name, draft", [("llama", "assistant"), ("llama", "lookup"), ("bart", "own weights")])
+@pytest.mark.parametrize("name, draft", [("llama", "assistant"), ("llama", "lookup"), ("bart", "self-draft")])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_stop_strings(name: str, batch: int, draft: str, tokenizer: Any) -> None:
     """The library refuses them for batches of an assisted call."""

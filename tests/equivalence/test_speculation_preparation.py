@@ -11,14 +11,14 @@ import torch
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.own_weights import OwnWeights
+from fastgen.decoding.speculation.self_draft import DraftWeights
 from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding, preparation
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
-from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
+from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import LONG, SHORT
@@ -34,7 +34,7 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(pays, "MANY", 1)
     record_from(monkeypatch, 80)
     monkeypatch.setattr(decoding, "PAYS_FROM", 100)
-    monkeypatch.setattr(OwnWeightsDraft, "is_prepared", True)
+    monkeypatch.setattr(SelfDraft, "is_prepared", True)
     monkeypatch.setattr(preparation, "SHARE", 1e9)
     monkeypatch.setattr(decoding, "LEAST_GAIN", -1e9)
     fastgen.enable(self_speculation="int8", captured_step="auto")
@@ -89,7 +89,7 @@ def test_weights_are_not_copied_where_checks_take_too_long(monkeypatch: pytest.M
     model = copy.deepcopy(family.build())
     for _ in range(9):
         same(model, family.make_inputs(2), OPTIONS)
-    weights = OwnWeights.of(model, LINEAR_LAYERS, "int8", 64)
+    weights = DraftWeights.of(model, LINEAR_LAYERS, "int8", 64)
     assert parts(model) == {4} and not weights._products
     reasons = fastgen.stats()[ENTRY_POINT]["not used"]
     assert reasons["drafts would gain nothing"] == 2
@@ -120,7 +120,7 @@ def test_where_steps_are_always_recorded_the_first_call_drafts(captured_step: An
 
 def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     model = KNOWN["llama"].build()
-    weights = OwnWeights(model, LINEAR_LAYERS, "int8", 64)
+    weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64)
     packed, pack = [], quantized_linear.pack
     monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(None), pack(*given))[1])
     assert not weights.copy(0.0) and not weights._products

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch, RowSearch, Search
-from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import _library, search_step
 from tests.decoding.captured.test_program import Replayed
 
@@ -142,7 +142,7 @@ def test_runs(
     """Rows that go on by several tokens, with drafts of which some are right."""
     generator = torch.Generator().manual_seed(seed)
     options = {"eos": eos, "samples": samples, "width": width, "together": together}
-    ours, torchs = pair_of(RunSearch, batch, per_input, new_tokens, spare, **options)
+    ours, torchs = pair_of(SpeculativeSearch, batch, per_input, new_tokens, spare, **options)
     prompt = prompts(min(present, batch), 2, generator)
     rows, accepted, near_ties = batch * per_input, [], []
     for search in (ours, torchs):
@@ -164,21 +164,21 @@ def test_runs(
             if not greedy:
                 accepted[number].copy_(counts)
             with mock.patch.object(search_step, "available", lambda like, kernel=number == 0: kernel):
-                search.take_run(chosen, counts if greedy else None, accepted[number], near, near_ties[number])
+                search.commit(chosen, counts if greedy else None, accepted[number], near, near_ties[number])
         assert torch.equal(*accepted) and torch.equal(*near_ties)
         assert_same(ours, torchs)
 
 
 def test_what_does_not_fit_into_a_run():
-    search = RunSearch(1, 1, 3, 4, CPU, width=2, together=False)
+    search = SpeculativeSearch(1, 1, 3, 4, CPU, width=2, together=False)
     search.begin(torch.ones(1, 3, dtype=torch.int64), 4)
     ties, chosen = torch.zeros((), dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
     for accepted in (torch.tensor([2]), torch.tensor([-1]), torch.tensor([0, 0]), torch.tensor([0.0])):
         with pytest.raises(RuntimeError):
-            search.take_run(chosen, None, accepted, None, ties)
+            search.commit(chosen, None, accepted, None, ties)
     search.length.fill_(9)
     with pytest.raises(RuntimeError, match="behind the buffer"):
-        search.take_run(chosen, torch.tensor([1]), torch.tensor([0]), None, ties)
+        search.commit(chosen, torch.tensor([1]), torch.tensor([0]), None, ties)
 
 
 @pytest.mark.parametrize("kind", [BeamSearch, RowSearch])

@@ -131,7 +131,7 @@ void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor l
 }
 
 // A row goes on by the first of its chosen tokens: those that were drafted, up to the first other one, and one more.
-void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::optional<Tensor> near, Tensor near_ties,
+void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::optional<Tensor> near, Tensor near_ties,
                Tensor eos, Tensor fill, Tensor limit, Tensor has_nan, Tensor running_sequences, Tensor next_tokens,
                Tensor length, Tensor taken, Tensor unfinished, Tensor done, bool together) {
   fastgen::Arguments("search_step")
@@ -432,7 +432,7 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("take_rows_", FASTGEN_PLANNED(take_rows_));
-  library.impl("take_run_", FASTGEN_PLANNED(take_run_));
+  library.impl("commit_", FASTGEN_PLANNED(commit_));
   library.impl("take_beams_", FASTGEN_PLANNED(take_beams_));
   library.impl("advance_", FASTGEN_PLANNED(advance_));
 }

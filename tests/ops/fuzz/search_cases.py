@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch, RowSearch, Search
-from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops import search_step, top_two
 from tests.ops.fuzz.cases import Case, maybe, near, of, rows_apart, same, size, untouched
@@ -88,10 +88,10 @@ def take_beams(rng: random.Random) -> Case:
     return _case("take_beams_", lambda: search.take(proposal, stops), tuple(range(10, 24)))
 
 
-@of("take_run_")
-def take_run(rng: random.Random) -> Case:
+@of("commit_")
+def commit(rng: random.Random) -> Case:
     width = rng.randint(1, 5)
-    search = _search(RunSearch, rng, width=width, together=rng.random() < 0.5)
+    search = _search(SpeculativeSearch, rng, width=width, together=rng.random() < 0.5)
     rows = search.tokens.numel()
     accepted, ties = torch.full((rows,), 7), torch.zeros((), dtype=torch.int64)
 
@@ -109,9 +109,9 @@ def take_run(rng: random.Random) -> Case:
         return chosen, None, accepted, None, ties
 
     for _ in range(rng.randrange(3)):
-        search.take_run(*step())
+        search.commit(*step())
     run = step()
-    return _case("take_run_", lambda: search.take_run(*run), (2, 4, 9, 10, 11, 12, 13, 14))
+    return _case("commit_", lambda: search.commit(*run), (2, 4, 9, 10, 11, 12, 13, 14))
 
 
 @of("advance_")

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastgen import settings
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.speculation.drafts import Draft, OwnWeightsDraft
+from fastgen.optimizer.transformers.speculation.drafts import Draft, SelfDraft
 
 
 def draft_for(call: Call, config: Any) -> Draft | None:
@@ -19,4 +19,4 @@ def draft_for(call: Call, config: Any) -> Draft | None:
     # How much is drafted is a matter of measured times, and with it the last digits of what is stored.
     if now.self_speculation == "off" or now.linear_products == "fixed":
         return None
-    return OwnWeightsDraft(call.model, now.self_speculation, now.weight_group_size)
+    return SelfDraft(call.model, now.self_speculation, now.weight_group_size)

@@ -16,7 +16,7 @@ from fastgen import counters, releases, settings
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
-from fastgen.decoding.speculation.run_search import Progress
+from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import MASKS, Decoding

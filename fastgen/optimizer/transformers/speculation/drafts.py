@@ -15,8 +15,8 @@ from torch import Tensor
 from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
-from fastgen.decoding.speculation.own_weights import OtherLogits, OwnWeights, versions
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
+from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits, versions
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
@@ -101,23 +101,23 @@ class Draft:
         """The call is over, and nothing has failed."""
 
 
-class OwnWeightsDraft(Draft):
+class SelfDraft(Draft):
     """The model with its own weights in few bits."""
 
     is_prepared = True
 
     def __init__(self, model: Any, precision: str, group_size: int) -> None:
         self._model, self._form = model, (precision, group_size)
-        self._weights: OwnWeights | None = None
+        self._weights: DraftWeights | None = None
 
     @property
     def kind(self) -> Hashable:
-        return "own weights", *self._form, versions(self._model)
+        return "self-draft", *self._form, versions(self._model)
 
     def make(self, seconds: float = math.inf) -> bool:
         try:
             head = self._model.get_output_embeddings()
-            self._weights = OwnWeights.of(self._model, LINEAR_LAYERS, *self._form, head)
+            self._weights = DraftWeights.of(self._model, LINEAR_LAYERS, *self._form, head)
         except ValueError as error:
             raise CannotBeCaptured(str(error)) from error
         return self._weights.copy(seconds)

@@ -61,7 +61,7 @@ class RaggedStep(SpeculativeStep):
         self._seen_by_tokens.copy_(self._seen + self.key.width - 1)
         logits = self._run_model(model, cache, self._ids_of(state), self._inputs_of(state), 1)
         chosen, near = (self._by_row(found, state) for found in best_tokens(logits.float(), self._products))
-        self.search.take_run(chosen, self.counts, self.accepted, near, self.near_ties)
+        self.search.commit(chosen, self.counts, self.accepted, near, self.near_ties)
         self._advance_run()
         self._send()
 

@@ -28,7 +28,7 @@ from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.row_lengths import RowLengths
-from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of, layers_in
 from fastgen.optimizer.transformers.captured import rewritten_processors
@@ -106,7 +106,7 @@ class SpeculativeStep(CapturedStep):
             and the logits that these were made of; nothing unless `key.draft.records`.
     """
 
-    search: RunSearch
+    search: SpeculativeSearch
 
     def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None, sizes: Sizes) -> None:
         super().__init__(key, prompt, processors, sizes)
@@ -137,8 +137,8 @@ class SpeculativeStep(CapturedStep):
         # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
-    def _new_search(self, *sizes: Any, samples: bool, growing: Growing | None) -> RunSearch:
-        return RunSearch(*sizes, samples=samples, width=self.key.width, together=self.key.draft.together)
+    def _new_search(self, *sizes: Any, samples: bool, growing: Growing | None) -> SpeculativeSearch:
+        return SpeculativeSearch(*sizes, samples=samples, width=self.key.width, together=self.key.draft.together)
 
     def _cache_for(self, state: StepState, seen: Tensor) -> Cache:
         """The cache as a step finds it that is where `state` is, with `seen` positions in front of its longest row."""
@@ -353,10 +353,10 @@ class SpeculativeStep(CapturedStep):
         self._record(scores, 0)
         if key.samples:
             chosen = self._accept_sampled(scores, search.following(1, width - 1))
-            search.take_run(chosen, None, self.accepted, None, self.near_ties)
+            search.commit(chosen, None, self.accepted, None, self.near_ties)
         else:
             chosen, near = best_tokens(scores, self._products)
-            search.take_run(chosen, self.counts, self.accepted, near, self.near_ties)
+            search.commit(chosen, self.counts, self.accepted, near, self.near_ties)
         self._advance_run()
         self._drafted.zero_()
         self._send()

@@ -11,7 +11,7 @@ import transformers
 
 import fastgen
 from fastgen.decoding.captured.kv import StepState
-from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
 from fastgen.optimizer.transformers.speculation import leaving
@@ -143,8 +143,8 @@ def test_the_lengths_of_those_who_stay(known: bool, available: int) -> None:
 # ---- which inputs
 
 
-def search(batch: int, per_input: int = 1, eos: tuple[int, ...] = (1,)) -> RunSearch:
-    return RunSearch(batch, per_input, 3, 5, CPU, eos, width=3, together=False)
+def search(batch: int, per_input: int = 1, eos: tuple[int, ...] = (1,)) -> SpeculativeSearch:
+    return SpeculativeSearch(batch, per_input, 3, 5, CPU, eos, width=3, together=False)
 
 
 class OfSearch:
@@ -222,7 +222,7 @@ def test_a_search_goes_on_with_some_inputs_and_comes_back(per_input: int) -> Non
     accepted, ties = torch.full((rows,), 1), torch.zeros((), dtype=torch.int64)
     for each in (alone, large):
         each.begin(prompt, 5, fill=7)
-        each.take_run(chosen, None, accepted, None, ties)
+        each.commit(chosen, None, accepted, None, ties)
     small = search(2, per_input)
     small.begin(prompt[:1], 2, fill=3)  # what another call has left
     small.take_over(large, inputs)
@@ -231,8 +231,8 @@ def test_a_search_goes_on_with_some_inputs_and_comes_back(per_input: int) -> Non
         chosen = torch.randint(2, 9, (rows, 3))
         if ends:
             chosen[-1, 0] = 1
-        alone.take_run(chosen, None, accepted, None, ties)
-        small.take_run(chosen[of_inputs].contiguous(), None, accepted[of_inputs].contiguous(), None, ties)
+        alone.commit(chosen, None, accepted, None, ties)
+        small.commit(chosen[of_inputs].contiguous(), None, accepted[of_inputs].contiguous(), None, ties)
     small.put_back(large, inputs)
     for name, buffer in vars(alone).items():
         if isinstance(buffer, torch.Tensor) and name != "taken":  # finished ones take nothing, then or now

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastgen import caches
 from fastgen.decoding import layers
-from fastgen.decoding.seen_weight import is_plain
+from fastgen.decoding.parameter_snapshot import is_plain
 from fastgen.locks import forkable_lock
 from fastgen.ops import grouped_linear, largest_output, quantized_linear
 from fastgen.ops.linear import as_rows
@@ -31,7 +31,7 @@ class OtherLogits(Exception):
     """The model makes other logits of its output layer's outputs: what was guessed from these counts for nothing."""
 
 
-class OwnWeights:
+class DraftWeights:
     """Copies of the weights of a model's linear layers in few bits, which `copy` makes.
 
     Args:
@@ -46,7 +46,7 @@ class OwnWeights:
     """
 
     _lock = forkable_lock()
-    _of: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], OwnWeights]] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], DraftWeights]] = weakref.WeakKeyDictionary()
 
     def __init__(
         self, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
@@ -82,7 +82,7 @@ class OwnWeights:
     @classmethod
     def of(
         cls, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
-    ) -> OwnWeights:
+    ) -> DraftWeights:
         """Those that are kept with the model, if it has not been changed since."""
         with cls._lock:
             kept = cls._of.setdefault(model, {})
@@ -198,4 +198,4 @@ def _multiply(packed: quantized_linear.PackedWeight, module: nn.Module, x: Tenso
     return quantized_linear.quantized_linear(x, packed, module._parameters.get("bias"))
 
 
-caches.register(OwnWeights.drop_all)
+caches.register(DraftWeights.drop_all)

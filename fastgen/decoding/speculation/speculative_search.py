@@ -27,11 +27,11 @@ class Progress(NamedTuple):
         return [row for row, goes_on in enumerate(self.unfinished) if goes_on]
 
 
-class RunSearch(RowSearch):
+class SpeculativeSearch(RowSearch):
     """A search in which every row takes as many tokens as were accepted of its draft, and the one behind them.
 
     What is drafted is written behind the end of the running sequences, so that whoever looks at the tokens so far
-    finds it where it may come to be. `take_run` leaves there what fills sequences up.
+    finds it where it may come to be. `commit` leaves there what fills sequences up.
 
     Args:
         width: tokens that a row takes at once, at the most.
@@ -91,7 +91,7 @@ class RunSearch(RowSearch):
         self.unfinished.logical_and_(~self._by_input(rows))
         self.done.logical_or_(~self.unfinished.any())
 
-    def put_back(self, larger: RunSearch, inputs: Tensor) -> None:
+    def put_back(self, larger: SpeculativeSearch, inputs: Tensor) -> None:
         """Writes where this search is to the one that it has taken over these inputs of."""
         for name, buffer in vars(self).items():
             if isinstance(buffer, Tensor):
@@ -101,7 +101,7 @@ class RunSearch(RowSearch):
                 else:
                     old.view(larger._batch, -1)[inputs] = buffer.view(self._batch, -1)
 
-    def take_run(
+    def commit(
         self, chosen: Tensor, counts: Tensor | None, accepted: Tensor, near: Tensor | None, near_ties: Tensor
     ) -> None:
         """Goes on with the first `accepted` + 1 of the tokens in `chosen`, up to an end or the limit.
@@ -115,7 +115,7 @@ class RunSearch(RowSearch):
             near, near_ties: [rows, width], bool, and one int64, to which those of the tokens that are taken are added.
         """
         if search_step.available(chosen):
-            torch.ops.fastgen.take_run_(
+            torch.ops.fastgen.commit_(
                 chosen, counts, accepted, near, near_ties, self._eos, self._fill, self.limit, self.has_nan,
                 self.running_sequences, self.tokens, self.length, self.taken, self.unfinished, self.done,
                 self._together,

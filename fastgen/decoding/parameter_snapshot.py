@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
-class SeenWeight:
+class ParameterSnapshot:
     """A parameter as it was when a call first multiplied with it.
 
     Attributes:
