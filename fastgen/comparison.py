@@ -20,6 +20,7 @@ from fastgen import counters, memory, patching
 from fastgen.counters import CAPTURED_STEP, DRAFTS, GENERATE, Drafts
 from fastgen.decoding.captured import graph
 from fastgen.decoding.randomness import RandomState
+from fastgen.quantization.layers import keeps_bits
 
 # Calls of FastGen before the later ones are measured, until there is nothing more to capture: at the most so many.
 # Short ones are captured once there were many, so a few are made in any case, as long as they take so many seconds.
@@ -65,6 +66,8 @@ class Comparison:
     """Why a call that could have had drafts went without them, or None."""
     settled: bool = True
     """Whether nothing more was captured in the later calls; if not, even later ones may be faster."""
+    keeps_bits: bool = False
+    """Whether layers of the model keep few bits: FastGen's own, which the original code runs on unpacked weights."""
 
     @property
     def speedup(self) -> float:
@@ -83,12 +86,16 @@ class Comparison:
         rows.append(("later calls", *(f"{side.seconds:.3f} s" for side in sides), f"{self.speedup:.2f}x"))
         before, after = (side.peak_memory for side in sides)
         if before is not None and after is not None:
-            share = f"{after / before:.2f}" if before else "-"
-            rows.append(("peak memory", *(f"{size / 2**20:.1f} MiB" for size in (before, after)), share))
+            # Of a few MiB, a ratio would say nothing; and a larger one would be worse, other than of the times.
+            rows.append(("memory added", *(f"{size / 2**20:+.1f} MiB" for size in (before, after)), ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = [line.rstrip() for line in lines]
         if not self.settled:
-            lines.append("steps were still being captured: later calls may be faster")
+            lines.append("steps were still being captured: later calls may be faster, compare again")
+        if self.keeps_bits:
+            what = "layers that keep few bits, unpacked in each call"
+            lines.append(f"original: {what}; compare the model in float for the gain")
         lines.append(f"tokens: {self._difference()}")
         lines.append(f"accelerated: {'yes' if self.accelerated else f'no ({self.fallback})'}")
         if self.drafts or self.not_drafted:
@@ -129,7 +136,7 @@ def compare(model: Any, inputs: Any, tokenizer: Any, generate_kwargs: dict[str, 
     fallback = None if accelerated else _reasons(before, after, GENERATE, "fallback") or "FastGen is disabled"
     return Comparison(
         difference is None, difference, original.run(), fastgen.run(), accelerated, fallback,
-        Drafts.between(before, after), _reasons(before, after, DRAFTS, "not used"), settled,
+        Drafts.between(before, after), _reasons(before, after, DRAFTS, "not used"), settled, keeps_bits(work.model),
     )  # fmt: skip
 
 
@@ -202,7 +209,7 @@ class _Generate:
     """`model.generate` with these inputs."""
 
     def __init__(self, model: Any, inputs: Any, tokenizer: Any, options: dict[str, Any]) -> None:
-        self._model, self.device = model, model.device
+        self.model, self.device = model, model.device
         if isinstance(inputs, (list, tuple)) and not inputs:
             raise ValueError("fastgen.compare needs at least one text")
         if isinstance(inputs, str) or (isinstance(inputs, (list, tuple)) and all(isinstance(i, str) for i in inputs)):
@@ -217,10 +224,10 @@ class _Generate:
         """Two tokens."""
         lengths = ("max_length", "min_length", "min_new_tokens")
         short = {name: value for name, value in self.arguments().items() if name not in lengths}
-        self._model.generate(**{**short, "max_new_tokens": 2})
+        self.model.generate(**{**short, "max_new_tokens": 2})
 
     def call(self, arguments: dict[str, Any]) -> torch.Tensor:
-        result = self._model.generate(**arguments)
+        result = self.model.generate(**arguments)
         return result if isinstance(result, torch.Tensor) else result.sequences
 
     @staticmethod
@@ -236,7 +243,7 @@ class _Pipeline:
             raise ValueError(f"fastgen.compare takes pipelines that generate, which {type(pipeline).__name__} does not")
         self._pipeline, self._options = pipeline, options
         self._inputs = list(inputs) if isinstance(inputs, Iterator) else inputs  # each call takes all of them
-        self.device = pipeline.model.device
+        self.model, self.device = pipeline.model, pipeline.model.device
 
     def arguments(self) -> dict[str, Any]:
         return {name: _copied(value) for name, value in self._options.items()}

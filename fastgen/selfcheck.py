@@ -95,6 +95,8 @@ def line() -> tuple[str, bool]:
         from fastgen.ops import _library
 
         missing = _library.load("CPU")
-        without = f", but WITHOUT compiled operators ({missing})" if missing else ""
+        if missing and not _library.is_disabled():
+            return f"FastGen runs here WITHOUT its compiled operators, and hardly accelerates: {missing}", False
+        without = f", without compiled operators ({missing})" if missing else ""
         return f"FastGen accelerates here{without}: {release}, {found.detail}", True
     return f"FastGen does NOT accelerate here: {release}, {found.detail}", False

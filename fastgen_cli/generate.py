@@ -27,9 +27,9 @@ _EPILOG = """\
 inputs:   .txt (or any other name): a sample a line; .jsonl, .csv, .tsv, .parquet: --input-column; the name of a data
           set or the directory of a saved one; - is standard input (lines of text)
 outputs:  .txt (or any other name): the best output of each record on the line of the same number, line breaks within
-          it replaced by spaces, an empty line for a skipped record; .jsonl, .csv, .tsv and .parquet: id, input, text,
-          sequences, scores, input_tokens, output_tokens, without the skipped records; - is standard output (lines of
-          text)
+          it replaced by spaces, an empty line for a skipped record; .jsonl and .parquet: id, input, text, sequences,
+          scores, input_tokens, output_tokens, without the skipped records; .csv and .tsv: the same for the best output
+          alone, with a score; - is standard output (lines of text)
 errors:   bad records (empty, too long, no string, invalid UTF-8, a row of a damaged CSV or JSON file, missing column,
           refused by the model) are reported with their line number in OUTPUT.errors.jsonl (until the run is complete,
           in OUTPUT.errors.jsonl.partial) and skipped, unless --strict

@@ -100,7 +100,7 @@ def _loads(folder: str) -> str:
     """The line of Python that loads what was written."""
     config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
-    return f"import fastgen; {kind}.from_pretrained({folder!r})"
+    return f"import fastgen; from transformers import {kind}; {kind}.from_pretrained({folder!r})"
 
 
 if __name__ == "__main__":

@@ -235,6 +235,15 @@ def test_why_nothing_was_drafted(model, captures):
     assert f"drafts: none ({result.not_drafted})" in str(result)
 
 
+def test_layers_that_keep_few_bits_are_named(model, monkeypatch):
+    """The original code of these is no model that anybody has: it unpacks FastGen's own layers."""
+    plain = fastgen.compare(model, torch.arange(3, 13)[None], max_new_tokens=4)
+    assert not plain.keeps_bits and "few bits" not in str(plain)
+    monkeypatch.setattr(comparison, "keeps_bits", lambda model: True)
+    kept = fastgen.compare(model, torch.arange(3, 13)[None], max_new_tokens=4)
+    assert kept.keeps_bits and "original: layers that keep few bits" in str(kept)
+
+
 def test_disabled_is_reported(model):
     with fastgen.disabled():
         result = fastgen.compare(model, torch.randint(3, 60, (1, 5)), max_new_tokens=4)

@@ -28,7 +28,7 @@ def load(device: str) -> str:
 
     FASTGEN_NO_EXT=1 in the environment leaves them out.
     """
-    if _is_disabled():
+    if is_disabled():
         return "FASTGEN_NO_EXT is set"
     path = Path(__file__).with_name(f"libfastgen_{device.lower()}{_SUFFIX}")
     if not path.exists():
@@ -46,7 +46,7 @@ def _not_built(folder: Path) -> str:
     reason = "the extension was not built"
     if (folder / "setup.py").exists():
         return f"{reason} in {folder}, from where fastgen is imported: run Python in another folder, or build it there"
-    return reason
+    return f"{reason}: install FastGen again where there is a C++ compiler"
 
 
 _has_warned = False
@@ -58,21 +58,22 @@ def warn_if_missing(device: torch.device) -> None:
     On a GPU alone, what is built for the CPU is not missed.
     """
     global _has_warned
-    if _has_warned or device.type != "cpu" or _is_disabled():
+    if _has_warned or device.type != "cpu" or is_disabled():
         return
     reason = load("CPU")
     if not reason:
         return
     _has_warned = True
     warnings.warn(
-        f"FastGen runs without its compiled operators ({reason}), and is several times slower on a CPU than with them. "
-        "Install it again where there is a C++ compiler; FASTGEN_NO_EXT=1 says that this is wanted",
+        f"FastGen runs without its compiled operators, and is several times slower on a CPU than with them: {reason}. "
+        "FASTGEN_NO_EXT=1 says that this is wanted",
         RuntimeWarning,
         stacklevel=counters.level_of_caller(),
     )
 
 
-def _is_disabled() -> bool:
+def is_disabled() -> bool:
+    """Whether FASTGEN_NO_EXT says to do without compiled operators."""
     return os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0")
 
 

@@ -28,6 +28,11 @@ from fastgen.quantization.unpacked import UNPACK, Unpacked
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def keeps_bits(model: nn.Module) -> bool:
+    """Whether layers of the model have weights of few bits."""
+    return any(isinstance(module, QuantizedWeight) for module in model.modules())
+
+
 class QuantizedWeight(nn.Module):
     """A module with a weight of few bits, [outputs, inputs]; what linear layers and embeddings share.
 

@@ -125,7 +125,8 @@ def test_a_run(bart, pairs, tmp_path, capsys):
     *stages, speed, last = said.err.splitlines()
     assert stages[0] == f"fastgen-quantize: loading {bart}" and len(stages) >= 5, "progress from the first second"
     assert re.fullmatch(r"tokens per second: accelerated by FastGen: .*calls.*", speed)
-    loads = f"import fastgen; AutoModelForSeq2SeqLM.from_pretrained({str(out)!r})"
+    kind = "AutoModelForSeq2SeqLM"
+    loads = f"import fastgen; from transformers import {kind}; {kind}.from_pretrained({str(out)!r})"
     assert last == f"fastgen-quantize: written to {out}, load it with {loads}"
     files = "config.json model.safetensors report.json report.png tokenizer.json generation_config.json".split()
     assert set(files) <= {path.name for path in out.iterdir()}
@@ -175,8 +176,9 @@ def test_a_gguf_file_is_unpacked_and_rounded(tmp_path, capsys):
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
     assert json.loads((tmp_path / "out" / "report.json").read_text())["bytes"]["before"] == file.stat().st_size
     last = capsys.readouterr().err.splitlines()[-1]
+    kind, folder = "AutoModelForCausalLM", str(tmp_path / "other")
     assert last.endswith(
-        f"load it with import fastgen; AutoModelForCausalLM.from_pretrained({str(tmp_path / 'other')!r})"
+        f"load it with import fastgen; from transformers import {kind}; {kind}.from_pretrained({folder!r})"
     )
     prompt = torch.arange(3, 20)[None]
     with fastgen.disabled(), torch.no_grad():

@@ -18,7 +18,7 @@ from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.gptq_format import GPTQ
 from fastgen.quantization.grouped import GroupedWeight, dequantized
-from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
 from fastgen.quantization.unpacked import Unpacked
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight
@@ -42,6 +42,11 @@ def linear(
         setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
     layer.pack()
     return layer
+
+
+def test_which_models_keep_bits() -> None:
+    layer = linear(random_weight(24, 32))
+    assert keeps_bits(nn.Sequential(nn.Linear(3, 3), layer)) and not keeps_bits(nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -260,7 +260,7 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
         return f"the cache is a {type(cache).__name__}"
     for part in _parts(cache):
         if type(part) is not DynamicCache:
-            return f"the cache contains a {type(part).__name__}"
+            return f"the cache is a {type(part).__name__}"
         if part.offloading:
             return "the cache is offloaded"
         if part.layer_class_to_replicate not in (None, DynamicLayer):
