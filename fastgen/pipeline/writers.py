@@ -217,7 +217,8 @@ def _check_replaced(settings: DataOptions, left: journal.Left | None) -> None:
             how = "--resume continues it, --overwrite drops it"
             raise SetupError(f"{left.path} is left from an interrupted run ({how})")
         if left is None and settings.resume and os.path.lexists(settings.output):
-            raise SetupError(f"{settings.output} is complete: there is nothing to resume (--overwrite replaces it)")
+            nothing = "no run is interrupted, so there is nothing to resume"
+            raise SetupError(f"{settings.output} exists already, and {nothing} (--overwrite replaces it)")
         for target in (settings.errors_path, settings.errors_partial_path):
             # With resume as well: without the work file there is no run that these could belong to.
             if left is None and not settings.overwrite:

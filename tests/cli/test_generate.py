@@ -223,7 +223,7 @@ def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, cap
     assert not Path(f"{out}.partial").exists()
     # Another file of that name is nobody's output.
     assert call(bart, inputs, out, *FAST, "--resume") == 2
-    assert "exists already" in one_line(capsys)
+    assert "exists already, and no run is interrupted, so there is nothing to resume" in one_line(capsys)
 
 
 def test_an_unwritable_output(bart, inputs, tmp_path, capsys, monkeypatch):
