@@ -32,3 +32,9 @@ def test_an_output_that_a_page_shows_is_compared(block, tmp_path, capsys):
         (found,) = blocks(page)
         assert run_page.main("page.md", [vars(found)]) == status
     assert "page.md:2: this block prints" in capsys.readouterr().err
+
+
+def test_what_a_busy_machine_adds_is_no_difference():
+    shown, busy = "first 0.1 s\ntokens: same", "steps were still being captured: later calls\n"
+    assert run_page.is_shown(shown, f"first 0.2 s\n{busy}tokens: same\n")
+    assert not run_page.is_shown(shown, "first 0.2 s\nsomething else\ntokens: same\n")
