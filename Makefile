@@ -152,7 +152,7 @@ $(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
 .venvs/%/.dependencies: constraints.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venvs/$*
 	grep -vE '^(transformers|tokenizers|huggingface_hub|$(UNPINNED))==' constraints.txt > .venvs/$*/constraints.txt
-	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt setuptools $(or $(WANTED_TORCH),torch)
+	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt 'setuptools>=77' $(or $(WANTED_TORCH),torch)
 	FASTGEN_NO_EXT=1 .venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt --no-build-isolation -e '.[dev]' \
 		transformers==$* $(HUB)
 	touch $@
@@ -166,7 +166,7 @@ REPORT ?= .venvs/newest.md
 test-newest: .venv/.built ## whether the newest transformers and torch are accelerated; REPORT says what is to be mended
 	rm -rf .venvs/newest
 	$(PYTHON) -m venv .venvs/newest
-	PIP_CONSTRAINT=/dev/null .venvs/newest/bin/pip install -q setuptools $(NEWEST)
+	PIP_CONSTRAINT=/dev/null .venvs/newest/bin/pip install -q 'setuptools>=77' $(NEWEST)
 	PIP_CONSTRAINT=/dev/null FASTGEN_NO_EXT=1 .venvs/newest/bin/pip install -q --no-build-isolation -e '.[cli,dev]' $(NEWEST)
 	.venvs/newest/bin/python -m tests.release_report --report $(REPORT) $(SHARED_OUT) $(PYTEST_ARGS); \
 		status=$$?; rm -rf .venvs/newest; exit $$status

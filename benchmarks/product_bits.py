@@ -4,9 +4,9 @@
     python -m benchmarks.product_bits FILE --against OLD  # and says which results differ from those in OLD
 
 A line has the kernel with its weight format, the instruction set, threads, M (tokens), N (out_features), K
-(in_features), and a digest of the output. Inputs are drawn from a seed. Each instruction set that this processor has
-runs in a process of its own. `--against` also reports how far the new result is from float64, which decides whether
-other bits are as good.
+(in_features), and a digest of the output. Inputs are drawn from a seed. Each instruction set runs in a process of its
+own, under the name that torch gives it, and so does all that the processor has ("all": with AMX). `--against` also
+reports how far the new result is from float64, which decides whether other bits are as good.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from fastgen.ops import (
     widened_linear,
 )
 
-CAPABILITIES = ("default", "avx2", "avx512")
+# None: all that the processor has, AMX among it, which torch's variable leaves out.
+CAPABILITIES = ("default", "avx2", "avx512", None)
 ROWS = (1, 2, 4, 8, 16, 33, 128)
 # (N, K): of a small model, of GPT-2's, with tails that fill no vector.
 SHAPES = ((64, 64), (768, 768), (576, 1536), (1001, 130), (50257, 64))
@@ -58,7 +59,7 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Product]]:
         yield f"dot {name}", _where(dot_linear.serves, dot_linear.dot_linear, cast, own, dtype)
         if dtype == torch.float32:
             continue
-        yield f"dot {name}, x f32", _where(dot_linear.serves, dot_linear.dot_linear, cast, bias, torch.float32)
+        yield f"dot {name}, x f32", _where(_few_rows, dot_linear.dot_linear, cast, bias, torch.float32)
         yield f"widened {name}", _where(widened_linear.serves, widened_linear.widened_linear, cast, own, dtype)
         if narrow_linear.is_available():
             panels = narrow_linear.pack(cast)
@@ -77,6 +78,11 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Product]]:
             yield name, partial(grouped_linear.grouped_linear, weight=groups, bias=bias, floats=floats)
 
 
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """What captured steps multiply with a copy in 16 bits of a weight in float32."""
+    return dot_linear.is_available() and x.shape[0] <= linear.MAX_DOT_ROWS
+
+
 def _where(
     serves: Callable[..., bool], product: Callable[..., Tensor], weight: Tensor, bias: Tensor, dtype: torch.dtype
 ) -> Product:
@@ -91,7 +97,7 @@ def _where(
 
 def measured() -> Iterator[dict[str, object]]:
     """A line for each product of this process."""
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability = torch.backends.cpu.get_cpu_capability() if os.environ.get("ATEN_CPU_CAPABILITY") else "all"
     for n, k in SHAPES:
         generator = torch.Generator().manual_seed(n * 7 + k)
         weight = torch.randn(n, k, generator=generator) / k**0.5
@@ -116,7 +122,9 @@ def record(file: Path) -> dict[str, dict[str, object]]:
     """Runs each instruction set in its own process, and writes all lines."""
     lines: dict[str, dict[str, object]] = {}
     for capability in CAPABILITIES:
-        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "FASTGEN_CACHE": ""}
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability or "", "FASTGEN_CACHE": ""}
+        if capability is None:
+            del environment["ATEN_CPU_CAPABILITY"]
         command = [sys.executable, "-m", "benchmarks.product_bits", "--here"]
         done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         lines |= {line["product"]: line for line in map(json.loads, done.stdout.splitlines())}

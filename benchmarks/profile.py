@@ -107,20 +107,14 @@ def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
         _, rows, weights = shapes[:3]
         return _products(rows, [outputs for outputs, _ in weights])
     if operator == "fastgen::narrow_linears_out":
-        results, rows, packed = shapes[:3]
+        results, rows = shapes[:2]
         weights = [(rows[-1], outputs) for _, outputs in results]
         works = _products(rows, [outputs for _, outputs in weights])
-        return works._replace(bytes=works.bytes - sum(map(_bytes_less, packed, weights)))
+        return works._replace(bytes=works.bytes - sum(2 * math.prod(weight) for weight in weights))  # of 16 bits
     if operator in ("aten::_scaled_dot_product_flash_attention_for_cpu", "fastgen::shared_prefix_attention"):
         # A suffix of its own does not count: its shape is that of what is allocated, and it is short.
         return _attention(*shapes[:3])
     return None
-
-
-def _bytes_less(packed: Shape, weight: Shape) -> int:
-    """Than a weight, [inputs, outputs], of float32: in pairs of 16 bits, or as bytes in groups."""
-    inputs, numbers = weight[0], math.prod(weight)
-    return 2 * numbers if packed[1] == (inputs + 1) // 2 else 4 * numbers - math.prod(packed)
 
 
 def _product(a: Shape, b: Shape) -> Rates:

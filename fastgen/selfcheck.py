@@ -92,11 +92,14 @@ def line() -> tuple[str, bool]:
     if not releases.is_tested(transformers.__version__):
         release += f" (not tested: {' to '.join(releases.TESTED)} are)"
     if found.accelerates:
+        import torch
+
         from fastgen.ops import _library
 
         missing = _library.load("CPU")
-        if missing and not _library.is_disabled():
-            return f"FastGen runs here WITHOUT its compiled operators, and hardly accelerates: {missing}", False
+        if missing and not _library.is_disabled() and not torch.cuda.is_available():
+            hardly = "FastGen runs here WITHOUT its compiled operators, and hardly accelerates"
+            return f"{hardly} ({missing}): {release}, {found.detail}", False
         without = f", without compiled operators ({missing})" if missing else ""
         return f"FastGen accelerates here{without}: {release}, {found.detail}", True
     return f"FastGen does NOT accelerate here: {release}, {found.detail}", False

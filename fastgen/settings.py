@@ -60,7 +60,7 @@ class Settings:
             again, but weights must not be written to through `parameter.data`), or "never" made: linear layers run on
             torch's own products then (FASTGEN_PACKED_WEIGHTS). Otherwise, recorded greedy steps keep a copy of the
             output layer in 8 bits, and recorded steps of up to 128 rows one of each weight in float32 whose numbers
-            are all numbers of 16 bits, or were unpacked from 4 or 8 bits. Whether a copy stands for the weight is
+            are all numbers of 16 bits. Whether a copy stands for the weight is
             looked at in each call.
         weight_dtype: the type of those copies: that of the weights, "fp32", or "int8", "int4" or "bf16", which change
             the results and are used for every linear layer: "bf16" of a model in float32, the others in half

@@ -258,7 +258,7 @@ def test_continuous_batching_is_the_librarys() -> None:
     ("names", "reason"),
     [
         ({"cache": "kv_store"}, "no K/V cache (the release has another name for it"),
-        ({"_prefill": "_first_pass"}, "cannot hook the prefill"),
+        ({"_prefill": "_other_prefill"}, "cannot hook the prefill"),
         ({"is_first_iteration": "is_first"}, "cannot hook the prefill"),
         ({"_sample": "_draw", "_beam_search": "_search"}, "has a decoding loop of its own"),
         ({"DynamicLayer": "GrowingLayer"}, "cannot import name 'DynamicLayer'"),

@@ -17,25 +17,29 @@ ROOT = Path(__file__).parents[1]
 ENDINGS = (".py", ".cpp", ".h", ".cu", ".md", ".toml", ".yml", "Makefile")
 # By the word as it would be written, the one to use.
 WORDS = {
-    r"tier ?[12]": "hooks, captured step",
-    r"(?:first|prompt) pass(?:es)?\b": "prefill",
-    r"matrix[ _]registers?": "AMX tiles",
-    r"as_they_are\(": "plain_linear",
-    r"in_force\(": "override_attention",
-    r"narrow_weights\.left_out": "suspended",
-    r"best_two": "top_two",
+    r"[Tt]ier[ _]?[12]": "hooks, captured step",
+    r"(?:[Ff]irst|[Pp]rompt)[ _]pass(?:es)?(?![a-z])": "prefill",
+    r"[Mm]atrix[ _]registers?": "AMX tiles",
+    r"FASTGEN_MATRICES": "FASTGEN_AMX",
+    r"(?<!\w)as_they_are\(": "plain_linear",
+    r"(?<!\w)in_force\(": "override_attention",
+    r"best_two|BEST_TWO": "top_two",
     r"is_spoilt": "has_nan",
+    r"take_run|[Rr]un_?[Ss]earch": "commit, SpeculativeSearch",
+    r"(?<!\w)own_weights|OwnWeights": "self_draft, DraftWeights",
+    r"seen_weight|SeenWeight": "ParameterSnapshot",
+    r"model_state": "guards",
     r"settings as switches": "process_settings",
     r"Computed\[": "BatchResult",
 }
-_PATTERN = re.compile(rf"(?<![\w])(?:{'|'.join(WORDS)})", re.IGNORECASE)
+_PATTERN = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(WORDS)})")
 
 
 def found_in(text: str) -> Iterator[tuple[int, str, str]]:
     """Line, word and the better word of each in a text."""
     for number, line in enumerate(text.splitlines(), 1):
         for match in _PATTERN.finditer(line):
-            better = next(word for pattern, word in WORDS.items() if re.fullmatch(pattern, match[0], re.IGNORECASE))
+            better = next(word for pattern, word in WORDS.items() if re.fullmatch(pattern, match[0]))
             yield number, match[0], better
 
 

@@ -55,7 +55,7 @@ class Ablation(Workload):
         model, _ = self.work.build(context.device)
         tokenizer = _tokenizer(model.config.vocab_size)
         batch, budget = self.work.batch, Budget(self.seconds)
-        tier_1 = {"captured_step": "never"}
+        hooks = {"captured_step": "never"}
 
         def alone(path: Path, out: Path) -> None:
             self._loop(model, tokenizer, path, out)
@@ -67,8 +67,8 @@ class Ablation(Workload):
             "transformers": (alone, [fastgen.disabled()]),
             "+ n-gram operator": (alone, [fastgen.disabled(), _ngram_operator()]),
             "+ pipeline": (pipeline(batch), [fastgen.disabled(), _ngram_operator()]),
-            "+ shared K/V": (pipeline(batch), [settings.changed(**tier_1)]),
-            "+ larger batch": (pipeline(self.larger), [settings.changed(**tier_1)]),
+            "+ shared K/V": (pipeline(batch), [settings.changed(**hooks)]),
+            "+ larger batch": (pipeline(self.larger), [settings.changed(**hooks)]),
             "+ captured step": (pipeline(self.larger), [nullcontext()]),
         }
         record.subject = list(parts)[-1]

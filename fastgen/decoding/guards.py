@@ -64,7 +64,7 @@ class GuardedState(NamedTuple):
 
 
 def state_of(model: Any, names: Container[str] = _EVERYTHING) -> ModelState:
-    """What a recording has frozen: modules, their settings and code, and where parameters and buffers are.
+    """What a recording takes for granted: modules, their settings and code, and where parameters and buffers are.
 
     Args:
         names: those of attributes that count.
@@ -386,7 +386,7 @@ class _Alike:
 _PATIENCE, _LONGEST_PAUSE = 4, 64
 # One that has been found to be more than the libraries' own code may be so for a while only.
 _PAUSE_OF_FOREIGN = 2
-# GuardedModel that a model may go back to: adapters that are used in turn.
+# States that a model may go back to: adapters that are used in turn.
 _KEPT = 4
 
 

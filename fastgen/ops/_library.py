@@ -32,21 +32,23 @@ def load(device: str) -> str:
         return "FASTGEN_NO_EXT is set"
     path = Path(__file__).with_name(f"libfastgen_{device.lower()}{_SUFFIX}")
     if not path.exists():
-        return _not_built(path.parents[2])
+        return _not_built(path.parents[2], device)
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
         # A library made for another torch or platform. The reference is slower and right, so this is no reason to fail.
-        return f"{path.name} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        what = str(error).strip().splitlines()[0]
+        return f"{path.name} cannot be loaded, install FastGen again for this torch: {what}"
     return ""
 
 
-def _not_built(folder: Path) -> str:
+def _not_built(folder: Path, device: str = "CPU") -> str:
     """Python in a checkout imports the package from there, whatever was installed."""
     reason = "the extension was not built"
     if (folder / "setup.py").exists():
         return f"{reason} in {folder}, from where fastgen is imported: run Python in another folder, or build it there"
-    return f"{reason}: install FastGen again where there is a C++ compiler"
+    needed = "a C++ compiler" if device == "CPU" else "nvcc, and a torch for CUDA"
+    return f"{reason}: install FastGen again where there is {needed}"
 
 
 _has_warned = False

@@ -216,7 +216,7 @@ def _check_replaced(settings: DataOptions, left: journal.Left | None) -> None:
         if left is not None and not (settings.resume or settings.overwrite):
             how = "--resume continues it, --overwrite drops it"
             raise SetupError(f"{left.path} is left from an interrupted run ({how})")
-        if left is None and settings.resume and os.path.lexists(settings.output):
+        if left is None and settings.resume and not settings.overwrite and os.path.lexists(settings.output):
             nothing = "no run is interrupted, so there is nothing to resume"
             raise SetupError(f"{settings.output} exists already, and {nothing} (--overwrite replaces it)")
         for target in (settings.errors_path, settings.errors_partial_path):

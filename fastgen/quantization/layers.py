@@ -28,9 +28,9 @@ from fastgen.quantization.unpacked import UNPACK, Unpacked
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def keeps_bits(model: nn.Module) -> bool:
+def keeps_bits(model: object) -> bool:
     """Whether layers of the model have weights of few bits."""
-    return any(isinstance(module, QuantizedWeight) for module in model.modules())
+    return isinstance(model, nn.Module) and any(isinstance(module, QuantizedWeight) for module in model.modules())
 
 
 class QuantizedWeight(nn.Module):

@@ -43,12 +43,12 @@ def test_generation_in_half_precision(name):
     json.dumps(record.to_json())
 
 
-def test_it_is_tier_2_that_counts_as_accelerated():
+def test_it_is_the_captured_step_that_counts_as_accelerated():
     record = run_workload(tiny(WORKLOADS["gpu-gpt2-b32"]), ON_CPU)
     assert record.accelerated is False, "no step is captured on a CPU"
 
 
-def test_tier_1_is_a_backend_on_a_gpu_alone():
+def test_hooks_are_a_backend_on_a_gpu_alone():
     work = WORKLOADS["gpu-bart-large-b32"]
     on_gpu = Context(device=torch.device("cuda")).chosen_backends(work.further_backends, work.gpu_backends)
     assert on_gpu == ["transformers", "fastgen", "fastgen-hooks"]

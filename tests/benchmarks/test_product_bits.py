@@ -21,7 +21,10 @@ def test_a_run_gives_the_same_digests_twice() -> None:
     first, second = (list(product_bits.measured()) for _ in range(2))
     assert first == second and len({line["product"] for line in first}) == len(first)
     names = {line["product"].split(" | ")[0] for line in first}
-    assert {"dot f32", "dot bf16"} <= names or not linear.is_available()
+    every = {f"{kind} {of}" for kind in ("dot", "narrow", "widened") for of in ("bf16", "f16")}
+    every |= {"dot f32", "dot bf16, x f32", "dot f16, x f32", "packed f32", "streamed f32", "folded f32"}
+    every |= {f"{bits} bits in groups, {of} activations" for bits in (4, 8) for of in ("float", "int8")}
+    assert not linear.is_available() or every - {"widened bf16", "widened f16"} <= names, every - names
     assert all(line["error"] < 1.0 for line in first)  # the 4 bits are far from the weight
 
 

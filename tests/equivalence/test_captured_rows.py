@@ -31,7 +31,7 @@ def captures(request: pytest.FixtureRequest, device: torch.device, monkeypatch: 
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
 
 
-def first_pass(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: bool, beams: int) -> Prompt:
+def prefilled(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: bool, beams: int) -> Prompt:
     """What is there when the first token is chosen, or (not `with_last`) when the last of the prompt is to be read."""
     length = tokens.shape[1]
     stored = length if with_last else length - 1
@@ -93,7 +93,7 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
     wanted = [alone(model, *each, beams, eos) for each in zip(prompts, new_tokens, strict=True)]
     assert any(len(row) < prompts[n].shape[1] + new_tokens[n] for n, row in enumerate(wanted)) == ends
 
-    start = first_pass(model, prompts[0], new_tokens[0], True, beams)
+    start = prefilled(model, prompts[0], new_tokens[0], True, beams)
     step = step_for(start, beams, eos)
     with torch.no_grad():
         step.begin(start, PAD)
@@ -106,7 +106,7 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
                 if number == 3:
                     assert not step.search.unfinished[place].any(), "the one before is over"
                     found[0] = result(step, place)
-                begun = first_pass(model, prompts[number], new_tokens[number], False, beams)
+                begun = prefilled(model, prompts[number], new_tokens[number], False, beams)
                 begun.eos = eos
                 step.begin(begun, PAD, slice(place, place + 1))
             step.start(model, done, HOST)
@@ -138,7 +138,7 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
 )
 def test_inputs_that_can_only_begin_together(changes: dict[str, Any]) -> None:
     model = KNOWN["llama"].build()
-    prompt = first_pass(model, torch.tensor([[5, 6, 7]]), 8, False, 1)
+    prompt = prefilled(model, torch.tensor([[5, 6, 7]]), 8, False, 1)
     step = step_for(prompt, 1, (), **changes)
     with pytest.raises(ValueError, match="only begin together"):
         step.begin(prompt, PAD, slice(0, 1))
@@ -148,7 +148,7 @@ def test_what_is_refused_changes_nothing() -> None:
     model = KNOWN["llama"].build()
     running, other = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10, 11]])
     wanted = alone(model, running, 12, 1, ())
-    start, begun = first_pass(model, running, 12, True, 1), first_pass(model, other, NEW + 9, False, 1)
+    start, begun = prefilled(model, running, 12, True, 1), prefilled(model, other, NEW + 9, False, 1)
     step = step_for(start, 1, ())
     with torch.no_grad():
         step.begin(start, PAD)
@@ -158,6 +158,6 @@ def test_what_is_refused_changes_nothing() -> None:
                 with pytest.raises(ValueError, match="only begin together"):  # and be exchanged for a larger one
                     step.begin(begun, PAD, slice(0, 1))
                 with pytest.raises(ValueError, match="only begin together"):
-                    step.begin(first_pass(model, other, 8, False, 1), PAD, slice(0, 3, 2))
+                    step.begin(prefilled(model, other, 8, False, 1), PAD, slice(0, 3, 2))
             step.start(model, done, HOST)
     assert result(step, 0) == wanted

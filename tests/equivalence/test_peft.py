@@ -77,7 +77,6 @@ def tokens(model: Any, inputs: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCALED)
 def test_adapters_in_turn_switched_off_and_merged(name: str, kind: str, captured_step: str) -> None:

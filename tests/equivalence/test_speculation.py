@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import itertools
 import random
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models import fsmt
 
 import fastgen
 from fastgen import settings
@@ -504,7 +506,7 @@ def test_tokens_that_only_the_encoder_has(any_lengths: None) -> None:
         inputs["input_ids"][row, : len(source)] = source
     for _ in range(2):
         same(model, inputs, GREEDY, prompt_lookup_num_tokens=4)
-    if any("stores 1 positions in a step" in reason for reason in counts().get("not used", {})):
+    if "input_ids = input_ids[:, -1:]" in inspect.getsource(fsmt.modeling_fsmt):
         pytest.skip("FSMT reads the last token alone in this release")
     assert_speculates(2)
 

@@ -232,6 +232,18 @@ def test_bound_methods_can_be_pickled_and_copied() -> None:
     assert pickle.loads(pickle.dumps(load)) == load and copy.deepcopy(load) == load
 
 
+def test_symbolic_tracing_is_seen_in_every_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.10 has a flag alone, 2.13 has it and a function, 2.15 the function alone."""
+    tracer = torch.fx._symbolic_trace
+    assert not patching._is_traced()
+    monkeypatch.setattr(tracer, "is_fx_symbolic_tracing", lambda: True, raising=False)
+    monkeypatch.delattr(tracer, "_is_fx_tracing_flag", raising=False)
+    assert patching._is_traced()
+    monkeypatch.delattr(tracer, "is_fx_symbolic_tracing")
+    monkeypatch.setattr(tracer, "_is_fx_tracing_flag", True, raising=False)
+    assert patching._is_traced()
+
+
 class _Graphs:
     """A compiler that runs what it gets as it is, and counts the operations."""
 

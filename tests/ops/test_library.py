@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastgen import selfcheck
 from fastgen.ops import _library
 
 
@@ -17,6 +18,21 @@ def test_a_checkout_says_where_it_was_imported_from(tmp_path: Path) -> None:
     (tmp_path / "setup.py").touch()
     said = _library._not_built(tmp_path)
     assert f"in {tmp_path}, from where fastgen is imported: run Python in another folder" in said
+
+
+@pytest.mark.parametrize(("asked", "gpu", "accelerates"), [("0", False, False), ("1", False, True), ("0", True, True)])
+def test_the_status_without_operators(
+    asked: str, gpu: bool, accelerates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU alone, what is built for the CPU is not missed; and it may be left out on purpose."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("FASTGEN_NO_EXT", asked)
+    monkeypatch.setattr(_library, "load", lambda device: "the extension was not built")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(selfcheck, "run", lambda: selfcheck.Finding(True, "a model both ways"))
+    line, found = selfcheck.line()
+    assert found is accelerates and "the extension was not built" in line and "Transformers" in line
+    assert ("WITHOUT" in line) is not accelerates
 
 
 def test_operators_that_are_missing_are_missed_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

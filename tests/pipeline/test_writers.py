@@ -163,6 +163,7 @@ def test_a_complete_output_is_not_resumed(tmp_path):
     ):
         file_output(path, resume=True)
     assert path.read_bytes() == before
+    fill(file_output(path, resume=True, overwrite=True))  # which starts over
 
 
 def test_a_resumed_run_may_rewrite_its_own_files_only(tmp_path):

@@ -96,7 +96,7 @@ def _is_all(model_kwargs: dict[str, Any]) -> bool:
     return all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
 
 
-def first_pass(
+def prefill_in_groups(
     call: Call, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
 ) -> Any:
     """What the library's `_prefill` gives for prompts [batch, longest]: the logits of the last position at least.
@@ -118,10 +118,10 @@ def first_pass(
         groups = _groups(call, call.model, ids, model_kwargs.get("attention_mask"), config, in_front=True)
     if not groups:
         return wrapped(ids, config, model_kwargs, is_first_iteration)
-    return _first_pass(groups, wrapped, ids, config, model_kwargs, is_first_iteration)
+    return _prefill_groups(groups, wrapped, ids, config, model_kwargs, is_first_iteration)
 
 
-def _first_pass(
+def _prefill_groups(
     groups: Groups, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
 ) -> Any:
     cache = releases.cache_in(model_kwargs)

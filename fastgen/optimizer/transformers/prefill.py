@@ -16,7 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen import patching, releases
 from fastgen.decoding.beams import Beams
 from fastgen.optimizer.transformers import cache as caches
-from fastgen.optimizer.transformers.buckets import first_pass
+from fastgen.optimizer.transformers.buckets import prefill_in_groups
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
@@ -73,7 +73,7 @@ def _prefill(
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
     store = call.store = StoreInCache(releases.cache_in(model_kwargs), per_input, initial_capacity)
-    outputs = first_pass(call, wrapped, one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
+    outputs = prefill_in_groups(call, wrapped, one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if releases.cache_in(outputs) is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
         call.abandon()
