@@ -137,10 +137,17 @@ def against_others(
         others["OpenVINO GenAI"] = ("OpenVINO GenAI", "openvino", _OPENVINO_GENAI)
     sides = {"FastGen": partial(generate, model, tokens, count, packed_weights="keep", **settings_of_side)}
     with ExitStack() as stack:
+        missing = []
         for name, started in others.items():
-            other = stack.enter_context(OtherLibrary(*started, **question))
+            try:
+                other = stack.enter_context(OtherLibrary(*started, **question))
+            except elsewhere.Unsupported as reason:
+                missing.append(f"; {name} not measured, {reason}")
+                continue
             sides[name] = partial(other.generate, count)
-        return compared(sides, repetitions)
+        if len(sides) == 1:
+            raise elsewhere.Unsupported("".join(missing).removeprefix("; "))
+        return compared(sides, repetitions) + "".join(missing)
 
 
 def write_gguf(model: Any, path: Path) -> None:
@@ -283,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(ROWS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ROW", help=", ".join(names))
     parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="of each side (default: %(default)s)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch and llama.cpp (default: torch's)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch and the other libraries (default: torch's)")
     parser.add_argument("--text", type=Path, default=_TEXT, help="its last 250 lines are predicted")
     given = parser.parse_args(arguments)
     fastgen.enable()
