@@ -23,7 +23,7 @@ STEPS = [
     ("Batch: many inputs\nin a script?", "8 to 64 in a call\nsorted by length"),
     ("Batch: a whole file?", "fastgen-generate\nmakes the batches"),
     ("A service, whose weights\ndo not change?", 'packed_weights="keep"\nsame tokens'),
-    ("May weights be rounded\nto 8 or 4 bits?", 'weight_dtype="int8"\nother tokens, measure'),
+    ("May weights be rounded\nto 8 or 4 bits?", 'weight_dtype="int8"\nand packed_weights="keep"'),
     ("Measure: fastgen.compare", None),
 ]
 WIDTH, BOX, HEIGHT, GAP, MARGIN = 620, 272, 66, 30, 12
