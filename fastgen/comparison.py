@@ -89,8 +89,7 @@ class Comparison:
             # Of a few MiB, a ratio would say nothing; and a larger one would be worse, other than of the times.
             rows.append(("memory added", *(f"{size / 2**20:+.1f} MiB" for size in (before, after)), ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines = [line.rstrip() for line in lines]
+        lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
         if not self.settled:
             lines.append("steps were still being captured: later calls may be faster, compare again")
         if self.keeps_bits:
