@@ -246,7 +246,9 @@ def test_library_that_cannot_be_loaded_is_no_failure(wheel, tmp_path):
     (operators,) = (tmp_path / "venv").glob("lib/python*/site-packages/fastgen/ops")
     (operators / "libfastgen_cpu.so").write_bytes(b"from another machine")
     output = run(python, "-c", TRY_OPERATOR.format(version=fastgen._version.__version__))
-    assert output.splitlines()[-1].startswith("torch reference: libfastgen_cpu.so cannot be loaded: ")
+    assert output.splitlines()[-1].startswith(
+        "torch reference: libfastgen_cpu.so cannot be loaded, install FastGen again for this torch: "
+    )
 
 
 def test_no_compiler_is_one_line(tree, tmp_path):
