@@ -25,15 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import ROOT
-from fastgen.ops import (
-    dot_linear,
-    grouped_linear,
-    linear,
-    narrow_linear,
-    quantized_linear,
-    split_linear,
-    widened_linear,
-)
+from fastgen.ops.linear import bf16x3, gemm, gemv, grouped, panels, quantized, upcast
 
 # None: all that the processor has, AMX among it, which torch's variable leaves out.
 CAPABILITIES = ("default", "avx2", "avx512", None)
@@ -47,40 +39,31 @@ Product = Callable[[Tensor], Tensor]
 def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Product]]:
     """Kernels by name, each with the weight, [N, K], float32, in its format; those that serve such a weight here."""
     n, k = weight.shape
-    if linear.is_available():
-        packed = linear.pack(weight)
-        yield "packed f32", lambda x: linear.packed_linear(x, packed, bias, n)
-        yield "streamed f32", lambda x: linear.streamed_linear(x, weight, bias)
+    if gemm.is_available():
+        yield "streamed f32", lambda x: gemm.gemm(x, weight, bias)
         columns = weight.t().contiguous().t()
-        yield "streamed f32, columns", lambda x: linear.streamed_linear(x, columns, bias)
-        yield "folded f32", lambda x: linear.folded_linear(x, weight, bias)
+        yield "streamed f32, columns", lambda x: gemm.gemm(x, columns, bias)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16")):
         cast, own = weight.to(dtype), bias.to(dtype)
-        yield f"dot {name}", _where(dot_linear.serves, dot_linear.dot_linear, cast, own, dtype)
+        yield f"dot {name}", _where(gemv.serves, gemv.gemv, cast, own, dtype)
         if dtype == torch.float32:
             continue
-        yield f"dot {name}, x f32", _where(_few_rows, dot_linear.dot_linear, cast, bias, torch.float32)
-        yield f"widened {name}", _where(widened_linear.serves, widened_linear.widened_linear, cast, own, dtype)
-        if narrow_linear.is_available():
-            panels = narrow_linear.pack(cast)
-            yield f"narrow {name}", lambda x, panels=panels: narrow_linear.narrow_linear(x, panels, bias, n)
-    yield "bf16x3", _where(split_linear.serves, split_linear.split_linear, weight, bias, torch.float32)
+        yield f"widened {name}", _where(upcast.serves, upcast.upcast_gemm, cast, own, dtype)
+        if panels.is_available():
+            packed = panels.pack(cast)
+            yield f"narrow {name}", lambda x, packed=packed: panels.panels_gemm(x, packed, bias, n)
+    yield "bf16x3", _where(bf16x3.serves, bf16x3.bf16x3_gemm, weight, bias, torch.float32)
     for precision in ("bf16", "int8", "int4"):
-        if quantized_linear.unavailable(precision, measure=False) is None:
-            kept = quantized_linear.pack(weight, precision, 32)
-            yield precision, lambda x, kept=kept: quantized_linear.quantized_linear(x, kept, bias)
+        if quantized.unavailable(precision) is None:
+            kept = quantized.pack(weight, precision, 32)
+            yield precision, lambda x, kept=kept: quantized.quantized_linear(x, kept, bias)
     for bits in (4, 8):
-        if k % 32 or not grouped_linear.is_available():
+        if k % 32 or not grouped.is_available():
             continue
-        groups = grouped_linear.rounded(weight, bits, 32)
+        groups = grouped.rounded(weight, bits, 32)
         for floats in (False, True):
             name = f"{bits} bits in groups, {'float' if floats else 'int8'} activations"
-            yield name, partial(grouped_linear.grouped_linear, weight=groups, bias=bias, floats=floats)
-
-
-def _few_rows(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """What captured steps multiply with a copy in 16 bits of a weight in float32."""
-    return dot_linear.is_available() and x.shape[0] <= linear.MAX_DOT_ROWS
+            yield name, partial(grouped.grouped_linear, weight=groups, bias=bias, floats=floats)
 
 
 def _where(

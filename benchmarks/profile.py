@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from benchmarks.measure import copy_bandwidth, seconds_of
-from fastgen.ops import linear
+from fastgen.ops.linear import gemm
 
 # Operators below this share of the time are added up.
 _MIN_SHARE = 0.02
@@ -80,9 +80,9 @@ def measure_rates() -> Rates:
     """Those of this machine now, with the number of threads in force."""
     a, b = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
     products: list[Callable[[], object]] = [lambda: a @ b]
-    if linear.is_available():
-        packed = linear.pack(b)
-        products.append(lambda: linear.packed_linear(a, packed, None, _SIZE))
+    if gemm.is_available():
+        packed = gemm.pack(b)
+        products.append(lambda: gemm.packed_linear(a, packed, None, _SIZE))
     fastest = min(seconds_of([product], _CPU) for product in products)
     return Rates(2 * _SIZE**3 / fastest, copy_bandwidth(_CPU, _COPY_BYTES))
 

@@ -54,13 +54,13 @@ def enable(
 
     Args:
         strict: raise `FallbackError` where a call would fall back to the original code.
-        packed_weights: how long the packed copies of a model's weights live: "call" (the default), "keep" or "never".
-        weight_dtype: the type of those copies: "fp32" (the default), or "int8", "int4" or "bf16", with which results
-            are no longer those of the model's weights. On a GPU there are copies in "int8" and "int4" alone.
-        linear_products: how products with weights on the CPU are chosen: "measured" (the default), the fastest on this
-            machine, or "fixed", with which a run can be repeated to the last bit.
+        packed_weights: how long quantised copies of a model's weights live: "call" (the default), "keep" or "never".
+        weight_dtype: the type that linear layers multiply with: "fp32" (the default: the model's own), or copies in
+            "int8", "int4" or "bf16", with which results are no longer those of the model's weights. On a GPU there are
+            copies in "int8" and "int4" alone.
+        linear_products: deprecated, without effect: how a linear layer is multiplied is never measured.
         captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),
-            where that serves, or "never".
+            where that serves, "always", or "never".
         padding: what the results of encoders hold in the place of padding: "exact" (the default), what the library
             gives, or "zero", zeros, with which padding is always left out of the computation.
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks

@@ -1,6 +1,9 @@
 """`python -m fastgen` says whether this installation accelerates, on which instruction set, with which releases.
 
 `--verbose` lists every patch and every operator. Exit status: 0 where it accelerates, 1 where it does not.
+
+`python -m fastgen tune` measures which kernel of a linear layer is the fastest here by the number of rows, and writes a
+profile that takes the place of the shipped table (`fastgen.ops.linear.choose`).
 """
 
 import argparse
@@ -14,7 +17,14 @@ if __name__ == "__main__":
         prog="python -m fastgen", description="Says whether this installation of FastGen accelerates, or why not."
     )
     parser.add_argument("--verbose", action="store_true", help="list every patch and every operator")
-    verbose = parser.parse_args().verbose
+    commands = parser.add_subparsers(dest="command", metavar="{tune}")
+    commands.add_parser("tune", help="measure the kernels of linear layers, and write a profile of this machine")
+    given = parser.parse_args()
+    if given.command == "tune":
+        from fastgen.ops.linear import tune
+
+        sys.exit(tune.main())
+    verbose = given.verbose
     # The check imports Transformers, so that patches are applied: the status shows whether they fit.
     line, accelerates = selfcheck.line()
     status = fastgen.status()

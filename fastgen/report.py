@@ -131,7 +131,7 @@ def _untested(versions: dict[str, str]) -> Iterator[str]:
 
 def _weights() -> list[str]:
     """What the user has to know of weights that are not those of the model."""
-    from fastgen.ops.quantized_linear import unavailable
+    from fastgen.ops.linear.quantized import unavailable
 
     notes = {
         "call": [],
@@ -140,7 +140,7 @@ def _weights() -> list[str]:
     }[settings.current().packed_weights]
     wanted = settings.current().weight_dtype
     if wanted != "fp32":
-        reason = unavailable(wanted, settings.current().linear_products == "measured")
+        reason = unavailable(wanted)
         effect = ": results are not those of the model's own weights"
         if reason is not None:
             effect = f", but {reason}: weights on the CPU stay in float32"

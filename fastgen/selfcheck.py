@@ -30,7 +30,7 @@ def run() -> Finding:
     captured_step = "never" if settings.current().captured_step == "never" else "always"
     with (
         counters.set_aside(),
-        settings.changed(strict=False, captured_step=captured_step, linear_products="fixed", weight_dtype="fp32"),
+        settings.changed(strict=False, captured_step=captured_step, weight_dtype="fp32"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

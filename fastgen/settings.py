@@ -22,7 +22,6 @@ CHOICES = {
     "weight_dtype": ("fp32", "int8", "int4", "bf16"),
     "weight_group_size": (32, 64, 128),
     "activations": ("float", "int8"),
-    "linear_products": ("measured", "fixed"),
     "captured_step": ("auto", "always", "never"),
     "padding": ("exact", "zero"),
     "self_speculation": ("off", "int8", "int4"),
@@ -38,6 +37,8 @@ _COMMANDS = (
 )  # fmt: skip
 # Settings that are on or off.
 SWITCHES = ("keep_bits",)
+# Settings that there were, with the values that they had: they say nothing now.
+RETIRED = {"linear_products": ("measured", "fixed")}
 # Names that settings had, and their names now; and values that one of them had.
 RENAMED = {"cpu_weights": "weight_dtype", "few_bits_inputs": "activations"}
 _RENAMED_VALUES = {"few_bits_inputs": {"exact": "float"}}
@@ -55,17 +56,16 @@ class Settings:
     Attributes:
         disabled: importing FastGen changes nothing until `fastgen.enable()` is called (FASTGEN_DISABLE=1).
         strict: raise `FallbackError` where a call would fall back to the original code (FASTGEN_STRICT=1).
-        packed_weights: how long the packed copies of a model's weights are kept, on the CPU, and on a GPU in few bits:
-            for a "call" of `generate` (the default), or with the model ("keep": a call that follows need not pack
-            again, but weights must not be written to through `parameter.data`), or "never" made: linear layers run on
-            torch's own products then (FASTGEN_PACKED_WEIGHTS). Otherwise, recorded greedy steps keep a copy of the
-            output layer in 8 bits, and recorded steps of up to 128 rows one of each weight in float32 whose numbers
-            are all numbers of 16 bits. Whether a copy stands for the weight is
-            looked at in each call.
-        weight_dtype: the type of those copies: that of the weights, "fp32", or "int8", "int4" or "bf16", which change
-            the results and are used for every linear layer: "bf16" of a model in float32, the others in half
-            precision, too (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights (FASTGEN_CPU_WEIGHTS), is
-            deprecated.
+        packed_weights: how long the copies of a model's weights in `weight_dtype` are kept: for a "call" of `generate`
+            (the default), or with the model ("keep": a call that follows need not make them again, but weights must not
+            be written to through `parameter.data`). "never": linear layers run on torch's own products, and no weight
+            is copied (FASTGEN_PACKED_WEIGHTS). Otherwise, captured greedy steps keep a copy of the output layer in 8
+            bits, and captured steps of up to 16 rows one of each weight in float32 whose numbers are all numbers of 16
+            bits. Whether such a copy stands for the weight is looked at in each call.
+        weight_dtype: the type that linear layers multiply with: that of the weights, "fp32", or copies in "int8",
+            "int4" or "bf16", which change the results and are used for every linear layer: "bf16" of a model in
+            float32, the others in half precision, too (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights
+            (FASTGEN_CPU_WEIGHTS), is deprecated.
         weight_group_size: how many inputs share a scale in "int8" and "int4": 32, 64 or 128
             (FASTGEN_WEIGHT_GROUP_SIZE). Fewer are more accurate, and take more memory.
         keep_bits: `from_pretrained` reads checkpoints in low-bit formats into layers that keep their weights in these
@@ -75,15 +75,11 @@ class Settings:
             default), with the results of the unpacked weights, or rounded to "int8", row by row and group by group,
             which is faster and changes results (FASTGEN_ACTIVATIONS). The setting's old name, few_bits_inputs
             (FASTGEN_FEW_BITS_INPUTS, with "exact" for "float"), is deprecated.
-        linear_products: how the product of a linear layer on the CPU is chosen (FASTGEN_LINEAR_PRODUCTS). "measured"
-            (the default): the fastest on this machine. Torch's product and FastGen's round differently, so the last
-            digits of scores may differ between two runs. "fixed": by the weight's shape and the processor's
-            instructions alone, so that a row's result depends neither on what is in the other rows nor on the number of
-            threads.
         captured_step: whether decoding steps are captured and repeated, on the CPU as recorded operators, on an NVIDIA
             GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU where what is
-            left of a call, or the calls so far, let expect that recording pays. "always": in the first call already,
-            and with linear_products="fixed", too. "never": the library's loop runs.
+            left of a call, or the calls so far, let expect that recording pays: results may differ in the last digits
+            with that. "always": in the first call already. "never": the library's loop runs. With the last two, a
+            result does not depend on the calls before.
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
             padding is always left out.
@@ -108,7 +104,6 @@ class Settings:
     weight_group_size: int = 64
     keep_bits: bool = False
     activations: str = "float"
-    linear_products: str = "measured"
     captured_step: str = "auto"
     padding: str = "exact"
     self_speculation: str = "off"
@@ -135,7 +130,7 @@ class Settings:
         """The settings that the environment variables named above ask for."""
         given: dict[str, Any] = {}
         # An old name comes first, so that the new one counts where both are given.
-        for name in (*RENAMED, *CHOICES):
+        for name in (*RETIRED, *RENAMED, *CHOICES):
             value = os.environ.get(f"FASTGEN_{name.upper()}", "").strip().lower()
             if value:
                 # A number that is none is refused with the values that are known.
@@ -148,15 +143,22 @@ class Settings:
 
 
 def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) -> dict[str, Any]:
-    """`changes` with the names and values that settings have now; warns of old names.
+    """`changes` with the names and values that settings have now; warns of old names, and of settings that are gone.
 
     Args:
         spelled: what a warning calls a setting, from its name in capitals.
 
     Raises:
         TypeError: a setting is given by both names.
+        ValueError: a setting that is gone is given a value that it did not have.
     """
-    found = {name: value for name, value in changes.items() if name not in RENAMED}
+    found = {name: value for name, value in changes.items() if name not in (*RENAMED, *RETIRED)}
+    for name, values in RETIRED.items():
+        if changes.get(name) is not None:
+            if changes[name] not in values:
+                raise ValueError(f"{name} is {changes[name]!r}; known: {', '.join(values)}")
+            message = f"{spelled(name.upper())} has no effect any more: the kernel of a linear layer is never measured"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
     for old, new in RENAMED.items():
         if old in changes:
             if new in found:

@@ -181,7 +181,7 @@ def model_of_its_own() -> Iterator[None]:
     """
     from fastgen import settings
 
-    with settings.changed(**settings.unless_explicit(packed_weights="keep", linear_products="fixed")):
+    with settings.changed(**settings.unless_explicit(packed_weights="keep")):
         yield
 
 

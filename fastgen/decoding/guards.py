@@ -95,8 +95,7 @@ def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
 def _chosen() -> Hashable:
     """The settings of FastGen that decide what is recorded."""
     now = settings.current()
-    products = now.packed_weights == "never", now.linear_products
-    return *products, now.weight_dtype, now.weight_group_size, now.activations
+    return now.packed_weights == "never", now.weight_dtype, now.weight_group_size, now.activations
 
 
 def _memory(tensor: Tensor) -> Hashable:

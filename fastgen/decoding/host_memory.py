@@ -79,11 +79,6 @@ def _let_go(library: ctypes.CDLL, held_before: int) -> None:
             library.malloc_trim(ctypes.c_size_t(0))
 
 
-def is_kept() -> bool:
-    """Whether memory that this thread frees is used again: none of it is new to the system then."""
-    return _inside and threading.current_thread() is threading.main_thread()
-
-
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros. On a CPU, a large one takes memory only where it is written to: page by page.
 

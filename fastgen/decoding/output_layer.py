@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from fastgen import memory, settings
-from fastgen.decoding import products, weight_copies
-from fastgen.ops import _timings, largest_output
-from fastgen.ops.linear import MAX_BYTES, shortest_times
+from fastgen.decoding import linear_ops, weight_copies
+from fastgen.ops import largest_output
+from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import Kernel
 
 _aten = torch.ops.aten
-# Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "largest output 2"
+# With more rows, computing all outputs is no longer bound by reading the weight.
+_MOST_ROWS = 16
 # A copy is not worth it for less than that. No copy is made where there is not so many times its size of free memory.
 _LEAST_BYTES, _FREE_MEMORY = 2**22, 8
 # If more than this part of all outputs is computed over so many steps, estimates do not help: the logits are too flat.
@@ -37,8 +38,9 @@ class Step:
 
     def __init__(self, outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._outputs, self._x, self._bias = outputs, x, bias
-        self._multiply = _product(outputs, x, weight, bias)
-        self._layer = _layer(outputs, x, weight, bias)
+        self._layer = _layer(x, weight, bias)
+        # With the copy, outputs have the bits of GEMV. A result must not depend on whether there is one.
+        self._multiply = _product(outputs, x, weight, bias, None if self._layer is None else choose.GEMV)
         self._copy: largest_output.Copy | None = None  # that these estimates are from, until they are used
 
     def estimate(self) -> None:
@@ -66,56 +68,29 @@ class Step:
             self._layer.find(out, self._outputs, self._x, self._bias, copy, is_near, masked, share)
 
 
-def _product(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], Any]:
-    """What computes all outputs."""
-    product = products.faster(outputs, x, weight, bias)
-    if product is not None:
-        return products.together([product])[0]
+def _product(
+    outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel | None
+) -> Callable[[], Any]:
+    """What computes all outputs: with this kernel, or the one that serves them."""
+    op = linear_ops.linear_op(outputs, x, weight, bias)
+    if op is not None:
+        return linear_ops.single(op if kernel is None else op._replace(kernel=kernel))
     if bias is None:
         return partial(_aten.mm.out, x, weight.t(), out=outputs)
     return partial(_aten.addmm.out, bias, x, weight.t(), out=outputs)
 
 
-def _layer(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> OutputLayer | None:
-    """The weight with its copy, where that is faster."""
+def _layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> OutputLayer | None:
+    """The weight with its copy, where that is faster: few rows, and a weight that does not stay in a cache."""
     size = weight.numel() * weight.itemsize
     # "never" says that products are torch's own, and that nothing is copied.
     if settings.current().packed_weights == "never" or not largest_output.serves(x, weight, bias):
         return None
+    if x.shape[0] > _MOST_ROWS or choose.kernel_for(x, weight, bias) is None:
+        return None
     if size < _LEAST_BYTES or size / 4 * _FREE_MEMORY > memory.free_host_memory():
         return None
-    if settings.current().linear_products == "fixed":
-        # With the copy, outputs have the bits of dot products. A result must not depend on whether there is one.
-        return OutputLayer.of(weight) if products.are_dots(products.faster(outputs, x, weight, bias)) else None
-    key = f"{x.shape[0]}x{x.shape[1]}x{weight.shape[0]}"
-    known = _timings.get(_KERNEL, key, 2, partial(_measure, *x.shape, weight.shape[0]))
-    return OutputLayer.of(weight) if _is_faster(known) else None
-
-
-def _is_faster(known: _timings.Timing | None) -> bool:
-    return known is not None and known[1] < known[0]
-
-
-@torch.no_grad()
-def _measure(rows: int, inputs: int, outputs: int) -> tuple[float, float]:
-    """Seconds without a copy and with one, with random weights that come from memory."""
-    some = min(outputs, max(MAX_BYTES // (4 * inputs), 1))
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, inputs, generator=generator, dtype=torch.float32) for n in (rows, some))
-    out, results, copy = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, some), largest_output.copy_of(weight)
-    assert copy is not None
-    multiply = _product(results, x, weight, None)
-
-    def plain(_: Tensor) -> None:
-        multiply()
-        _aten.argmax.out(results, -1, False, out=out)
-
-    def with_copy(_: Tensor) -> None:
-        largest_output.estimate_out(results, x, None, copy)
-        largest_output.largest_output_out(out, results, x, weight, None, copy)
-
-    seconds = shortest_times([(plain, [weight]), (with_copy, [copy.numbers.numbers])])
-    return seconds[0] * outputs / some, seconds[1] * outputs / some
+    return OutputLayer.of(weight)
 
 
 class OutputLayer(weight_copies.CopiedWeight):

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import settings
 from fastgen.ops import packed_attention
 
 
@@ -59,7 +58,7 @@ class Packing:
         Returns:
             [1, total, heads, dim of the values].
         """
-        if self._is_one_operator(query, keys, values):
+        if packed_attention.serves(query, keys, values):
             return packed_attention.packed_attention(query[0], keys[0], values[0], self._in_row, scale).unsqueeze(0)
         has_groups = query.shape[1] != keys.shape[1]
         result = values.new_empty(1, self.total, query.shape[1], values.shape[3])
@@ -72,10 +71,6 @@ class Packing:
             )
             begin += texts * length
         return result
-
-    def _is_one_operator(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Whether attention of all texts is one call, which is measured to be faster."""
-        return packed_attention.serves(query, keys, values) and _is_faster(max(self.lengths), query, keys)
 
 
 def attend_texts(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor | None:
@@ -92,17 +87,10 @@ def attend_texts(query: Tensor, keys: Tensor, values: Tensor, scale: float | Non
         return None
     texts, _, length, _ = query.shape
     q, k, v = (packed_attention.as_row(x) for x in (query, keys, values))
-    if q is None or k is None or v is None or not _is_faster(length, query, keys):
+    if q is None or k is None or v is None:
         return None
     lengths = torch.full((texts,), length, dtype=torch.int64, device="cpu")
     return packed_attention.packed_attention(q, k, v, lengths, scale).unflatten(0, (texts, length))
-
-
-def _is_faster(length: int, query: Tensor, keys: Tensor) -> bool:
-    """Whether FastGen's operator is measured to be faster with [..., heads, tokens, dim] of texts of this length."""
-    if settings.current().linear_products == "fixed":  # the choice depends on a measurement
-        return False
-    return packed_attention.is_faster(length, query.shape[-3], keys.shape[-3], query.shape[-1])
 
 
 def _of_texts(x: Tensor, begin: int, texts: int, length: int) -> Tensor:

@@ -15,20 +15,19 @@ class ParameterSnapshot:
 
     Attributes:
         is_plain: its layer was its weight and bias then, and nothing else.
-        may_be_packed: it is plain, and memory was not too short for its panels.
         number: of no other one in this process.
-        panels: what it was packed to; None as long as it is not.
+        packed: the copy that was made of it; None as long as there is none.
     """
 
-    __slots__ = ("_data", "_parameter", "_version", "is_plain", "may_be_packed", "number", "panels")
+    __slots__ = ("_data", "_parameter", "_version", "is_plain", "number", "packed")
     _numbers = itertools.count()
 
     def __init__(self, parameter: Tensor, is_plain: bool) -> None:
         # The memory is held, so that no other tensor can come to lie there.
         self._parameter, self._data, self._version = parameter, parameter.detach(), parameter._version
-        self.is_plain = self.may_be_packed = is_plain
+        self.is_plain = is_plain
         self.number = next(self._numbers)
-        self.panels: Any = None
+        self.packed: Any = None
 
     def is_of(self, parameter: Tensor) -> bool:
         """Whether it is this parameter, unchanged."""

@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from fastgen import settings
 from fastgen.decoding import largest_outputs
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
 from fastgen.ops import packed_attention
@@ -103,8 +102,6 @@ def _without_copies(operations: list[Operation]) -> list[Operation]:
 
 
 def _with_own_attention(operations: list[Operation], recording: Recording) -> list[Operation]:
-    if settings.current().linear_products == "fixed":  # the choice depends on a measurement
-        return operations
     used = frozenset(storage for each in operations for storage in each.used)
     return [
         _own_attention(each, used, recording) or each if each.function is _ATTENTION else each for each in operations
@@ -112,7 +109,7 @@ def _with_own_attention(operations: list[Operation], recording: Recording) -> li
 
 
 def _own_attention(operation: Operation, used: frozenset[int], recording: Recording) -> Operation | None:
-    """Attention of texts over all of their tokens as FastGen's operator, if that is faster."""
+    """Attention of texts over all of their tokens as FastGen's operator."""
     args, options = tree_unflatten(operation.leaves, operation.structure)
     scale = options.pop("scale", Constant(None))
     out, sums = operation.fresh

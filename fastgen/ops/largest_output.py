@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library, grouped_linear
-from fastgen.ops.grouped_linear import PackedWeight
+from fastgen.ops import _library
+from fastgen.ops.linear import grouped
+from fastgen.ops.linear.grouped import PackedWeight
 from fastgen.ops.top_two import MASKED
 
 # Outputs that the kernel looks at together (csrc/cpu/largest_output.cpp).
@@ -57,7 +58,7 @@ class Copy(NamedTuple):
 
 def copy_of(weight: Tensor) -> Copy | None:
     """A copy of a weight, [outputs, inputs], float32; None if not all of its numbers are finite."""
-    numbers = grouped_linear.rounded(weight, 8, _GROUP_SIZE, rotated=True)
+    numbers = grouped.rounded(weight, 8, _GROUP_SIZE, rotated=True)
     # Of panels, groups and outputs. Rotated lines are longer by the root of the group size: so it is no factor here.
     scales = numbers.scales.double()
     roots = scales.square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
@@ -79,7 +80,7 @@ def rough_copy_of(weight: Tensor) -> Copy | None:
     What rounding does to a product is a sum of errors of either sign. It is likely within three standard deviations,
     which are the bound above divided by the root of the number of inputs.
     """
-    numbers = grouped_linear.rounded(weight, 4, _GROUP_SIZE)
+    numbers = grouped.rounded(weight, 4, _GROUP_SIZE)
     roots = numbers.scales.double().square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
     # Numbers of a group are off by a scale / sqrt(12) on the average.
     errors = roots * math.sqrt(_GROUP_SIZE / 12)
@@ -160,7 +161,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process, and estimates are faster than results."""
-    return _library.has_kernel("fastgen::largest_output_out") and grouped_linear.unavailable() is None
+    return _library.has_kernel("fastgen::largest_output_out") and grouped.unavailable() is None
 
 
 backend = functools.partial(_library.backend, "fastgen::largest_output_out")

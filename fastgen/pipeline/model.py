@@ -149,13 +149,17 @@ class ModelStage(BatchStage[RawOutput]):
     def _captured_step(self, batch: Batch) -> dict[str, Any]:
         """FastGen's setting for a batch, from the plan alone: so a resumed run has the same bits as one without a stop.
 
-        In a run that need not be repeatable, FastGen counts what has run so far instead.
+        On a GPU every step that can be is captured. Where something drafts, how much it drafts decides about bits.
         """
-        now = process_settings.current()
-        if now.captured_step != "auto" or now.linear_products != "fixed":
+        is_on_cpu = self.loaded.device.type == "cpu"
+        if not is_on_cpu or self._drafts or process_settings.current().captured_step != "auto":
             return {}
         steps = batch.alike * min(self._new_tokens, process_settings.STEPS_OF_A_CALL)
-        return {"captured_step": "always" if steps >= process_settings.RECORDING_PAYS_FROM else "auto"}
+        return {"captured_step": "always" if steps >= process_settings.RECORDING_PAYS_FROM else "never"}
+
+    @property
+    def _drafts(self) -> bool:
+        return self.loaded.asks_for_drafts or process_settings.current().self_speculation != "off"
 
     def forward(self, rows: list[Prepared], batch: Batch) -> RawOutput:
         import torch

@@ -66,9 +66,7 @@ def generate_dataset(
     )
     if in_memory and tokenizer is None:
         raise SetupError("a model in memory needs its tokenizer")
-    # Otherwise the last digits of scores would differ from run to run.
-    with process_settings.changed(**process_settings.unless_explicit(linear_products="fixed")):
-        return run(settings, model if in_memory else None, tokenizer)
+    return run(settings, model if in_memory else None, tokenizer)
 
 
 def run(

@@ -363,11 +363,11 @@ class RunOptions(DataOptions):
 
 
 def captured_drafts() -> dict[str, Any]:
-    """The settings with which steps that check drafts are captured, and draw, unless the user asked for others.
+    """The settings with which drafts are verified in captured steps, and drawn, unless the user asked for others.
 
     A batch of one text draws as the others do.
     """
-    wanted = {"linear_products": "measured", "assisted_sampling": "fastgen"}
+    wanted = {"assisted_sampling": "fastgen"}
     return {name: value for name, value in wanted.items() if name not in process_settings.current().explicit}
 
 

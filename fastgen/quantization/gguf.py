@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops.grouped_linear import SIGNED_MIDDLE, Multiples
+from fastgen.ops.linear.grouped import SIGNED_MIDDLE, Multiples
 from fastgen.quantization.checkpoint import ADVICE, expect
 from fastgen.quantization.grouped import GroupedWeight
 

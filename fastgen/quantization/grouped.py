@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops import grouped_linear
-from fastgen.ops.grouped_linear import Multiples
+from fastgen.ops.linear import grouped
+from fastgen.ops.linear.grouped import Multiples
 
 # What formats that pack integers into words have; blocks of GGUF have others, too.
 BITS = (4, 8)
@@ -69,7 +69,7 @@ def check(weight: GroupedWeight) -> None:
         ValueError: a part has another shape or dtype than `GroupedWeight` says, or the order is not a permutation.
     """
     numbers, scales, zeros, minimums, bits, group_size, order, _ = weight
-    if bits not in grouped_linear.BITS:
+    if bits not in grouped.BITS:
         raise ValueError(f"weights have {bits} bits: 4, 5, 6 and 8 are served")
     if numbers.dim() != 2 or numbers.dtype != torch.uint8:
         raise ValueError(f"numbers are {_described(numbers)}: they must be uint8 [outputs, inputs]")

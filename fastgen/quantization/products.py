@@ -1,6 +1,6 @@
 """Low-bit weights as layers keep them, and their products: the one place where these are chosen.
 
-A weight is kept in the layout of the kernels of its device: in panels on a CPU (`fastgen.ops.grouped_linear`), in lines
+A weight is kept in the layout of the kernels of its device: in panels on a CPU (`fastgen.ops.linear.grouped`), in lines
 on a GPU (`fastgen.ops.triton.grouped_linear`). Groups that the CPU's kernels do not take are cut into smaller ones with
 the same scale; a weight for which there are none is kept as it is.
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import patching, settings
-from fastgen.ops import grouped_linear
+from fastgen.ops.linear import grouped
 from fastgen.ops.triton import grouped_linear as lines
 from fastgen.quantization.grouped import GroupedWeight, check, values
 
@@ -69,12 +69,12 @@ def pack(weight: GroupedWeight) -> PackedWeight:
         sizes = Sizes(outputs, inputs, bits, group_size, 0, "plain", False)
         return PackedWeight(numbers.contiguous(), scales, zeros, minimums, order, sizes)
     if multiples is not None and size == group_size and order is None:
-        panels = grouped_linear.pack_multiples(numbers, multiples, bits=bits, group_size=size)
+        panels = grouped.pack_multiples(numbers, multiples, bits=bits, group_size=size)
     else:
         factors = [None if part is None else _repeated(part, inputs, size) for part in (scales, zeros, minimums)]
         assert factors[0] is not None
-        panels = grouped_linear.pack(numbers, factors[0], *factors[1:], bits=bits, group_size=size, order=order)
-    takes_floats = grouped_linear.keeps_floats(panels)
+        panels = grouped.pack(numbers, factors[0], *factors[1:], bits=bits, group_size=size, order=order)
+    takes_floats = grouped.keeps_floats(panels)
     return PackedWeight(*panels[:5], Sizes(outputs, inputs, bits, group_size, size, "panels", takes_floats))
 
 
@@ -120,8 +120,8 @@ def rows(packed: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if packed.sizes.layout == "lines":
         return lines.rows(_in_lines(packed), which, dtype)
-    if packed.sizes.layout == "panels" and which.device.type == "cpu" and grouped_linear.is_available():
-        return grouped_linear.rows(_in_panels(packed), which, dtype)
+    if packed.sizes.layout == "panels" and which.device.type == "cpu" and grouped.is_available():
+        return grouped.rows(_in_panels(packed), which, dtype)
     if not ((which >= 0) & (which < packed.sizes.outputs)).all():
         raise IndexError(f"a row that a weight with {packed.sizes.outputs} of them does not have")
     found = values(_grouped(packed, which, None), dtype)
@@ -175,11 +175,11 @@ def _kernel(x: Tensor, packed: PackedWeight, activations: str) -> Any:
         return None
     if packed.sizes.layout == "lines":
         return lambda x, bias: lines.grouped_linear(x, _in_lines(packed), bias)
-    is_rounded = activations == "int8" and grouped_linear.unavailable() is None
+    is_rounded = activations == "int8" and grouped.unavailable() is None
     is_served = packed.sizes.layout == "panels" and (is_rounded or packed.sizes.takes_floats)
-    if not is_served or x.device.type != "cpu" or not grouped_linear.is_available():
+    if not is_served or x.device.type != "cpu" or not grouped.is_available():
         return None
-    return lambda x, bias: grouped_linear.grouped_linear(x, _in_panels(packed), bias, floats=not is_rounded)
+    return lambda x, bias: grouped.grouped_linear(x, _in_panels(packed), bias, floats=not is_rounded)
 
 
 def _plain(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -197,9 +197,9 @@ def _pieces(packed: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[int, Ten
         yield start, values(_grouped(packed, slice(start, start + count), None), dtype)
 
 
-def _in_panels(packed: PackedWeight) -> grouped_linear.PackedWeight:
+def _in_panels(packed: PackedWeight) -> grouped.PackedWeight:
     outputs, inputs, bits, _, size, *_ = packed.sizes
-    return grouped_linear.PackedWeight(*packed[:5], outputs, inputs, bits, size)
+    return grouped.PackedWeight(*packed[:5], outputs, inputs, bits, size)
 
 
 def _in_lines(packed: PackedWeight) -> lines.LinedWeight:
@@ -216,7 +216,7 @@ def _grouped(packed: PackedWeight, which: slice | Tensor, order: Tensor | None) 
     if layout == "lines":
         numbers, parts = lines.unpacked(_in_lines(packed), which)
     elif layout == "panels":
-        numbers, parts = grouped_linear.unpacked(_in_panels(packed), which)
+        numbers, parts = grouped.unpacked(_in_panels(packed), which)
         each = group_size // size if group_size < inputs else parts[0].shape[1] if parts[0] is not None else 1
         parts = [part if part is None else part[:, ::each] for part in parts]
     else:

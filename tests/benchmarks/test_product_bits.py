@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import product_bits
-from fastgen.ops import linear
+from fastgen.ops.linear import gemm
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_a_run_gives_the_same_digests_twice() -> None:
     every = {f"{kind} {of}" for kind in ("dot", "narrow", "widened") for of in ("bf16", "f16")}
     every |= {"dot f32", "dot bf16, x f32", "dot f16, x f32", "packed f32", "streamed f32", "folded f32"}
     every |= {f"{bits} bits in groups, {of} activations" for bits in (4, 8) for of in ("float", "int8")}
-    assert not linear.is_available() or every - {"widened bf16", "widened f16"} <= names, every - names
+    assert not gemm.is_available() or every - {"widened bf16", "widened f16"} <= names, every - names
     assert all(line["error"] < 1.0 for line in first)  # the 4 bits are far from the weight
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.profile import OTHERS, Rates, profile, work_of
-from fastgen.ops import attention, dot_linear, linear, narrow_linear
+from fastgen.ops import attention
+from fastgen.ops.linear import gemm, gemv, panels
 
 # An operation a second, and as many bytes as one likes; and the other way round.
 _BY_OPERATIONS, _BY_BYTES = Rates(1.0, float("inf")), Rates(float("inf"), 1.0)
@@ -52,21 +53,21 @@ def test_the_work_of_attention():
 
 def test_the_work_of_the_operators():
     weight, x = torch.randn(96, 5), torch.randn(3, 5)
-    packed = linear.pack(weight)
+    packed = gemm.pack(weight)
     outputs = packed.shape[0] * packed.shape[2]  # with those that fill the last panel
     work = work_of("fastgen::packed_linear", [list(t.shape) for t in (x, packed)] + [[], []])
     assert work == Rates(2 * 3 * 5 * outputs, 4 * (15 + 5 * outputs + 3 * outputs))
-    if linear.is_available():
-        found = profile(lambda: linear.packed_linear(x, packed, None, 96), lambda: _BY_OPERATIONS)
+    if gemm.is_available():
+        found = profile(lambda: gemm.packed_linear(x, packed, None, 96), lambda: _BY_OPERATIONS)
         assert found.floor == {"fastgen::packed_linear": work.operations}
     work = work_of("fastgen::streamed_linear", [list(t.shape) for t in (x, weight)] + [[]])
     assert work == Rates(2 * 3 * 5 * 96, 4 * (15 + 5 * 96 + 3 * 96))
-    found = profile(lambda: linear.streamed_linear(x, weight, None), lambda: _BY_OPERATIONS)
+    found = profile(lambda: gemm.gemm(x, weight, None), lambda: _BY_OPERATIONS)
     assert sum(found.floor.values()) == work.operations
 
     y = torch.empty(3, 96)
-    operators = [torch.ops.fastgen.streamed_linear_out] if linear.is_available() else []
-    operators += [torch.ops.fastgen.dot_linear_out] if dot_linear.is_available() else []
+    operators = [torch.ops.fastgen.streamed_linear_out] if gemm.is_available() else []
+    operators += [torch.ops.fastgen.dot_linear_out] if gemv.is_available() else []
     for operator in operators:
         found = profile(lambda operator=operator: operator(y, x, weight, None), lambda: _BY_OPERATIONS)
         assert sum(found.floor.values()) == work.operations
@@ -74,15 +75,15 @@ def test_the_work_of_the_operators():
     # Two weights with the same rows, which are read once.
     others = (torch.empty(3, 7), torch.randn(7, 5))
     works = Rates(2 * 3 * 5 * (96 + 7), 4 * (15 + 5 * (96 + 7) + 3 * (96 + 7)))
-    for name in ("streamed_linears_out", "dot_linears_out") if linear.is_available() else ():
+    for name in ("streamed_linears_out", "dot_linears_out") if gemm.is_available() else ():
         several = partial(getattr(torch.ops.fastgen, name), [y, others[0]], x, [weight, others[1]], [None, None])
         for rates, amount in ((_BY_OPERATIONS, works.operations), (_BY_BYTES, works.bytes)):
             assert profile(several, lambda rates=rates: rates).floor == {f"fastgen::{name}": amount}
 
     # The same with weights of 16 bits.
     narrow = works._replace(bytes=works.bytes - 2 * 5 * (96 + 7))
-    if narrow_linear.is_available():
-        packed = [narrow_linear.pack(of.bfloat16().contiguous()) for of in (weight, others[1])]
+    if panels.is_available():
+        packed = [panels.pack(of.bfloat16().contiguous()) for of in (weight, others[1])]
         several = partial(torch.ops.fastgen.narrow_linears_out, [y, others[0]], x, packed, [None, None])
         for rates, amount in ((_BY_OPERATIONS, narrow.operations), (_BY_BYTES, narrow.bytes)):
             assert profile(several, lambda rates=rates: rates).floor == {"fastgen::narrow_linears_out": amount}

@@ -9,17 +9,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowLines, NarrowPanels, NarrowWeight
 from torch import Tensor
 
 import fastgen
 from fastgen import memory, settings
 from fastgen.decoding import narrow_weights, products, weight_copies
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowLines, NarrowPanels, NarrowWeight
-from fastgen.ops import _plan, fingerprint, linear, narrow, narrow_linear
+from fastgen.ops import _plan, fingerprint, narrow
+from fastgen.ops.linear import gemm, panels
 
 pytestmark = [
-    pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process"),
+    pytest.mark.skipif(not panels.is_available(), reason="there are no kernels in this process"),
     pytest.mark.sampled(5),
 ]
 
@@ -34,9 +35,9 @@ def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
     # With sums in order, so that products without copies have the same bits.
     monkeypatch.setattr(products, "_FOLDED", products._STREAMED)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
-    costs = lambda rows, *more: narrow_linear.Costs(2.0, 0.5 if rows <= 8 else 2.0)  # noqa: E731
-    monkeypatch.setattr(narrow_linear, "costs", costs)
+    monkeypatch.setattr(gemm, "costs", lambda *shape, **more: gemm.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
+    costs = lambda rows, *more: panels.Costs(2.0, 0.5 if rows <= 8 else 2.0)  # noqa: E731
+    monkeypatch.setattr(panels, "costs", costs)
 
 
 def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
@@ -64,7 +65,7 @@ class Step:
         self.x.normal_()
         self.program.replay()
         of_weights = zip(self.weights, self.biases, strict=True)
-        wanted = (linear.streamed_linear(self.x, weight.detach(), bias) for weight, bias in of_weights)
+        wanted = (gemm.gemm(self.x, weight.detach(), bias) for weight, bias in of_weights)
         return all(torch.equal(out, each) for out, each in zip(self.out, wanted, strict=True))
 
     def call(self, steps: int = 5) -> bool:
@@ -119,7 +120,7 @@ def test_one_number_that_is_none_of_16_bits() -> None:
     [
         lambda: Step(torch.randn(OUTPUTS, INPUTS)),
         lambda: Step(weight_of(torch.bfloat16), rows=9),  # which is not faster
-        lambda: Step(weight_of(torch.bfloat16), rows=narrow_linear.MAX_ROWS + 1),
+        lambda: Step(weight_of(torch.bfloat16), rows=panels.MAX_ROWS + 1),
         lambda: Step(torch.randn(INPUTS, OUTPUTS).bfloat16().float().t()),
         lambda: Step(torch.randn(OUTPUTS, 2 * INPUTS).bfloat16().float()[:, :INPUTS]),
     ],
@@ -166,7 +167,7 @@ def test_a_weight_that_the_step_writes_has_no_copy() -> None:
 
 @TYPES
 @pytest.mark.parametrize(("rows", "kind"), [(1, NarrowLines), (4, NarrowLines), (5, NarrowPanels), (40, NarrowPanels)])
-@pytest.mark.skipif(not linear.has_vectors(), reason="torch's product is used without AVX2")
+@pytest.mark.skipif(not gemm.has_vectors(), reason="torch's product is used without AVX2")
 def test_fixed_products_do_not_depend_on_copies(
     rows: int, kind: type[NarrowWeight], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +185,7 @@ def test_fixed_products_do_not_depend_on_copies(
 
 def test_torchs_product_where_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the fastest of those in float32."""
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 3.0, 3.0))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, **more: gemm.Costs(2.0, 3.0, 1.0, 3.0, 3.0))
     for biased in (False, True):
         step = Step(weight_of(torch.bfloat16), weight_of(torch.float16, 9), biased=biased)
         with weight_copies.call():
@@ -285,7 +286,7 @@ def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
 
 def test_copies_take_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them together: what they have taken is not free any more."""
-    size = narrow_linear.pack(weight_of(torch.bfloat16).bfloat16()).nbytes
+    size = panels.pack(weight_of(torch.bfloat16).bfloat16()).nbytes
     steps = [Step(weight_of(torch.bfloat16)) for _ in range(4)]
     total = 2 * size / narrow_weights.MOST_OF_MEMORY
     monkeypatch.setattr(memory, "free_host_memory", lambda: total - size * len(copies()))

@@ -14,7 +14,7 @@ from fastgen import memory, settings
 from fastgen.decoding import output_layer, weight_copies
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.output_layer import OutputLayer
-from fastgen.ops import _timings, fingerprint, largest_output
+from fastgen.ops import fingerprint, largest_output
 
 MEASURE = output_layer._measure
 pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")

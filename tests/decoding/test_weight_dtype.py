@@ -12,26 +12,26 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers, _HalfLinear, _Linear
-from fastgen.ops import linear, quantized_linear
+from fastgen.ops.linear import gemm, quantized
 from tests.decoding.layers.tiny import KINDS, each_change, model_of_layers
 
-PRECISIONS = quantized_linear.PRECISIONS
+PRECISIONS = quantized.PRECISIONS
 
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every layer is large enough and every processor fast; the precisions of what is packed, in order."""
     found: list[str] = []
-    pack, pack_quantized = linear.pack, quantized_linear.pack
+    pack, pack_quantized = gemm.pack, quantized.pack
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(FastLayers, "_shapes", {})
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
-    monkeypatch.setattr(linear, "pack", lambda weight: found.append("fp32") or pack(weight))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 1.0, 0.0))
+    monkeypatch.setattr(gemm, "pack", lambda weight: found.append("fp32") or pack(weight))
     monkeypatch.setattr(
         quantized_linear, "pack", lambda weight, *kind: found.append(kind[0]) or pack_quantized(weight, *kind)
     )
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(quantized, "unavailable", lambda *asked: None)
     fastgen.enable(packed_weights="call", weight_dtype="fp32")
     fastgen.reset_stats()
     with torch.no_grad():
@@ -41,7 +41,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def _skip_without(precision: str) -> None:
-    reason = quantized_linear._missing(precision)
+    reason = quantized._missing(precision)
     if reason is not None:
         pytest.skip(reason)
 
@@ -97,7 +97,7 @@ def test_layers_in_half_precision(precision: str, packed: list[str], dtype: torc
         result = model(x)
     assert result.dtype is dtype
     assert (_HalfLinear in kinds) is (precision == "bf16")
-    if dtype in quantized_linear.types(precision, torch.device("cpu")):
+    if dtype in quantized.types(precision, torch.device("cpu")):
         assert packed == [precision] * 3 and not torch.equal(result, expected)
         assert ((result - expected).norm() / expected.norm()).item() < (0.3 if precision == "int4" else 0.03)
         assert fastgen.stats() == {f"{precision} weights": {"accelerated": 1, "fallback": {}}}
@@ -117,7 +117,7 @@ def test_calls_in_which_nothing_is_multiplied_do_not_count(precision: str) -> No
 
 def test_measured_costs_do_not_matter(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The results must not depend on what a machine has measured."""
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: None)
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: None)
     model = model_of_layers()
     with FastLayers.of(model, KINDS):
         model(torch.randn(2, 20))
@@ -162,7 +162,7 @@ def test_switching_while_weights_are_kept(packed: list[str]) -> None:
     for precision in ("int8", "int8", "bf16", "fp32", "int8"):
         fastgen.enable(packed_weights="keep", weight_dtype=precision)
         with FastLayers.of(model, KINDS):
-            assert _precisions(model)[0] == (precision if precision != "fp32" or linear.is_available() else None)
+            assert _precisions(model)[0] == (precision if precision != "fp32" or gemm.is_available() else None)
             results.append(model(x))
         torch.testing.assert_close(results[-1], expected, atol=1e-4, rtol=1e-5) if precision == "fp32" else None
         assert precision == "fp32" or _is_near(results[-1], expected)
@@ -269,7 +269,7 @@ def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: p
 
 
 def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
+    monkeypatch.setattr(quantized, "unavailable", lambda *asked: "this processor is not fast")
     fastgen.enable(weight_dtype="int8")
     model, x = model_of_layers(), torch.randn(2, 20)
     expected = model(x)
@@ -289,8 +289,8 @@ def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkey
 
 
 def test_without_the_extension_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "is_available", lambda: False)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "the extension was not built")
+    monkeypatch.setattr(gemm, "is_available", lambda: False)
+    monkeypatch.setattr(quantized, "unavailable", lambda *asked: "the extension was not built")
     fastgen.enable(weight_dtype="bf16")
     model = model_of_layers()
     with FastLayers.of(model, KINDS):

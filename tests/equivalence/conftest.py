@@ -13,7 +13,8 @@ import fastgen
 from fastgen.decoding import kv, layers, products
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
-from fastgen.ops import dot_linear, linear, packed_attention, split_linear, widened_linear
+from fastgen.ops import packed_attention
+from fastgen.ops.linear import bf16x3, gemm, gemv, upcast
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
@@ -60,10 +61,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
     monkeypatch.setattr(layers.FastLayers, "_half_shapes", {})
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(plain=2.0, dots=1.0))
-    monkeypatch.setattr(split_linear, "costs", lambda *shape, **options: split_linear.Costs(plain=2.0, split=9.0))
-    monkeypatch.setattr(widened_linear, "costs", lambda *shape, measure: widened_linear.Costs(plain=2.0, widened=1.0))
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 0.5, packing=0.0, dots=1.0))
+    monkeypatch.setattr(gemv, "costs", lambda *shape, **options: gemv.Costs(plain=2.0, dots=1.0))
+    monkeypatch.setattr(bf16x3, "costs", lambda *shape, **options: bf16x3.Costs(plain=2.0, split=9.0))
+    monkeypatch.setattr(upcast, "costs", lambda *shape, measure: upcast.Costs(plain=2.0, widened=1.0))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 0.5, packing=0.0, dots=1.0))
     monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     fastgen.enable()
     fastgen.reset_stats()

@@ -17,7 +17,8 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 import fastgen
 from fastgen import patching, settings
 from fastgen.decoding import layers, products
-from fastgen.ops import linear, packed_attention, quantized_linear, split_linear
+from fastgen.ops import packed_attention
+from fastgen.ops.linear import bf16x3, gemm, quantized
 from fastgen.optimizer.transformers.encoders import call, passes, programs
 from fastgen.optimizer.transformers.encoders.stacks import BUCKETED, RIGHT_PADDED, VARLEN
 from tests.equivalence.encoder_models import (
@@ -242,12 +243,12 @@ def test_bfloat16(architecture: str) -> None:
 def test_many_rows_are_multiplied_with_weights_as_they_are(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is the fastest; weights that have changed since are seen."""
     used = []
-    product = linear.folded_linear
+    product = gemm.folded_linear
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, streamed=1.0))
-    monkeypatch.setattr(split_linear, "costs", lambda *shape, **more: split_linear.Costs(plain=2.0, split=9.0))
-    monkeypatch.setattr(linear, "folded_linear", lambda *given: used.append(given[0].shape) or product(*given))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, **more: gemm.Costs(2.0, 3.0, 1.0, streamed=1.0))
+    monkeypatch.setattr(bf16x3, "costs", lambda *shape, **more: bf16x3.Costs(plain=2.0, split=9.0))
+    monkeypatch.setattr(gemm, "folded_linear", lambda *given: used.append(given[0].shape) or product(*given))
     model = copy.deepcopy(classifier)
     for lengths in (LENGTHS * 3, [LONGEST] * 9):  # with and without padding
         used.clear()
@@ -261,7 +262,7 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *arguments: None)
+    monkeypatch.setattr(quantized, "unavailable", lambda *arguments: None)
     packed = []
     pack = products.FixedProducts.pack
     monkeypatch.setattr(products.FixedProducts, "pack", lambda *given: (packed.append(1), pack(*given))[1])
@@ -435,7 +436,7 @@ def test_little_padding_is_left(classifier: Any) -> None:
 
 def test_faster_layers_are_counted(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding, too: of many positions in float32, and of any number in 16 bits."""
-    if linear.is_available():
+    if gemm.is_available():
         monkeypatch.setattr(programs, "MOST_TOKENS", 100)
         _fast(classifier, inputs([40, 40, 40]))
         assert fastgen.stats()["transformers.encoder, layers"]["accelerated"] == 1

@@ -16,14 +16,14 @@ from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, G
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import linear, quantized_linear
 from fastgen.ops import triton as operators
+from fastgen.ops.linear import gemm, quantized
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import check, run
 
-pytestmark = pytest.mark.skipif(not linear.has_vectors(), reason="torch's product is used without AVX2")
+pytestmark = pytest.mark.skipif(not gemm.has_vectors(), reason="torch's product is used without AVX2")
 
 SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 8}
 
@@ -46,15 +46,15 @@ every = pytest.mark.parametrize("build", [_bart, _gpt2])
 
 # What a machine may have measured, or nothing yet.
 TIMINGS = {
-    "torch's is the fastest": linear.Costs(plain=1.0, packed=2.0, packing=0.0, streamed=2.0),
-    "the packed one is": linear.Costs(plain=2.0, packed=1.0, packing=0.0, streamed=2.0),
-    "the streamed one is": linear.Costs(plain=2.0, packed=2.0, packing=0.0, streamed=1.0),
+    "torch's is the fastest": gemm.Costs(plain=1.0, packed=2.0, packing=0.0, streamed=2.0),
+    "the packed one is": gemm.Costs(plain=2.0, packed=1.0, packing=0.0, streamed=2.0),
+    "the streamed one is": gemm.Costs(plain=2.0, packed=2.0, packing=0.0, streamed=1.0),
     "nothing is known": None,
 }
 
 
-def _measured(costs: linear.Costs | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
+def _measured(costs: gemm.Costs | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: costs)
     monkeypatch.setattr(FastLayers, "_shapes", {})
 
 
@@ -78,7 +78,7 @@ def test_timings_memory_and_earlier_calls_change_no_bit(
         _assert_the_same_bits(first, run(model, INPUTS, SCORES))
     FastLayers.drop_kept()
     monkeypatch.setattr(layers, "free_host_memory", lambda: 0)  # nothing can be packed
-    monkeypatch.setattr(linear, "pack", lambda weight: pytest.fail("packed"))
+    monkeypatch.setattr(gemm, "pack", lambda weight: pytest.fail("packed"))
     _assert_the_same_bits(first, run(model, INPUTS, SCORES))
 
 
@@ -140,13 +140,13 @@ def test_without_vectors_the_product_is_torchs(layer: nn.Linear, monkeypatch: py
             assert torch.equal(model(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+@pytest.mark.parametrize("precision", quantized.PRECISIONS)
 def test_whether_a_precision_is_used_is_not_measured(
     precision: str, layer: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if quantized_linear._missing(precision) is not None:
-        pytest.skip(quantized_linear._missing(precision) or "")
-    monkeypatch.setattr(quantized_linear, "_measure", lambda precision: pytest.fail("measured"))
+    if quantized._missing(precision) is not None:
+        pytest.skip(quantized._missing(precision) or "")
+    monkeypatch.setattr(quantized, "_measure", lambda precision: pytest.fail("measured"))
     fastgen.enable(weight_dtype=precision)
     x, model = torch.randn(5, 600), nn.Sequential(layer)
     plain = model(x)
@@ -155,11 +155,11 @@ def test_whether_a_precision_is_used_is_not_measured(
     assert fastgen.stats()[f"{precision} weights"]["accelerated"] == 1
 
 
-@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+@pytest.mark.parametrize("precision", quantized.PRECISIONS)
 def test_no_precision_depends_on_free_memory(precision: str, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where weights in the precision that was asked for do not fit, the call fails; nothing is float32 instead."""
-    if quantized_linear._missing(precision) is not None:
-        pytest.skip(quantized_linear._missing(precision) or "")
+    if quantized._missing(precision) is not None:
+        pytest.skip(quantized._missing(precision) or "")
     model = _bart()
     fastgen.enable(linear_products="fixed", weight_dtype=precision)
     plenty = run(model, INPUTS, SCORES)

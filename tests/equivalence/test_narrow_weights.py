@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowPanels
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.decoding import narrow_weights, output_layer, products, weight_copies
-from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowPanels
-from fastgen.ops import linear, narrow, narrow_linear
+from fastgen.ops import narrow
+from fastgen.ops.linear import gemm, panels
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import (
     BEAMS,
@@ -44,8 +45,8 @@ def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
     # With sums in order, so that products without copies have the same bits.
     monkeypatch.setattr(products, "_FOLDED", products._STREAMED)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
-    monkeypatch.setattr(narrow_linear, "costs", lambda *shape: narrow_linear.Costs(2.0, 0.5))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, **more: gemm.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
+    monkeypatch.setattr(panels, "costs", lambda *shape: panels.Costs(2.0, 0.5))
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
     monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))

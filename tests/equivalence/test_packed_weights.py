@@ -14,13 +14,13 @@ import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.kv import LayerKV
 from fastgen.decoding.layers import _Linear
-from fastgen.ops import linear
+from fastgen.ops.linear import gemm
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.models import BY_NAME
 from tests.equivalence.test_failures import break_
 
-pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
 
 SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True}
 FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
@@ -31,13 +31,13 @@ every = pytest.mark.parametrize("family", FAMILIES, ids=str)
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The outputs of every product with a packed weight."""
     found: list[int] = []
-    product = linear.packed_linear
+    product = gemm.packed_linear
 
     def counting(x: torch.Tensor, packed: torch.Tensor, bias: Any, outputs: int) -> torch.Tensor:
         found.append(outputs)
         return product(x, packed, bias, outputs)
 
-    monkeypatch.setattr(linear, "packed_linear", counting)
+    monkeypatch.setattr(gemm, "packed_linear", counting)
     return found
 
 
@@ -59,8 +59,8 @@ def test_they_are_used_and_nothing_stays(family: Any, products: list[int], stric
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The faster of the two ways without torch's product."""
     if request.param == "as they are":
-        monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, streamed=0.5))
-        monkeypatch.setattr(linear, "pack", lambda weight: pytest.fail("packed"))
+        monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 3.0, 0.0, streamed=0.5))
+        monkeypatch.setattr(gemm, "pack", lambda weight: pytest.fail("packed"))
 
 
 @every

@@ -19,8 +19,8 @@ from fastgen import settings
 from fastgen.decoding import layers, output_layer, products
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import linear, quantized_linear
 from fastgen.ops import triton as operators
+from fastgen.ops.linear import gemm, quantized
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays, sizes
 from tests.equivalence.captured import (
@@ -55,7 +55,7 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
     monkeypatch.setattr(
-        linear, "costs", lambda rows, *more, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
+        linear, "costs", lambda rows, *more, **options: gemm.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
     )
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
@@ -634,12 +634,12 @@ def test_weights_in_other_numbers_that_are_not_kept_free_what_was_recorded() -> 
     assert captures() == 0 and "weights in other numbers" in next(iter(reasons()))
 
 
-@pytest.fixture(params=quantized_linear.PRECISIONS)
+@pytest.fixture(params=quantized.PRECISIONS)
 def kept_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Weights in this precision, which are kept from call to call; that of every layer."""
-    if quantized_linear._missing(request.param):
-        pytest.skip(quantized_linear._missing(request.param))
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    if quantized._missing(request.param):
+        pytest.skip(quantized._missing(request.param))
+    monkeypatch.setattr(quantized, "unavailable", lambda *asked: None)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     fastgen.enable(weight_dtype=request.param, packed_weights="keep")
     return request.param

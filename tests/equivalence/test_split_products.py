@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fastgen.ops import split_linear
+from fastgen.ops.linear import bf16x3
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import accelerated, check
 from tests.equivalence.models import BY_NAME, LONG
 
-pytestmark = pytest.mark.skipif(not split_linear.is_available(), reason="this processor has no AMX tiles")
+pytestmark = pytest.mark.skipif(not bf16x3.is_available(), reason="this processor has no AMX tiles")
 
 
 @pytest.mark.parametrize("options", [BEAM, {"num_beams": 1, "max_new_tokens": 16}], ids=["beams", "greedy"])
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(not split_linear.is_available(), reason="this pr
 def test_tokens(name: str, options: dict, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everywhere, prefill and steps of many rows included."""
     used = []
-    product = split_linear.split_linear
-    monkeypatch.setattr(split_linear, "costs", lambda *shape, **more: split_linear.Costs(plain=2.0, split=0.1))
-    monkeypatch.setattr(split_linear, "split_linear", lambda *given: used.append(1) or product(*given))
+    product = bf16x3.bf16x3_gemm
+    monkeypatch.setattr(bf16x3, "costs", lambda *shape, **more: bf16x3.Costs(plain=2.0, split=0.1))
+    monkeypatch.setattr(bf16x3, "split_linear", lambda *given: used.append(1) or product(*given))
     family = BY_NAME[name]
     for _ in range(2):
         check(family.build(), family.make_inputs(3, LONG), options)

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import linear, split_linear
+from fastgen.ops.linear import bf16x3, gemm
 from fastgen_cli import fairseq as commands
 from tests.fairseq import models
 
-pytestmark = pytest.mark.skipif(not linear.has_vectors(), reason="torch's product is used without AVX2")
+pytestmark = pytest.mark.skipif(not gemm.has_vectors(), reason="torch's product is used without AVX2")
 
 # What a machine may have measured: torch's product is the fastest, or the packed one.
 TIMINGS = (
-    linear.Costs(plain=1.0, packed=2.0, packing=0.0, streamed=2.0),
-    linear.Costs(plain=2.0, packed=1.0, packing=0.0, streamed=2.0),
+    gemm.Costs(plain=1.0, packed=2.0, packing=0.0, streamed=2.0),
+    gemm.Costs(plain=2.0, packed=1.0, packing=0.0, streamed=2.0),
 )
 
 
@@ -50,10 +50,10 @@ def test_the_same_command_twice_prints_the_same_digits(strict, tmp_path, monkeyp
     words = [str(tmp_path), "--path", str(path), "-s", "de", "-t", "en", "--input", str(tmp_path / "input.txt")]
     words += "--cpu --buffer-size 4 --batch-size 4 --beam 3 --max-len-b 8 --postprocess-workers 0".split()
 
-    def printed(costs: linear.Costs | None) -> list[str]:
-        monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
-        split = None if costs is None else split_linear.Costs(plain=2.0, split=9.0)
-        monkeypatch.setattr(split_linear, "costs", lambda *shape, measure: split)
+    def printed(costs: gemm.Costs | None) -> list[str]:
+        monkeypatch.setattr(gemm, "costs", lambda *shape, measure: costs)
+        split = None if costs is None else bf16x3.Costs(plain=2.0, split=9.0)
+        monkeypatch.setattr(bf16x3, "costs", lambda *shape, measure: split)
         monkeypatch.setattr(FastLayers, "_shapes", {})
         assert commands.interactive(words) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("H-", "D-", "P-"))]
@@ -63,7 +63,7 @@ def test_the_same_command_twice_prints_the_same_digits(strict, tmp_path, monkeyp
     assert all(printed(costs) == first for costs in TIMINGS)
     # Or this would show nothing: the product depends on the timings when nobody says otherwise. On some machines
     # all products give the same digits, so one of them is made to give others.
-    packed = linear.packed_linear
-    monkeypatch.setattr(linear, "packed_linear", lambda *given: packed(*given) * 1.01)
+    packed = gemm.packed_linear
+    monkeypatch.setattr(gemm, "packed_linear", lambda *given: packed(*given) * 1.01)
     monkeypatch.setattr(commands, "model_of_its_own", contextlib.nullcontext)
     assert printed(TIMINGS[0]) != printed(TIMINGS[1])

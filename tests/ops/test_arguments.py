@@ -20,8 +20,9 @@ import torch
 
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch
-from fastgen.ops import _library, grouped_linear, linear
+from fastgen.ops import _library
 from fastgen.ops import no_repeat_ngram as ngram
+from fastgen.ops.linear import gemm, grouped
 from tests.ops.fuzz import __main__ as fuzzer
 from tests.ops.fuzz import cases
 from tests.ops.test_search_step import arguments as arguments_of_beams
@@ -136,7 +137,7 @@ def test_decode_attention_without_keys_but_with_a_huge_head(dim):
 
 @pytest.mark.parametrize("shape", [(2**40,), (2**20, 2**30), (3, 4)])
 def test_evict_an_expanded_tensor(shape):
-    assert ops.evict(torch.ones(1).expand(shape)) == linear.evict(torch.ones(3))
+    assert ops.evict(torch.ones(1).expand(shape)) == gemm.evict(torch.ones(3))
 
 
 def test_evict_numbers_with_gaps():
@@ -157,7 +158,7 @@ def test_grouped_rows_whose_sizes_overflow(outputs, inputs, count):
 
 
 def test_grouped_rows_of_a_line_that_is_not_there():
-    weight = grouped_linear.rounded(torch.randn(5, 8), 8, 8)
+    weight = grouped.rounded(torch.randn(5, 8), 8, 8)
     for line in (-1, 5, LARGEST, -(2**63)):
         which = torch.tensor([0, line])
         with pytest.raises(RuntimeError, match="index out of range"):

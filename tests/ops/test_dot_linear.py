@@ -7,10 +7,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastgen.ops import _timings, dot_linear, split_linear
+from fastgen.ops.linear import bf16x3, gemv
 from tests.ops.instructions import instruction_set
 
-pytestmark = pytest.mark.skipif(not dot_linear.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not gemv.is_available(), reason="the extension was not built")
 
 # None: those that multiply pairs of bfloat16, where the machine has them. Of a set that it lacks, the next narrower one
 # is used.
@@ -160,7 +160,7 @@ def test_weights_of_several_types_with_one_input() -> None:
     results = [torch.zeros(3, weight.shape[0]) for weight in weights]
     torch.ops.fastgen.dot_linears_out(results, x, weights, [None] * 4)
     for result, weight in zip(results, weights, strict=True):
-        assert torch.equal(result, dot_linear.dot_linear(x, weight.float(), None))
+        assert torch.equal(result, gemv.gemv(x, weight.float(), None))
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
@@ -185,10 +185,10 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(name: str | None, d
     x, lines = torch.randn(26, 1700).to(dtype), torch.randn(53, 1700).to(dtype)
     for weight in (lines, lines.t().contiguous().t())[: 2 if dtype is torch.float32 else 1]:
         with instruction_set(name):
-            alone = torch.cat([dot_linear.dot_linear(row[None], weight, None) for row in x])
-            found = {rows: dot_linear.dot_linear(x[:rows], weight, None) for rows in (2, 3, 5, 7, 8, 9, 12, 16, 24, 26)}
+            alone = torch.cat([gemv.gemv(row[None], weight, None) for row in x])
+            found = {rows: gemv.gemv(x[:rows], weight, None) for rows in (2, 3, 5, 7, 8, 9, 12, 16, 24, 26)}
             for rows, some in found.items():
-                if rows in IN_MATRICES and dtype is torch.bfloat16 and name is None and split_linear.is_available():
+                if rows in IN_MATRICES and dtype is torch.bfloat16 and name is None and bf16x3.is_available():
                     torch.testing.assert_close(some, alone[:rows], rtol=2**-7, atol=1e-3)
                     assert torch.equal(some, found[16][:rows])
                 else:
@@ -210,7 +210,7 @@ def test_several_with_one_input(dtype: torch.dtype, rows: int, outputs: list[int
         end += rows * each + 1
     torch.ops.fastgen.dot_linears_out(results, x, weights, biases)
     for result, weight, bias in zip(results, weights, biases, strict=True):
-        assert torch.equal(result, dot_linear.dot_linear(x, weight, bias))
+        assert torch.equal(result, gemv.gemv(x, weight, bias))
     assert around.isnan().sum() == len(outputs) + 1
 
 
@@ -257,28 +257,28 @@ def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None
     with pytest.raises(RuntimeError, match="dot_linear"):
         torch.ops.fastgen.dot_linear_out(**given)
     given.pop("out")
-    if dot_linear.serves(**given):
-        torch.testing.assert_close(dot_linear.dot_linear(**given), torch.nn.functional.linear(**given))
+    if gemv.serves(**given):
+        torch.testing.assert_close(gemv.gemv(**given), torch.nn.functional.linear(**given))
     elif "out" not in changes:
         with pytest.raises(RuntimeError):
-            dot_linear.dot_linear(**given)
+            gemv.gemv(**given)
 
 
 @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
 def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def measure(*shape: object) -> dot_linear.Costs:
+    def measure(*shape: object) -> gemv.Costs:
         measured.append(shape)
-        return dot_linear.Costs(2.0, 1.0)
+        return gemv.Costs(2.0, 1.0)
 
-    measure_truly = dot_linear._measure
-    monkeypatch.setattr(dot_linear, "_measure", measure)
+    measure_truly = gemv._measure
+    monkeypatch.setattr(gemv, "_measure", measure)
     monkeypatch.setattr(_timings, "_known", {})
     monkeypatch.setattr(_timings, "_waits", dict)
     monkeypatch.setenv("FASTGEN_CACHE", "")
     for rows in (3, 4, 5, 8, 9, 16, 15):
-        assert dot_linear.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if rows == 15 else None)
-        assert dot_linear.costs(rows, 16, 24, dtype) == (2.0, 1.0)
+        assert gemv.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if rows == 15 else None)
+        assert gemv.costs(rows, 16, 24, dtype) == (2.0, 1.0)
     assert measured == [(rows, 16, 24, dtype) for rows in (3, 4, 5, 8, 9, 16)]
     assert all(seconds > 0 for seconds in measure_truly(2, 16, 24, dtype))

@@ -9,11 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops import grouped_linear, linear
-from fastgen.ops.grouped_linear import Multiples, PackedWeight
+from fastgen.ops.linear import gemm, grouped
+from fastgen.ops.linear.grouped import Multiples, PackedWeight
 from tests.ops.instructions import instruction_set
 
-pytestmark = pytest.mark.skipif(not grouped_linear.is_available(), reason="no kernels")
+pytestmark = pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
 
 FORMS = ("middle", "zeros", "minimums")
 
@@ -36,7 +36,7 @@ def _weight(
     minimums = (torch.randn(outputs, groups, generator=generator) * 0.1).half()
     order = torch.randperm(inputs, generator=generator) if ordered else None
     parts = {"middle": (None, None), "zeros": (zeros, None), "minimums": (None, minimums)}[form]
-    packed = grouped_linear.pack(numbers, scales, *parts, bits=bits, group_size=group_size, order=order)
+    packed = grouped.pack(numbers, scales, *parts, bits=bits, group_size=group_size, order=order)
     meant = torch.empty(outputs, inputs, dtype=torch.float64)
     for column in range(inputs):
         number, scale = numbers[:, column].double(), scales[:, column // group_size].double()
@@ -81,8 +81,8 @@ def test_floats_have_the_bits_of_packed_products(
     """With rows that are not next to each other; nothing else is written."""
     group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
     packed, _ = _weight(outputs, inputs, bits, group_size, form, seed, ordered)
-    assert grouped_linear.keeps_floats(packed)
-    meant = grouped_linear.dequantized(packed._replace(order=None), torch.float32)
+    assert grouped.keeps_floats(packed)
+    meant = grouped.dequantized(packed._replace(order=None), torch.float32)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs + 3, generator=generator).to(dtype)[:, :inputs]
     bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
@@ -92,22 +92,22 @@ def test_floats_have_the_bits_of_packed_products(
         torch.ops.fastgen.grouped_linear_out.default(around[1:-1], x, *arguments)
         columns = x.float() if packed.order is None else x.float()[:, packed.order]
         wide = None if bias is None else bias.float()
-        expected = linear.packed_linear(columns, linear.pack(meant), wide, outputs).to(dtype)
+        expected = gemm.packed_linear(columns, gemm.pack(meant), wide, outputs).to(dtype)
     assert torch.equal(around[1:-1], expected) and around[[0, -1]].isnan().all()
 
 
 def test_which_weights_take_floats() -> None:
     packed, _ = _weight(40, 96, 4, 32, "zeros", 2)
-    assert grouped_linear.keeps_floats(packed)
-    assert not grouped_linear.keeps_floats(packed._replace(rotated=True))
-    assert not grouped_linear.keeps_floats(packed._replace(group_size=96))
+    assert grouped.keeps_floats(packed)
+    assert not grouped.keeps_floats(packed._replace(rotated=True))
+    assert not grouped.keeps_floats(packed._replace(group_size=96))
     wide = packed._replace(scales=packed.scales.float() * 1.2345678)
-    assert not grouped_linear.keeps_floats(wide) and grouped_linear.keeps_floats(wide._replace(zeros=None))
+    assert not grouped.keeps_floats(wide) and grouped.keeps_floats(wide._replace(zeros=None))
     with pytest.raises(RuntimeError, match="stay floats"):
-        grouped_linear.grouped_linear(torch.randn(3, 96), packed._replace(group_size=96), floats=True)
+        grouped.grouped_linear(torch.randn(3, 96), packed._replace(group_size=96), floats=True)
     with pytest.raises(RuntimeError, match="stay floats"):
-        rotated = grouped_linear.rounded(torch.randn(40, 96), 8, 32, rotated=True)
-        grouped_linear.grouped_linear(torch.randn(3, 96), rotated, floats=True)
+        rotated = grouped.rounded(torch.randn(40, 96), 8, 32, rotated=True)
+        grouped.grouped_linear(torch.randn(3, 96), rotated, floats=True)
 
 
 def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
@@ -191,11 +191,11 @@ def test_rotated_groups(
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     order = torch.randperm(inputs, generator=generator) if ordered else None
     with instruction_set(vectors):
-        packed = grouped_linear.rounded(weight, bits, group_size, rotated=True)._replace(order=order)
-        y = grouped_linear.grouped_linear(x, packed)
+        packed = grouped.rounded(weight, bits, group_size, rotated=True)._replace(order=order)
+        y = grouped.grouped_linear(x, packed)
     wide = x.double() if order is None else x.double()[:, order]
-    turned = grouped_linear.rotated(F.pad(wide, (0, -inputs % group_size)), group_size) / group_size
-    numbers = grouped_linear.values(*grouped_linear.unpacked(packed), bits, group_size).double()
+    turned = grouped.rotated(F.pad(wide, (0, -inputs % group_size)), group_size) / group_size
+    numbers = grouped.values(*grouped.unpacked(packed), bits, group_size).double()
     exact = _rounded(turned, group_size, None) @ numbers.t()
     # Sums that are rounded to float32 may come to the other one of two numbers.
     size = turned.abs() @ numbers.abs().t() + 1.0
@@ -211,9 +211,9 @@ def test_rotated_groups_are_the_same_everywhere(bits: int, group_size: int) -> N
     weight, x, found = torch.randn(70, 300), torch.randn(37, 300), []
     for name in (None, "avx512", "avx-vnni", "avx2", "default"):
         with instruction_set(name):
-            packed = grouped_linear.rounded(weight, bits, group_size, rotated=True)
-            y = grouped_linear.grouped_linear(x, packed)
-            assert torch.equal(grouped_linear.grouped_linear(x[5:6], packed), y[5:6])
+            packed = grouped.rounded(weight, bits, group_size, rotated=True)
+            y = grouped.grouped_linear(x, packed)
+            assert torch.equal(grouped.grouped_linear(x[5:6], packed), y[5:6])
             found.append((packed.numbers, packed.scales, y))
     for each in found[1:]:
         assert all(map(torch.equal, each[:2], found[0][:2]))
@@ -226,7 +226,7 @@ def test_one_large_input_costs_few_digits() -> None:
     x[:, 7::64] *= 60
     exact = x.double() @ weight.double().t()
     errors = [
-        float((grouped_linear.grouped_linear(x, grouped_linear.rounded(weight, 8, 64, rotated)) - exact).norm())
+        float((grouped.grouped_linear(x, grouped.rounded(weight, 8, 64, rotated)) - exact).norm())
         for rotated in (True, False)
     ]
     assert errors[0] < 0.5 * errors[1]
@@ -247,13 +247,13 @@ def _ties(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_it_stands_for(bits: int, form: str, dtype: torch.dtype) -> None:
     packed, meant = _weight(70, 100, bits, 32, form, 3, ordered=form == "zeros")
-    assert torch.equal(grouped_linear.dequantized(packed, torch.float64).float(), meant.float())
+    assert torch.equal(grouped.dequantized(packed, torch.float64).float(), meant.float())
     some = torch.tensor([69, 0, 33, 33])
-    assert torch.equal(grouped_linear.dequantized(packed, dtype, some), meant.float().to(dtype)[some])
-    assert torch.equal(grouped_linear.rows(packed, some, dtype), meant.float().to(dtype)[some])
+    assert torch.equal(grouped.dequantized(packed, dtype, some), meant.float().to(dtype)[some])
+    assert torch.equal(grouped.rows(packed, some, dtype), meant.float().to(dtype)[some])
     for wrong in (-1, 70, 95):
         with pytest.raises(IndexError):
-            grouped_linear.rows(packed, torch.tensor([3, wrong]), dtype)
+            grouped.rows(packed, torch.tensor([3, wrong]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -261,19 +261,19 @@ def test_half_precision(dtype: torch.dtype) -> None:
     """Inputs are widened, and results are rounded once."""
     packed, _ = _weight(70, 130, 4, 64, "middle", 1)
     x, bias = torch.randn(5, 130).to(dtype), torch.randn(70).to(dtype)
-    y = grouped_linear.grouped_linear(x, packed, bias)
-    assert torch.equal(y, grouped_linear.grouped_linear(x.float(), packed, bias.float()).to(dtype))
+    y = grouped.grouped_linear(x, packed, bias)
+    assert torch.equal(y, grouped.grouped_linear(x.float(), packed, bias.float()).to(dtype))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_scales_that_float16_cannot_hold(bits: int) -> None:
     numbers = torch.randint(0, 2**bits, (40, 64), dtype=torch.uint8)
     scales = torch.rand(40, 2) * 1e-3
-    packed = grouped_linear.pack(numbers, scales, bits=bits, group_size=32)
+    packed = grouped.pack(numbers, scales, bits=bits, group_size=32)
     assert packed.scales.dtype is torch.float32
     x = torch.randn(3, 64)
-    exact = _rounded(x, 32, None) @ grouped_linear.dequantized(packed, torch.float64).t()
-    torch.testing.assert_close(grouped_linear.grouped_linear(x, packed).double(), exact, atol=1e-5, rtol=1e-4)
+    exact = _rounded(x, 32, None) @ grouped.dequantized(packed, torch.float64).t()
+    torch.testing.assert_close(grouped.grouped_linear(x, packed).double(), exact, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -282,13 +282,13 @@ def test_a_row_depends_on_nothing_else(vectors: str | None, bits: int, group_siz
     packed, _ = _weight(333, 192, bits, group_size, "zeros", 5)
     x, before = torch.randn(55, 192), torch.get_num_threads()
     with instruction_set(vectors):
-        whole = grouped_linear.grouped_linear(x, packed)
+        whole = grouped.grouped_linear(x, packed)
         try:
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                assert torch.equal(grouped_linear.grouped_linear(x[:35], packed), whole[:35])
+                assert torch.equal(grouped.grouped_linear(x[:35], packed), whole[:35])
                 for row in (0, 7, 54):
-                    assert torch.equal(grouped_linear.grouped_linear(x[row : row + 1], packed)[0], whole[row])
+                    assert torch.equal(grouped.grouped_linear(x[row : row + 1], packed)[0], whole[row])
         finally:
             torch.set_num_threads(before)
 
@@ -301,9 +301,9 @@ def test_amx_gives_the_same_bits(bits: int, form: str) -> None:
         packed, _ = _weight(77, 300, bits, group_size, form, group_size, ordered=form == "middle")
         x = torch.randn(41, 300)
         x[3, 5], x[4] = torch.inf, 0.0
-        y = grouped_linear.grouped_linear(x, packed)
+        y = grouped.grouped_linear(x, packed)
         with instruction_set("avx512"):
-            assert torch.equal(grouped_linear.grouped_linear(x, packed).nan_to_num(), y.nan_to_num())
+            assert torch.equal(grouped.grouped_linear(x, packed).nan_to_num(), y.nan_to_num())
         assert y[3].isnan().all() and y[[*range(3), *range(4, 41)]].isfinite().all()
 
 
@@ -359,19 +359,19 @@ def test_multiples_are_the_scales_that_they_stand_for(
     inputs = blocks * per_block * group_size
     numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     multiples, (scales, minimums) = _multiples(outputs, per_block * blocks, seed, *kind)
-    packed = grouped_linear.pack_multiples(numbers, multiples, bits=bits, group_size=group_size)
-    wide = grouped_linear.pack(numbers, scales, None, minimums, bits=bits, group_size=group_size)
-    found, (scales_back, zeros, minimums_back) = grouped_linear.unpacked(packed)
+    packed = grouped.pack_multiples(numbers, multiples, bits=bits, group_size=group_size)
+    wide = grouped.pack(numbers, scales, None, minimums, bits=bits, group_size=group_size)
+    found, (scales_back, zeros, minimums_back) = grouped.unpacked(packed)
     assert torch.equal(found, numbers) and torch.equal(scales_back, scales) and zeros is None
     assert (minimums is None and minimums_back is None) or torch.equal(minimums_back, minimums)
-    assert torch.equal(grouped_linear.dequantized(packed, dtype), grouped_linear.dequantized(wide, dtype))
+    assert torch.equal(grouped.dequantized(packed, dtype), grouped.dequantized(wide, dtype))
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator) if biased else None
     with instruction_set(vectors):
-        ours, theirs = (grouped_linear.grouped_linear(x, each, bias, floats) for each in (packed, wide))
+        ours, theirs = (grouped.grouped_linear(x, each, bias, floats) for each in (packed, wide))
         assert torch.equal(ours, theirs)
     some = torch.randint(0, outputs, (rows,), generator=generator)
-    assert torch.equal(grouped_linear.rows(packed, some, dtype), grouped_linear.dequantized(packed, dtype)[some])
+    assert torch.equal(grouped.rows(packed, some, dtype), grouped.dequantized(packed, dtype)[some])
     # Bytes of each group and numbers of each block, and outputs in full panels.
     sizes = packed.numbers.nbytes + packed.scales.nbytes
     factors = (2 if has_minimums else 1) * (8 + 16 / per_block)
@@ -381,7 +381,7 @@ def test_multiples_are_the_scales_that_they_stand_for(
 def test_multiples_that_do_not_fit() -> None:
     numbers = torch.zeros(40, 256, dtype=torch.uint8)
     multiples, _ = _multiples(40, 8, 0)
-    packed = grouped_linear.pack_multiples(numbers, multiples, bits=4, group_size=32)
+    packed = grouped.pack_multiples(numbers, multiples, bits=4, group_size=32)
     for wrong in (
         packed._replace(scales=packed.scales[:, :, :-1].contiguous()),
         packed._replace(zeros=packed.scales),
@@ -389,7 +389,7 @@ def test_multiples_that_do_not_fit() -> None:
         packed._replace(scales=packed.scales.transpose(0, 2)),
     ):
         with pytest.raises(RuntimeError, match="not packed for this product"):
-            grouped_linear.grouped_linear(torch.randn(3, 256), wrong)
+            grouped.grouped_linear(torch.randn(3, 256), wrong)
     for given_numbers, given_multiples, group_size in (
         (numbers[:, :248], multiples, 31),
         (numbers, multiples._replace(scale_units=multiples.scale_units.float()), 32),
@@ -398,7 +398,7 @@ def test_multiples_that_do_not_fit() -> None:
         (numbers[:, :128], Multiples(*(each[:, :4] for each in multiples)), 32),
     ):
         with pytest.raises(ValueError):
-            grouped_linear.pack_multiples(given_numbers, given_multiples, bits=4, group_size=group_size)
+            grouped.pack_multiples(given_numbers, given_multiples, bits=4, group_size=group_size)
 
 
 def test_several_products_with_one_input() -> None:
@@ -408,7 +408,7 @@ def test_several_products_with_one_input() -> None:
     parts = [list(part) for part in zip(*(weight[:4] for weight in weights), strict=True)]
     torch.ops.fastgen.grouped_linears_out.default(results, x, *parts, None, biases, 4, 32, False, False)
     for result, weight, bias in zip(results, weights, biases, strict=True):
-        assert torch.equal(result, grouped_linear.grouped_linear(x, weight, bias))
+        assert torch.equal(result, grouped.grouped_linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("rotated", [False, True])
@@ -422,11 +422,11 @@ def test_inputs_are_rounded_alike(group_size: int, rotated: bool) -> None:
         x = torch.randn(60, inputs, generator=generator) * torch.logspace(-38, 30, 60).unsqueeze(1)
         x[3], x[4], x[5, 0], x[6, 7], x[7, 1] = 0.0, 1e-31, torch.inf, torch.nan, -torch.inf
         # Weights that are one input each: results say what the inputs are rounded to.
-        packed = grouped_linear.rounded(torch.eye(inputs), 8, group_size, rotated)
+        packed = grouped.rounded(torch.eye(inputs), 8, group_size, rotated)
         found = []
         for name in ("avx512", "avx-vnni", "avx2"):
             with instruction_set(name):
-                found.append(grouped_linear.grouped_linear(x, packed))
+                found.append(grouped.grouped_linear(x, packed))
         for each in found[1:]:
             assert torch.equal(each.nan_to_num(nan=-77.0), found[0].nan_to_num(nan=-77.0))
         assert found[0][5:8].isnan().any(dim=1).all()
@@ -459,14 +459,14 @@ def test_rounding_to_the_nearest(
     weight = (torch.randn(shape, generator=generator) * 0.1).to(dtype)
     weight = weight if layout == "rows" else weight.t()
     with instruction_set(vectors):
-        packed = grouped_linear.rounded(weight, bits, group_size, rotated)
+        packed = grouped.rounded(weight, bits, group_size, rotated)
     # In the groups as they are rounded.
     meant = F.pad(weight.double(), (0, -inputs % group_size))
-    result = grouped_linear.values(*grouped_linear.unpacked(packed), bits, group_size).double()
+    result = grouped.values(*grouped.unpacked(packed), bits, group_size).double()
     if rotated:
-        meant = grouped_linear.rotated(meant, group_size)
-        back = grouped_linear.rotated(result, group_size)[:, :inputs] / group_size
-        torch.testing.assert_close(grouped_linear.dequantized(packed, torch.float64), back, rtol=1e-5, atol=1e-5)
+        meant = grouped.rotated(meant, group_size)
+        back = grouped.rotated(result, group_size)[:, :inputs] / group_size
+        torch.testing.assert_close(grouped.dequantized(packed, torch.float64), back, rtol=1e-5, atol=1e-5)
     else:
         meant = meant[:, :inputs]
     groups = -(-inputs // group_size)
@@ -502,8 +502,8 @@ def test_shapes_for_the_compiler(bits: int) -> None:
 def test_weights_of_nothing_and_of_no_numbers(rotated: bool) -> None:
     weight = torch.randn(40, 64)
     weight[3], weight[5, 40], weight[7, 3] = 0.0, torch.inf, torch.nan
-    packed = grouped_linear.rounded(weight, 4, 32, rotated)
-    y = grouped_linear.grouped_linear(torch.ones(2, 64), packed)
+    packed = grouped.rounded(weight, 4, 32, rotated)
+    y = grouped.grouped_linear(torch.ones(2, 64), packed)
     assert (y[:, 3] == 0).all() and not y[:, [5, 7]].isfinite().any()
     assert y[:, [0, 1, 2, 4, 6, 8]].isfinite().all()
 
@@ -513,7 +513,7 @@ def test_inputs_of_nothing_and_of_no_numbers(vectors: str | None) -> None:
     x = torch.randn(5, 96)
     x[0], x[1, 40], x[2, 3], x[3] = 0.0, torch.inf, torch.nan, 1e-38
     with instruction_set(vectors):
-        y = grouped_linear.grouped_linear(x, packed)
+        y = grouped.grouped_linear(x, packed)
     assert (y[0] == 0).all() and y[1:3].isnan().all() and (y[3].abs() < 1e-30).all() and y[4].isfinite().all()
 
 
@@ -532,15 +532,15 @@ def test_what_does_not_fit_is_refused() -> None:
         packed._replace(group_size=96, rotated=True),
     ):
         with pytest.raises(RuntimeError, match="grouped_linear"):
-            grouped_linear.grouped_linear(x, wrong)
+            grouped.grouped_linear(x, wrong)
     for each, bias in ((torch.randn(3, 95), None), (x.double(), None), (x, torch.randn(39))):
         with pytest.raises(RuntimeError, match="grouped_linear"):
-            grouped_linear.grouped_linear(each, packed, bias)
+            grouped.grouped_linear(each, packed, bias)
     for group_size in (16, 96, 256):
         with pytest.raises(RuntimeError, match="rotated groups"):
-            grouped_linear.rounded(torch.randn(4, 512), 8, group_size, rotated=True)
+            grouped.rounded(torch.randn(4, 512), 8, group_size, rotated=True)
     with pytest.raises(ValueError, match="rotated"):
-        grouped_linear.rows(packed._replace(rotated=True), torch.tensor([0]), torch.float32)
+        grouped.rows(packed._replace(rotated=True), torch.tensor([0]), torch.float32)
     numbers, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
     options = {"bits": 4, "group_size": 32}
     for arguments, changed in (
@@ -553,4 +553,4 @@ def test_what_does_not_fit_is_refused() -> None:
         ((numbers, scales), {"order": torch.zeros(64, dtype=torch.int64)}),
     ):
         with pytest.raises(ValueError):
-            grouped_linear.pack(*arguments, **{**options, **changed})
+            grouped.pack(*arguments, **{**options, **changed})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.ops import _library, linear
+from fastgen.ops import _library
+from fastgen.ops.linear import gemm
 from tests.ops.instructions import instruction_set
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -15,10 +16,10 @@ def test_it_is_chosen_once() -> None:
     """A weight that has been packed fits the products of this process, whatever becomes of the environment."""
     x, weight = torch.randn(3, 20), torch.randn(50, 20)
     with instruction_set("default"), pytest.MonkeyPatch.context() as patch:
-        packed = linear.pack(weight)
+        packed = gemm.pack(weight)
         for other in ("avx512", "avx2", "default"):
             patch.setenv("ATEN_CPU_CAPABILITY", other)
-            torch.testing.assert_close(linear.packed_linear(x, packed, None, 50), x @ weight.t(), atol=1e-4, rtol=0)
+            torch.testing.assert_close(gemm.packed_linear(x, packed, None, 50), x @ weight.t(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["", "AVX2", "anything"])
@@ -28,5 +29,5 @@ def test_a_name_that_means_nothing_changes_nothing(name: str, monkeypatch: pytes
     widths = []
     for given in (None, name):
         with instruction_set(given):
-            widths.append(linear.pack(torch.zeros(1, 1)).shape[2])  # that of a panel
+            widths.append(gemm.pack(torch.zeros(1, 1)).shape[2])  # that of a panel
     assert widths[0] == widths[1]

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.ops import _timings, linear
+from fastgen.ops.linear import gemm
 from tests.ops.instructions import instruction_set, zen5
 
-pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
 
 # The instruction sets that the kernels are compiled for. Where the machine lacks one, the next narrower one is used.
 INSTRUCTION_SETS = ["avx512", "avx2", "default"]
@@ -21,7 +21,7 @@ INSTRUCTION_SETS = ["avx512", "avx2", "default"]
 
 def _product(backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     with instruction_set(backend):
-        return linear.packed_linear(x, linear.pack(weight), bias, weight.shape[0])
+        return gemm.packed_linear(x, gemm.pack(weight), bias, weight.shape[0])
 
 
 def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str, seed: int) -> None:
@@ -38,7 +38,7 @@ def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, lay
     x, bias = random(rows, inputs), random(outputs) if biased else None
     result = _product(backend, x, weight, bias)
     with instruction_set(backend):
-        assert torch.equal(linear.streamed_linear(x, weight, bias), result)
+        assert torch.equal(gemm.gemm(x, weight, bias), result)
         memory = torch.full((rows * outputs + 2,), torch.nan)
         out = memory[1:-1].view(rows, outputs)
         torch.ops.fastgen.streamed_linear_out(out, x, weight, bias)
@@ -46,7 +46,7 @@ def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, lay
         out.fill_(torch.nan)
         torch.ops.fastgen.folded_linear_out(out, x, weight, bias)
         assert memory[[0, -1]].isnan().all()
-        folded = linear.folded_linear(x, weight, bias)
+        folded = gemm.folded_linear(x, weight, bias)
         assert torch.equal(folded, out)
     exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
     assert result.shape == (rows, outputs) and result.dtype == torch.float32
@@ -89,7 +89,7 @@ def test_every_way_to_divide_rows_among_tiles(backend: str) -> None:
     for rows in range(1, len(x) + 1):
         expected = _product(backend, x[:rows], weight, bias)
         with instruction_set(backend):
-            assert torch.equal(linear.streamed_linear(x[:rows], weight, bias), expected), rows
+            assert torch.equal(gemm.gemm(x[:rows], weight, bias), expected), rows
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 16, 18, 20, 24, 28, 32, 40, 49, 56])
@@ -103,7 +103,7 @@ def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, i
         results = []
         for is_so in (True, False):
             with zen5(is_so):
-                results.append([linear.streamed_linear(x, weight, None), linear.folded_linear(x, weight, None)])
+                results.append([gemm.gemm(x, weight, None), gemm.folded_linear(x, weight, None)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     torch.testing.assert_close(results[0][1].double(), x.double() @ weight.double().t(), atol=2e-6 * inputs, rtol=1e-5)
 
@@ -128,8 +128,8 @@ def test_several_with_one_input(rows: int, outputs: list[tuple[int, bool, bool]]
         results.append(around[end : end + rows * each].view(rows, each))
         end += rows * each + 1
     for several, alone in (
-        (torch.ops.fastgen.streamed_linears_out, linear.streamed_linear),
-        (torch.ops.fastgen.folded_linears_out, linear.folded_linear),
+        (torch.ops.fastgen.streamed_linears_out, gemm.gemm),
+        (torch.ops.fastgen.folded_linears_out, gemm.folded_linear),
     ):
         around.fill_(torch.nan)
         several(results, x, weights, biases)
@@ -146,9 +146,9 @@ def test_a_row_that_is_no_number_stays_alone(backend: str, inputs: int) -> None:
     with instruction_set(backend):
         for rows in range(2, 50):
             x = torch.randn(rows, inputs)
-            expected = linear.folded_linear(x, weight, bias)
+            expected = gemm.folded_linear(x, weight, bias)
             x[rows // 2] = torch.nan
-            found = linear.folded_linear(x, weight, bias)
+            found = gemm.folded_linear(x, weight, bias)
             others = [row for row in range(rows) if row != rows // 2]
             assert found[rows // 2].isnan().all() and torch.equal(found[others], expected[others])
 
@@ -172,25 +172,25 @@ def test_a_weight_of_any_strides() -> None:
         torch.randn(1, 600).expand(70, 600),
         torch.randn(700).unfold(0, 600, 1),
     ):
-        result = linear.streamed_linear(x, part, None)
-        assert torch.equal(result, linear.packed_linear(x, linear.pack(part), None, len(part)))
-        torch.testing.assert_close(result, linear.streamed_linear(x, part.clone(), None), atol=1e-4, rtol=1e-5)
+        result = gemm.gemm(x, part, None)
+        assert torch.equal(result, gemm.packed_linear(x, gemm.pack(part), None, len(part)))
+        torch.testing.assert_close(result, gemm.gemm(x, part.clone(), None), atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(result.double(), x.double() @ part.t().double(), atol=1e-3, rtol=1e-5)
 
 
 def test_more_dimensions_and_strides() -> None:
     weight, bias = torch.randn(70, 24), torch.randn(70)
-    packed = linear.pack(weight)
+    packed = gemm.pack(weight)
     for x in (torch.randn(2, 3, 5, 24), torch.randn(24, 6).t(), torch.randn(3, 50)[:, 1:25], torch.randn(24)):
         expected = torch.nn.functional.linear(x, weight, bias)
-        torch.testing.assert_close(linear.packed_linear(x, packed, bias, 70), expected, atol=1e-4, rtol=1e-5)
-        assert torch.equal(linear.streamed_linear(x, weight, bias), linear.packed_linear(x, packed, bias, 70))
+        torch.testing.assert_close(gemm.packed_linear(x, packed, bias, 70), expected, atol=1e-4, rtol=1e-5)
+        assert torch.equal(gemm.gemm(x, weight, bias), gemm.packed_linear(x, packed, bias, 70))
 
 
 def test_infinities_and_nan_stay_in_their_row_and_column() -> None:
     weight, x = torch.ones(50, 20), torch.ones(9, 20)
     x[3, 5], weight[7, 2] = float("nan"), float("inf")
-    result = linear.packed_linear(x, linear.pack(weight), None, 50)
+    result = gemm.packed_linear(x, gemm.pack(weight), None, 50)
     assert result[3].isnan().all()
     assert result[:3, 7].isinf().all()
     assert result[4:, :7].eq(20).all() and result[4:, 8:].eq(20).all()
@@ -202,23 +202,23 @@ def test_infinities_and_nan_stay_in_their_row_and_column() -> None:
 def test_the_number_of_threads_does_not_matter(rows: int, inputs: int, threads: int) -> None:
     before = torch.get_num_threads()
     x, weight, bias = torch.randn(rows, inputs), torch.randn(500, inputs), torch.randn(500)
-    packed = linear.pack(weight)
-    expected = linear.packed_linear(x, packed, bias, 500)
+    packed = gemm.pack(weight)
+    expected = gemm.packed_linear(x, packed, bias, 500)
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert (expected - exact).norm() < 1e-6 * exact.norm()
     # A row's result is the same, whatever other rows there are.
-    assert torch.equal(linear.packed_linear(x[-3:], packed, bias, 500), expected[-3:])
+    assert torch.equal(gemm.packed_linear(x[-3:], packed, bias, 500), expected[-3:])
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(linear.packed_linear(x, linear.pack(weight), bias, 500), expected)
-        assert torch.equal(linear.streamed_linear(x, weight, bias), expected)
-        assert torch.equal(linear.streamed_linear(x, weight.t().contiguous().t(), bias), expected)
+        assert torch.equal(gemm.packed_linear(x, gemm.pack(weight), bias, 500), expected)
+        assert torch.equal(gemm.gemm(x, weight, bias), expected)
+        assert torch.equal(gemm.gemm(x, weight.t().contiguous().t(), bias), expected)
     finally:
         torch.set_num_threads(before)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    packed = linear.pack(torch.randn(20, 10))
+    packed = gemm.pack(torch.randn(20, 10))
     for x, bias, outputs in (
         (torch.randn(3, 11), None, 20),
         (torch.randn(3, 10), None, 2000),
@@ -226,10 +226,10 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.randn(3, 10).double(), None, 20),
     ):
         with pytest.raises(RuntimeError):
-            linear.packed_linear(x, packed, bias, outputs)
+            gemm.packed_linear(x, packed, bias, outputs)
     for weight in (torch.randn(3), torch.randn(3, 4).half()):
         with pytest.raises(RuntimeError):
-            linear.pack(weight)
+            gemm.pack(weight)
     for x, weight, bias in (
         (torch.randn(3, 11), torch.randn(20, 10), None),
         (torch.randn(3, 10), torch.randn(20, 10).double(), None),
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.randn(3, 10), torch.randn(20), None),
     ):
         with pytest.raises(RuntimeError):
-            linear.streamed_linear(x, weight, bias)
+            gemm.gemm(x, weight, bias)
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,14 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
-    costs = linear.costs(13, 64, 100, False)
+    costs = gemm.costs(13, 64, 100, False)
     assert all(0 < seconds < 10 for seconds in costs[:-1]) and 0 <= costs.keeping < 1
     assert torch.equal(torch.get_rng_state(), state)
     assert cache.exists()
-    monkeypatch.setattr(linear, "_measure", lambda *shape: pytest.fail("measured again"))
+    monkeypatch.setattr(gemm, "_measure", lambda *shape: pytest.fail("measured again"))
     _forget(monkeypatch)
-    assert linear.costs(16, 64, 100, False) == costs  # 13 rows are measured as 16
-    assert linear.backend().endswith("shapes")
+    assert gemm.costs(16, 64, 100, False) == costs  # 13 rows are measured as 16
+    assert gemm.backend().endswith("shapes")
 
 
 @pytest.mark.parametrize(
@@ -295,29 +295,29 @@ def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_costs_are_measured_until_the_shortest_time_is_met_twice(
     seconds: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_STEADY", 1.06)
-    monkeypatch.setattr(linear, "_seconds_of_new_memory", lambda size: 0.0)
+    monkeypatch.setattr(gemm, "_STEADY", 1.06)
+    monkeypatch.setattr(gemm, "_seconds_of_new_memory", lambda size: 0.0)
     for busy in range(5):  # each product: the others take as long each time
         turns = (time if product == busy else 2.0 for time in seconds for product in range(5))
-        monkeypatch.setattr(linear, "_seconds", lambda *product, turns=turns: next(turns))
-        costs = linear._measure(2, 8, 8, False)
+        monkeypatch.setattr(gemm, "_seconds", lambda *product, turns=turns: next(turns))
+        costs = gemm._measure(2, 8, 8, False)
         expected = [min(seconds[:rounds]) if product == busy else 2.0 for product in range(5)]
         assert [costs.packing, costs.plain, costs.packed, costs.streamed, costs.dots] == expected
 
 
 def test_a_packed_weight_that_is_kept_costs_new_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MAX_BYTES", 4 * 64 * 50)
-    monkeypatch.setattr(linear, "_seconds_of_new_memory", float)
+    monkeypatch.setattr(gemm, "MAX_BYTES", 4 * 64 * 50)
+    monkeypatch.setattr(gemm, "_seconds_of_new_memory", float)
     for rows in (4, 5000):  # what products take grows with rows, memory does not; half of the outputs are measured
-        assert linear.costs(rows, 64, 100, False).keeping == 4 * 64 * 100
+        assert gemm.costs(rows, 64, 100, False).keeping == 4 * 64 * 100
 
 
 def test_many_rows_with_the_weight_as_it_is_are_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = linear.costs(300, 16, 24, False)
+    costs = gemm.costs(300, 16, 24, False)
     assert all(0 < seconds < 1 for seconds in costs[:4])
     assert costs.dots == float("inf")
     _forget(monkeypatch)
-    assert linear.costs(300, 16, 24, False) == costs  # in the file as well
+    assert gemm.costs(300, 16, 24, False) == costs  # in the file as well
 
 
 def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
@@ -325,72 +325,72 @@ def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
 ) -> None:
     measured = []
     monkeypatch.setattr(
-        linear, "_measure", lambda *shape: measured.append(shape) or linear.Costs(2.0, 1.0, 3.0, 1.5, 0.5)
+        linear, "_measure", lambda *shape: measured.append(shape) or gemm.Costs(2.0, 1.0, 3.0, 1.5, 0.5)
     )
-    linear.costs(4, 10, 20, False)
-    linear.costs(4, 10, 20, True)
+    gemm.costs(4, 10, 20, False)
+    gemm.costs(4, 10, 20, True)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before + 1)
-        linear.costs(4, 10, 20, False)
+        gemm.costs(4, 10, 20, False)
     finally:
         torch.set_num_threads(before)
     assert measured == [(4, 10, 20, False), (4, 10, 20, True), (4, 10, 20, False)]
-    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0, 1.0, 0.0)  # in proportion to 1,024 rows
+    assert gemm.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0, 1.0, 0.0)  # in proportion to 1,024 rows
     measured.clear()
     for rows in (3, 5, 9, 10, 12, 13, 16, 17, 40):
-        linear.costs(rows, 5, 5, False)
+        gemm.costs(rows, 5, 5, False)
     assert [rows for rows, *_ in measured] == [3, 5, 9, 12, 16, 20, 64]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"b": ["x"]}}', "\x00"])
 def test_a_broken_file_is_replaced(cache: Path, content: str) -> None:
     cache.write_text(content)
-    linear.costs(2, 16, 16, False)
+    gemm.costs(2, 16, 16, False)
     assert any("2x16x16" in entries for entries in json.loads(cache.read_text()).values())
 
 
 def test_entries_of_the_wrong_length_are_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear.costs(2, 16, 16, False)
+    gemm.costs(2, 16, 16, False)
     known = json.loads(cache.read_text())
     cache.write_text(json.dumps({section: {key: [1.0] for key in entries} for section, entries in known.items()}))
     _forget(monkeypatch)
-    assert linear.costs(2, 16, 16, False).streamed > 0
+    assert gemm.costs(2, 16, 16, False).streamed > 0
 
 
 def test_what_other_processes_wrote_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear.costs(2, 16, 16, False)
+    gemm.costs(2, 16, 16, False)
     _forget(monkeypatch)
-    assert _timings.all(linear._KERNEL)
+    assert _timings.all(gemm._KERNEL)
     cache.write_text(json.dumps({"other": {"key": [1.0]}}))
-    linear.costs(2, 32, 16, False)
-    assert set(json.loads(cache.read_text())) == {"other", _timings._section(linear._KERNEL)}
+    gemm.costs(2, 32, 16, False)
+    assert set(json.loads(cache.read_text())) == {"other", _timings._section(gemm._KERNEL)}
 
 
 def test_without_a_folder_nothing_is_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTGEN_CACHE", "")
-    linear.costs(2, 16, 16, False)
+    gemm.costs(2, 16, 16, False)
     monkeypatch.setenv("FASTGEN_CACHE", "/proc/nowhere")
-    linear.costs(2, 32, 16, False)
-    assert len(_timings.all(linear._KERNEL)) == 2 and not cache.exists()
+    gemm.costs(2, 32, 16, False)
+    assert len(_timings.all(gemm._KERNEL)) == 2 and not cache.exists()
 
 
 @pytest.mark.parametrize("can_evict", [True, False])
 def test_measured_weights_come_from_memory(can_evict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[int] = []
-    monkeypatch.setattr(linear, "evict", lambda weight: evicted.append(weight.data_ptr()) or can_evict)
-    assert linear.count_of_cold(2**20, 64) == (8 if can_evict else 32)
-    assert linear.count_of_cold(2**20, 4) == 4 and linear.count_of_cold(2**30, 4) == 1
+    monkeypatch.setattr(gemm, "evict", lambda weight: evicted.append(weight.data_ptr()) or can_evict)
+    assert gemm.count_of_cold(2**20, 64) == (8 if can_evict else 32)
+    assert gemm.count_of_cold(2**20, 4) == 4 and gemm.count_of_cold(2**30, 4) == 1
     weights = [torch.ones(8, 8), torch.ones(8, 8)]
 
     def product(weight: torch.Tensor) -> None:
         assert evicted == [each.data_ptr() for each in weights]
 
     evicted.clear()
-    linear._seconds(product, weights)
+    gemm._seconds(product, weights)
 
 
 def test_a_tensor_that_is_evicted_keeps_its_numbers() -> None:
     x = torch.arange(1000.0)[3:]
-    assert linear.evict(x) in (True, False)
+    assert gemm.evict(x) in (True, False)
     assert torch.equal(x, torch.arange(3.0, 1000.0))

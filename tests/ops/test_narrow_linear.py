@@ -7,10 +7,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastgen.ops import _timings, linear, narrow, narrow_linear
+from fastgen.ops import narrow
+from fastgen.ops.linear import gemm, panels
 from tests.ops.instructions import instruction_set
 
-pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not panels.is_available(), reason="the extension was not built")
 
 INSTRUCTION_SETS = ["avx512", "avx2", "default"]
 TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
@@ -52,7 +53,7 @@ def test_the_bits_of_a_packed_product(
     """With lines that are not next to each other."""
     weight = torch.randn(outputs, inputs + 2, generator=torch.Generator().manual_seed(seed)).to(dtype)[:, :inputs]
     with instruction_set(name):
-        check_bits(narrow_linear.pack(weight), weight.float(), rows, biased, seed + 1)
+        check_bits(panels.pack(weight), weight.float(), rows, biased, seed + 1)
 
 
 @TYPES
@@ -60,11 +61,11 @@ def test_the_bits_of_a_packed_product(
 def test_rows_do_not_depend_on_each_other(name: str, dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(64, 300), torch.randn(77, 300).to(dtype), torch.randn(77)
     with instruction_set(name):
-        packed = narrow_linear.pack(weight)
-        expected = narrow_linear.narrow_linear(x, packed, bias, 77)
+        packed = panels.pack(weight)
+        expected = panels.panels_gemm(x, packed, bias, 77)
         for rows in range(1, 64):
-            assert torch.equal(narrow_linear.narrow_linear(x[:rows], packed, bias, 77), expected[:rows])
-    assert narrow_linear.narrow_linear(x.view(8, 8, 300), narrow_linear.pack(weight), bias, 77).shape == (8, 8, 77)
+            assert torch.equal(panels.panels_gemm(x[:rows], packed, bias, 77), expected[:rows])
+    assert panels.panels_gemm(x.view(8, 8, 300), panels.pack(weight), bias, 77).shape == (8, 8, 77)
 
 
 @TYPES
@@ -77,7 +78,7 @@ def test_every_number(name: str, dtype: torch.dtype, inputs: int) -> None:
         weight = torch.zeros(2**16, inputs, dtype=dtype)
         weight[:, place] = numbers
         with instruction_set(name):
-            out = narrow_linear.narrow_linear(torch.ones(1, inputs), narrow_linear.pack(weight), None, 2**16)
+            out = panels.panels_gemm(torch.ones(1, inputs), panels.pack(weight), None, 2**16)
         torch.testing.assert_close(out[0], numbers.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -87,7 +88,7 @@ def test_several_weights_with_one_input(threads: int) -> None:
     before = torch.get_num_threads()
     x, sizes = torch.randn(5, 64), (50, 7, 0, 400, 33)
     weights = [torch.randn(n, 64).to(narrow.TYPES[n % 2]) for n in sizes]
-    packed = [*map(narrow_linear.pack, weights)]
+    packed = [*map(panels.pack, weights)]
     biases = [torch.randn(n) if n != 7 else None for n in sizes]
     results = [torch.full((5, n), torch.nan) for n in sizes]
     try:
@@ -96,7 +97,7 @@ def test_several_weights_with_one_input(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     for result, weight, bias in zip(results, weights, biases, strict=True):
-        assert torch.equal(result, linear.streamed_linear(x, weight.float(), bias))
+        assert torch.equal(result, gemm.gemm(x, weight.float(), bias))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_several_weights_with_one_input(threads: int) -> None:
         {"x": torch.zeros(3, 4)},
         {"packed": torch.zeros(3, 4, dtype=torch.bfloat16)},
         {"packed": torch.zeros(1, 2, 32)},
-        {"packed": narrow_linear.pack(torch.zeros(33, 4).half()) if narrow_linear.is_available() else None},
+        {"packed": panels.pack(torch.zeros(33, 4).half()) if panels.is_available() else None},
         {"packed": torch.zeros(1, 1, 7, dtype=torch.uint8)},
         {"out": torch.zeros(3, 2).t()},
         {"out": torch.zeros(2, 3).double()},
@@ -119,7 +120,7 @@ def test_several_weights_with_one_input(threads: int) -> None:
 )
 def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None:
     given = {"out": torch.zeros(2, 3), "x": torch.rand(2, 4), "bias": torch.rand(3)}
-    given["packed"] = narrow_linear.pack(torch.rand(3, 4).half())
+    given["packed"] = panels.pack(torch.rand(3, 4).half())
 
     def multiply(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor) -> None:
         torch.ops.fastgen.narrow_linears_out([out], x, [packed], [bias])
@@ -136,15 +137,15 @@ def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None
 )
 def test_refuses_to_pack(weight: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="pack_narrow"):
-        narrow_linear.pack(weight)
+        panels.pack(weight)
 
 
 def test_what_is_served() -> None:
     x, weight, bias = torch.zeros(3, 8), torch.zeros(5, 8), torch.zeros(5)
-    assert narrow_linear.serves(x, weight, bias) and narrow_linear.serves(x, weight, None)
-    assert narrow_linear.serves(torch.zeros(narrow_linear.MAX_ROWS, 8), weight, None)
+    assert panels.serves(x, weight, bias) and panels.serves(x, weight, None)
+    assert panels.serves(torch.zeros(panels.MAX_ROWS, 8), weight, None)
     for others in (
-        (torch.zeros(narrow_linear.MAX_ROWS + 1, 8), weight, bias),
+        (torch.zeros(panels.MAX_ROWS + 1, 8), weight, bias),
         (torch.zeros(0, 8), weight, bias),
         (torch.zeros(8, 3).t(), weight, bias),
         (x.double(), weight, bias),
@@ -154,7 +155,7 @@ def test_what_is_served() -> None:
         (x, weight, torch.zeros(6)),
         (x, weight, torch.zeros(10)[::2]),
     ):
-        assert not narrow_linear.serves(*others)
+        assert not panels.serves(*others)
 
 
 @pytest.mark.parametrize("fastest", ["plain", "dots", "streamed"])
@@ -169,8 +170,8 @@ def test_is_measured_beside_all_products_with_the_weight_as_it_is(
         seconds = {"narrow": 2.0, "plain": 4.0, "streamed": 6.0, "dots": 5.0} | {fastest: 3.0}
         return [*seconds.values()] + [7.0] * (len(products) - len(seconds))
 
-    monkeypatch.setattr(narrow_linear, "shortest_times", shortest_times)
-    assert narrow_linear._measure(9, 16, 24, torch.bfloat16) == (3.0, 2.0)
+    monkeypatch.setattr(panels, "shortest_times", shortest_times)
+    assert panels._measure(9, 16, 24, torch.bfloat16) == (3.0, 2.0)
     assert given[:4] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
 
 
@@ -180,9 +181,9 @@ def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_timings, "_waits", dict)
     monkeypatch.setenv("FASTGEN_CACHE", "")
     for rows in (2, 26):
-        assert narrow_linear.costs(rows, 32, 24, dtype, measure=False) is None
-        found = narrow_linear.costs(rows, 32, 24, dtype)
+        assert panels.costs(rows, 32, 24, dtype, measure=False) is None
+        found = panels.costs(rows, 32, 24, dtype)
         assert found is not None and min(found) > 0
-        assert narrow_linear.costs(rows, 32, 24, dtype, measure=False) == found
-    assert narrow_linear.costs(25, 32, 24, dtype, measure=False) is not None  # measured with 32 rows, as 26 were
-    assert narrow_linear.costs(33, 32, 24, dtype, measure=False) is None
+        assert panels.costs(rows, 32, 24, dtype, measure=False) == found
+    assert panels.costs(25, 32, 24, dtype, measure=False) is not None  # measured with 32 rows, as 26 were
+    assert panels.costs(33, 32, 24, dtype, measure=False) is None

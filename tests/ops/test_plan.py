@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.recording import record
-from fastgen.ops import _library, dot_linear, elementwise, grouped_linear, rms_norm  # noqa: F401
+from fastgen.ops import _library, elementwise, rms_norm  # noqa: F401
 from fastgen.ops import _plan as plan
+from fastgen.ops.linear import gemv, grouped  # noqa: F401
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 operators, aten = torch.ops.fastgen, torch.ops.aten
@@ -73,8 +74,8 @@ def test_results_are_those_of_calls_one_by_one() -> None:
 def test_products_in_few_bits(rows: int) -> None:
     """One, several with the same input, and small operators with what they give."""
     x, bias = torch.randn(rows, 96), torch.randn(33)
-    one = grouped_linear.rounded(torch.randn(33, 96), 8, 32)
-    several = [grouped_linear.rounded(torch.randn(outputs, 96), 8, 64, rotated=True) for outputs in (33, 64)]
+    one = grouped.rounded(torch.randn(33, 96), 8, 32)
+    several = [grouped.rounded(torch.randn(outputs, 96), 8, 64, rotated=True) for outputs in (33, 64)]
     first, second, third = (torch.zeros(rows, outputs) for outputs in (33, 33, 64))
     parts = [list(part) for part in zip(*(weight[:4] for weight in several), strict=True)]
     calls = [
@@ -122,7 +123,7 @@ def test_the_position_that_is_written_is_read_each_time() -> None:
 def test_memory_that_moves() -> None:
     """Sharing a tensor with other processes gives it other memory."""
     x, weight, out = torch.randn(3, 64), torch.randn(8, 64), torch.zeros(3, 8)
-    parts = grouped_linear.rounded(weight, 8, 32)
+    parts = grouped.rounded(weight, 8, 32)
     total = torch.zeros(3, 8)
     calls = [
         partial(operators.grouped_linear_out.default, out, x, *parts[:5], None, 8, 32, False, False),

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.ops import _library, _timings, grouped_linear, quantized_linear
-from fastgen.ops.quantized_linear import PRECISIONS, TiledWeight
+from fastgen.ops import _library
+from fastgen.ops.linear import grouped, quantized
+from fastgen.ops.linear.quantized import PRECISIONS, TiledWeight
 from tests.ops import quantized_reference
 from tests.ops.instructions import instruction_set
 
@@ -21,7 +22,7 @@ BACKENDS = ["matrices", "vectors", "reference"]
 
 @pytest.fixture(params=BACKENDS, scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    missing = quantized_linear._missing("bf16")
+    missing = quantized._missing("bf16")
     if request.param != "reference" and missing is not None:
         pytest.skip(missing)
     return request.param
@@ -29,14 +30,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def _pack(backend: str, weight: torch.Tensor) -> TiledWeight:
     if backend != "reference":
-        return quantized_linear.pack(weight, "bf16")
+        return quantized.pack(weight, "bf16")
     return TiledWeight(quantized_reference.pack_bf16(weight), weight.shape[0])
 
 
 def _product(backend: str, x: torch.Tensor, packed: TiledWeight, bias: torch.Tensor | None) -> torch.Tensor:
     with instruction_set("avx512" if backend == "vectors" else None):
         if backend != "reference":
-            return quantized_linear.quantized_linear(x, packed, bias)
+            return quantized.quantized_linear(x, packed, bias)
         return quantized_reference.bf16_linear(x, packed.panels, bias, packed.outputs)
 
 
@@ -119,10 +120,10 @@ def test_more_dimensions_and_strides(backend: str) -> None:
     if backend == "reference":
         pytest.skip("it is called through the operator")
     weight, bias = torch.randn(70, 24), torch.randn(70)
-    packed = quantized_linear.pack(weight, "bf16")
+    packed = quantized.pack(weight, "bf16")
     for x in (torch.randn(2, 3, 5, 24), torch.randn(24, 6).t(), torch.randn(3, 50)[:, 1:25], torch.randn(24)):
         expected = torch.nn.functional.linear(x, weight, bias)
-        result = quantized_linear.quantized_linear(x, packed, bias)
+        result = quantized.quantized_linear(x, packed, bias)
         assert result.shape == expected.shape and (result - expected).norm() < 0.02 * expected.norm()
 
 
@@ -145,7 +146,7 @@ def test_the_number_of_threads_does_not_matter(backend: str, threads: int) -> No
 def test_what_does_not_fit_is_refused(backend: str) -> None:
     if backend == "reference":
         pytest.skip("it is called through the operator")
-    packed = quantized_linear.pack(torch.randn(20, 10), "bf16")
+    packed = quantized.pack(torch.randn(20, 10), "bf16")
     for x, bias, outputs in (
         (torch.randn(3, 100), None, 20),
         (torch.randn(3, 10), None, 2000),
@@ -153,38 +154,38 @@ def test_what_does_not_fit_is_refused(backend: str) -> None:
         (torch.randn(3, 10).double(), None, 20),
     ):
         with pytest.raises(RuntimeError):
-            quantized_linear.quantized_linear(x, packed._replace(outputs=outputs), bias)
+            quantized.quantized_linear(x, packed._replace(outputs=outputs), bias)
     for weight in (torch.randn(3), torch.randn(3, 4).half(), torch.zeros(0, 4)):
         with pytest.raises(RuntimeError, match="weight must be"):
-            quantized_linear.pack(weight, "bf16")
+            quantized.pack(weight, "bf16")
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_few_bits_are_in_groups_on_every_processor(precision: str) -> None:
     """A large weight costs digits of its own group alone."""
-    if quantized_linear._missing(precision) is not None:
-        pytest.skip(quantized_linear._missing(precision))
+    if quantized._missing(precision) is not None:
+        pytest.skip(quantized._missing(precision))
     weight, x = torch.rand(70, 96), torch.rand(3, 96)
     weight[:, 0], x[:, :32] = 1000, 0
-    packed = quantized_linear.pack(weight, precision, 32)
-    assert isinstance(packed, grouped_linear.PackedWeight) and packed.group_size == 32
+    packed = quantized.pack(weight, precision, 32)
+    assert isinstance(packed, grouped.PackedWeight) and packed.group_size == 32
     expected = torch.nn.functional.linear(x, weight)
-    result = quantized_linear.quantized_linear(x, packed, None)
+    result = quantized.quantized_linear(x, packed, None)
     assert ((result - expected).norm() / expected.norm()).item() < {"int8": 0.01, "int4": 0.1}[precision]
 
 
-@pytest.mark.skipif(not grouped_linear.is_available(), reason="no kernels")
+@pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
 def test_large_inputs_cost_few_digits_in_8_bits() -> None:
     """Groups are rotated there, and only there."""
     weight, x = torch.randn(70, 256) * 0.1, torch.randn(40, 256)
     x[:, 7::64] *= 60
     exact = x.double() @ weight.double().t()
 
-    def error(packed: grouped_linear.PackedWeight) -> float:
-        return float((quantized_linear.quantized_linear(x, packed, None) - exact).norm())
+    def error(packed: grouped.PackedWeight) -> float:
+        return float((quantized.quantized_linear(x, packed, None) - exact).norm())
 
-    assert error(quantized_linear.pack(weight, "int8")) < 0.5 * error(grouped_linear.rounded(weight, 8, 64))
-    assert error(quantized_linear.pack(weight, "int4")) == error(grouped_linear.rounded(weight, 4, 64))
+    assert error(quantized.pack(weight, "int8")) < 0.5 * error(grouped.rounded(weight, 8, 64))
+    assert error(quantized.pack(weight, "int4")) == error(grouped.rounded(weight, 4, 64))
 
 
 @pytest.fixture
@@ -203,45 +204,45 @@ def test_a_processor_without_the_instructions(precision: str, monkeypatch: pytes
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     for narrower in ("avx2", "default"):
         with instruction_set(narrower):
-            assert "this processor does not have AVX" in quantized_linear.unavailable(precision)
-            assert f"no {precision}: this processor" in quantized_linear.backend()
+            assert "this processor does not have AVX" in quantized.unavailable(precision)
+            assert f"no {precision}: this processor" in quantized.backend()
 
 
 def test_a_processor_that_is_slow_in_it(monkeypatch: pytest.MonkeyPatch, timings: None) -> None:
-    monkeypatch.setattr(quantized_linear, "_missing", lambda precision: None)
+    monkeypatch.setattr(quantized, "_missing", lambda precision: None)
     measured = []
-    monkeypatch.setattr(quantized_linear, "_measure", lambda precision: measured.append(precision) or (1.0, 2.0))
-    assert "not faster" in quantized_linear.unavailable("int8")
-    assert "not faster" in quantized_linear.unavailable("int8")
-    monkeypatch.setattr(quantized_linear, "_measure", lambda precision: (2.0, 1.0))
-    assert quantized_linear.unavailable("bf16") is None
+    monkeypatch.setattr(quantized, "_measure", lambda precision: measured.append(precision) or (1.0, 2.0))
+    assert "not faster" in quantized.unavailable("int8")
+    assert "not faster" in quantized.unavailable("int8")
+    monkeypatch.setattr(quantized, "_measure", lambda precision: (2.0, 1.0))
+    assert quantized.unavailable("bf16") is None
     assert measured == ["int8"]  # once
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_measuring_leaves_the_random_state(precision: str, timings: None) -> None:
-    if quantized_linear._missing(precision) is not None:
-        pytest.skip(quantized_linear._missing(precision))
+    if quantized._missing(precision) is not None:
+        pytest.skip(quantized._missing(precision))
     state = torch.get_rng_state()
-    quantized_linear.unavailable(precision)
+    quantized.unavailable(precision)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(0 < seconds < 10 for seconds in quantized_linear._measure(precision))
-    assert precision in quantized_linear.backend()
+    assert all(0 < seconds < 10 for seconds in quantized._measure(precision))
+    assert precision in quantized.backend()
 
 
 def test_load_of_the_machine_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else makes everything ten times slower in the second half of what is measured."""
-    if quantized_linear._missing("int4") is not None:
-        pytest.skip(quantized_linear._missing("int4"))
+    if quantized._missing("int4") is not None:
+        pytest.skip(quantized._missing("int4"))
     calls, now = [], [0.0]
 
     def take(seconds: float) -> None:
         calls.append(seconds)
-        late = len(calls) % (2 * quantized_linear._ROUNDS) > quantized_linear._ROUNDS
+        late = len(calls) % (2 * quantized._ROUNDS) > quantized._ROUNDS
         now[0] += seconds * (10 if late else 1)
 
-    monkeypatch.setattr(quantized_linear.F, "linear", lambda *_: take(2.0))
-    monkeypatch.setattr(quantized_linear, "quantized_linear", lambda *_: take(1.0))
-    monkeypatch.setattr(quantized_linear, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    plain, quantized = quantized_linear._measure("int4")
+    monkeypatch.setattr(quantized.F, "linear", lambda *_: take(2.0))
+    monkeypatch.setattr(quantized, "quantized_linear", lambda *_: take(1.0))
+    monkeypatch.setattr(quantized, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    plain, quantized = quantized._measure("int4")
     assert (plain, quantized) == (4.0, 2.0)

@@ -9,12 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastgen.decoding import products
-from fastgen.ops import _timings, split_linear
+from fastgen.ops.linear import bf16x3
 from tests.ops.instructions import instruction_set
 
-needs_kernel = pytest.mark.skipif(
-    not split_linear.is_available(), reason="the processor has no AMX, or nothing is built"
-)
+needs_kernel = pytest.mark.skipif(not bf16x3.is_available(), reason="the processor has no AMX, or nothing is built")
 
 
 def _numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -54,7 +52,7 @@ def test_is_a_linear_layer_in_float32(rows: int, inputs: int, outputs: int, bias
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1e3, 1e30])
 def test_is_as_exact_as_torch_for_large_and_small_numbers(size: float) -> None:
     x, weight = _numbers(0, 64, 300) * size, _numbers(1, 48, 300)
-    found = split_linear.split_linear(x, weight, None)
+    found = bf16x3.bf16x3_gemm(x, weight, None)
     assert _error(found, x, weight, None) <= max(2 * _error(F.linear(x, weight), x, weight, None), 2**-22)
 
 
@@ -63,7 +61,7 @@ def test_sums_that_cancel_are_as_exact_as_those_of_torch() -> None:
     x, weight = _numbers(0, 64, 512) * 1e4, _numbers(1, 48, 512)
     x[:, 256:], weight[:, 256:] = -x[:, :256], weight[:, :256] + 1e-4 * _numbers(2, 48, 256)
     exact = x.double() @ weight.double().t()
-    errors = [(y - exact).abs().max() for y in (split_linear.split_linear(x, weight, None), F.linear(x, weight))]
+    errors = [(y - exact).abs().max() for y in (bf16x3.bf16x3_gemm(x, weight, None), F.linear(x, weight))]
     assert errors[0] <= 2 * errors[1]
 
 
@@ -72,10 +70,10 @@ def test_sums_that_cancel_are_as_exact_as_those_of_torch() -> None:
 def test_numbers_that_are_hardly_normal_count_as_zero_at_worst(size: float) -> None:
     x, weight = _numbers(0, 64, 40) * size, _numbers(1, 48, 40)
     x[:, 0] = 1.0
-    found = split_linear.split_linear(x, weight, None)
+    found = bf16x3.bf16x3_gemm(x, weight, None)
     torch.testing.assert_close(found, F.linear(x, weight), rtol=2**-20, atol=0.0)
     x[:, 0] = 0.0
-    assert (split_linear.split_linear(x, weight, None) - F.linear(x, weight)).abs().max() < 40 * 8 * 2**-126
+    assert (bf16x3.bf16x3_gemm(x, weight, None) - F.linear(x, weight)).abs().max() < 40 * 8 * 2**-126
 
 
 @needs_kernel
@@ -84,7 +82,7 @@ def test_sums_that_overflow_are_infinite_and_nothing_else_is() -> None:
     x, weight = _numbers(0, 40, 70).abs(), _numbers(1, 37, 70).abs()
     x[3] *= 3e37
     x[5, 7], weight[9, 7] = -3e38, 1e3
-    found, expected = split_linear.split_linear(x, weight, None), F.linear(x, weight)
+    found, expected = bf16x3.bf16x3_gemm(x, weight, None), F.linear(x, weight)
     assert found.isinf().any()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -94,7 +92,7 @@ def test_every_nan_is_one() -> None:
     x, weight = _numbers(0, 40, 70), _numbers(1, 37, 70)
     x[33] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     x[35, 69] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
-    found = split_linear.split_linear(x, weight, None)
+    found = bf16x3.bf16x3_gemm(x, weight, None)
     torch.testing.assert_close(found, F.linear(x, weight), rtol=1e-5, atol=1e-5, equal_nan=True)
     assert found[33].isnan().all() and found[35].isnan().all()
 
@@ -105,10 +103,10 @@ def test_products_in_less_than_float32_are_left_to_torch() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert not split_linear.serves(x, weight, None)
+        assert not bf16x3.serves(x, weight, None)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert split_linear.serves(x, weight, None)
+    assert bf16x3.serves(x, weight, None)
 
 
 @needs_kernel
@@ -117,7 +115,7 @@ def test_products_in_less_than_float32_are_left_to_torch() -> None:
 def test_what_has_no_parts_is_multiplied_as_it_is(odd: float, of_weight: bool) -> None:
     x, weight, bias = torch.ones(40, 70), torch.full((37, 70), 0.25), torch.ones(37)
     (weight if of_weight else x)[33, 3] = odd
-    found = split_linear.split_linear(x, weight, bias)
+    found = bf16x3.bf16x3_gemm(x, weight, bias)
     torch.testing.assert_close(found, F.linear(x, weight, bias), equal_nan=True)
 
 
@@ -125,12 +123,12 @@ def test_what_has_no_parts_is_multiplied_as_it_is(odd: float, of_weight: bool) -
 def test_a_row_has_the_same_bits_whatever_the_rows_and_threads() -> None:
     x, weight = _numbers(0, 2100, 900), _numbers(1, 100, 900)
     threads = torch.get_num_threads()
-    whole = split_linear.split_linear(x, weight, None)
+    whole = bf16x3.bf16x3_gemm(x, weight, None)
     try:
         for number in (1, 3):
             torch.set_num_threads(number)
             for rows in (1, 16, 17, 33, 600):
-                assert torch.equal(split_linear.split_linear(x[:rows], weight, None), whole[:rows])
+                assert torch.equal(bf16x3.bf16x3_gemm(x[:rows], weight, None), whole[:rows])
     finally:
         torch.set_num_threads(threads)
 
@@ -147,7 +145,7 @@ def test_a_row_has_the_same_bits_whatever_the_rows_and_threads() -> None:
     ],
 )
 def test_refuses_what_does_not_fit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    assert not split_linear.serves(x, weight, bias)
+    assert not bf16x3.serves(x, weight, bias)
     with pytest.raises(RuntimeError, match="split_linear"):
         torch.ops.fastgen.split_linear_out(torch.empty(8, 3), x, weight, bias)
 
@@ -178,6 +176,6 @@ def test_is_chosen_where_it_is_measured_to_be_faster(monkeypatch: pytest.MonkeyP
 
 @needs_kernel
 def test_costs_are_measured_once() -> None:
-    found = split_linear.costs(20, 40, 50)
-    assert found is not None and found == split_linear.costs(32, 40, 50, measure=False)
+    found = bf16x3.costs(20, 40, 50)
+    assert found is not None and found == bf16x3.costs(32, 40, 50, measure=False)
     assert min(found) > 0

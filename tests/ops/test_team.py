@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from fastgen.ops import _library, dot_linear, linear, rms_norm
+from fastgen.ops import _library, rms_norm
 from fastgen.ops import _team as team
+from fastgen.ops.linear import gemm, gemv
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_team_back.default
@@ -40,9 +41,9 @@ def test_results_are_those_of_torchs_threads(rows, threads, no_team):
 
     def run():
         return (
-            dot_linear.dot_linear(x, weight, bias),
-            linear.streamed_linear(x, weight, bias),
-            linear.packed_linear(x, linear.pack(weight), bias, 301),
+            gemv.gemv(x, weight, bias),
+            gemm.gemm(x, weight, bias),
+            gemm.packed_linear(x, gemm.pack(weight), bias, 301),
             rms_norm.rms_norm(many, torch.ones(576), 1e-6),
         )
 

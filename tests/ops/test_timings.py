@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fastgen.ops import _team, _timings
+from fastgen.ops import _team
 
 
 def _measure(monkeypatch: pytest.MonkeyPatch, waited: list[float]) -> tuple[int, _timings.Timing | None]:
@@ -77,7 +77,7 @@ def test_times_at_another_precision_are_others() -> None:
     """Which the user may set in two ways; after the second one, torch refuses to tell in the first."""
     program = """
 import torch
-from fastgen.ops import _timings
+
 highest = _timings._section("products")
 torch.set_float32_matmul_precision("highest")
 assert _timings._section("products") == highest

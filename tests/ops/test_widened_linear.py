@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastgen.ops import _timings, widened_linear
+from fastgen.ops.linear import upcast
 
 TYPES = [torch.bfloat16, torch.float16]
 
@@ -34,7 +34,7 @@ def test_is_a_linear_layer(dtype: torch.dtype, rows: int, inputs: int, outputs: 
 
     x, weight = random(rows, inputs + 3)[:, :inputs], random(outputs, inputs + 2)[:, :inputs]
     bias = random(outputs) if biased else None
-    y = widened_linear.widened_linear(x, weight, bias)
+    y = upcast.upcast_gemm(x, weight, bias)
     exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
     assert y.dtype is dtype
     torch.testing.assert_close(y.double(), exact, atol=2e-6 * (inputs + 1), rtol=torch.finfo(dtype).eps / 2 + 1e-5)
@@ -44,7 +44,7 @@ def test_takes_little_memory() -> None:
     """However large the weight and however many the rows: some lines and some rows of them."""
     x, weight = torch.zeros(5000, 256, dtype=torch.float16), torch.zeros(8192, 256, dtype=torch.float16)
     with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
-        widened_linear.widened_linear(x, weight, None)
+        upcast.upcast_gemm(x, weight, None)
     held = most = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -74,9 +74,9 @@ def test_what_it_does_not_serve(x: torch.Tensor, weight: torch.Tensor, bias: tor
         tensor.to(single[1]) if tensor is not None and tensor.dtype is single[0] else tensor
         for tensor in (x, weight, bias)
     )
-    assert not widened_linear.serves(x, weight, bias)
+    assert not upcast.serves(x, weight, bias)
     good = torch.zeros(17, 4).half(), torch.zeros(3, 4).half(), torch.zeros(3).half()
-    assert widened_linear.serves(*good) and not widened_linear.serves(*(tensor.float() for tensor in good))
+    assert upcast.serves(*good) and not upcast.serves(*(tensor.float() for tensor in good))
 
 
 def test_products_in_less_than_float32_are_left_to_torch() -> None:
@@ -84,29 +84,29 @@ def test_products_in_less_than_float32_are_left_to_torch() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert not widened_linear.serves(x, weight, None)
+        assert not upcast.serves(x, weight, None)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert widened_linear.serves(x, weight, None)
+    assert upcast.serves(x, weight, None)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def measure(*shape: object) -> widened_linear.Costs:
+    def measure(*shape: object) -> upcast.Costs:
         measured.append(shape)
-        return widened_linear.Costs(2.0, 1.0)
+        return upcast.Costs(2.0, 1.0)
 
-    measure_truly = widened_linear._measure
-    monkeypatch.setattr(widened_linear, "_measure", measure)
+    measure_truly = upcast._measure
+    monkeypatch.setattr(upcast, "_measure", measure)
     monkeypatch.setattr(_timings, "_known", {})
     monkeypatch.setattr(_timings, "_waits", dict)
     monkeypatch.setenv("FASTGEN_CACHE", "")
     for rows in (17, 90, 91, 256, 5000):
         known = rows in (90, 256, 5000)
-        assert widened_linear.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if known else None)
-        assert widened_linear.costs(rows, 16, 24, dtype) == (2.0, 1.0)
+        assert upcast.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if known else None)
+        assert upcast.costs(rows, 16, 24, dtype) == (2.0, 1.0)
     assert measured == [(32, 16, 24, dtype), (256, 16, 24, dtype)]
     for rows in (32, 256):
         assert all(seconds > 0 for seconds in measure_truly(rows, 16, 24, dtype))

@@ -16,8 +16,8 @@ import torch
 
 import fastgen
 from fastgen.decoding.captured import graph
-from fastgen.ops import linear
 from fastgen.ops import triton as operators
+from fastgen.ops.linear import gemm
 from fastgen.pipeline import generate_dataset
 from fastgen.pipeline.loading import load
 from fastgen.pipeline.settings import RunOptions
@@ -50,7 +50,7 @@ def run_in_child(loaded, source: Path, output: Path, generation: dict, cache: Pa
         os.environ["FASTGEN_CACHE"] = str(cache)
         options = {"generation": generation, "batch_size": 4, "quiet": True, "workers": 0, "token_ids": True}
         generate_dataset(loaded.model, source, output, tokenizer=loaded.tokenizer, resume=True, **options)
-        assert used or not new or not linear.has_vectors(), "no product of FastGen's: the weights are too small"
+        assert used or not new or not gemm.has_vectors(), "no product of FastGen's: the weights are too small"
         captured = fastgen.stats().get("transformers.captured_step", {}).get("accelerated", 0)
         assert captured or not new or graph.unavailable(torch.device("cpu")), "no captured step: too few batches"
 

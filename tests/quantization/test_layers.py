@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import grouped_linear
+from fastgen.ops.linear import grouped
 from fastgen.quantization import products
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
@@ -230,7 +230,7 @@ def test_code_that_asks_what_a_weight_is_unpacks_nothing(monkeypatch: pytest.Mon
     assert len(count) == 1
 
 
-@pytest.mark.skipif(not grouped_linear.is_available(), reason="no kernels")
+@pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
 def test_an_embedding_in_a_recorded_step() -> None:
     weight = random_weight(50, 32, dtype=torch.float16)
     form, tensors = GPTQ(), definitions.gptq(weight)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import settings
-from fastgen.ops import grouped_linear, linear
+from fastgen.ops.linear import gemm, grouped
 from fastgen.ops.triton import grouped_linear as lines
 from fastgen.quantization import products
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
@@ -19,7 +19,7 @@ from fastgen.quantization.grouped import GroupedWeight, dequantized
 from tests.quantization.definitions import random_weight
 from tests.quantization.test_formats import blocks_of
 
-needs_kernels = pytest.mark.skipif(grouped_linear.unavailable() is not None, reason="no kernels")
+needs_kernels = pytest.mark.skipif(grouped.unavailable() is not None, reason="no kernels")
 
 # Inputs and groups: of the kernels' sizes; cut into smaller ones; one group for all inputs; none of the kernels'.
 SHAPES = [(128, 32), (512, 256), (120, 24), (576, 192), (100, 100), (7, 7), (30, 10)]
@@ -76,7 +76,7 @@ def test_gguf_blocks_keep_their_size(name: str) -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each product of the kernels, whether activations stayed floats."""
     found: list[bool] = []
-    kernel = grouped_linear.grouped_linear
+    kernel = grouped.grouped_linear
     monkeypatch.setattr(
         grouped_linear,
         "grouped_linear",
@@ -108,7 +108,7 @@ def test_float_activations(
         return
     # Columns, and so sums, in the order of the numbers.
     order = torch.arange(inputs) if weight.order is None else weight.order
-    expected = linear.packed_linear(x.float()[..., order], linear.pack(meant[:, order]), bias.float(), 37)
+    expected = gemm.packed_linear(x.float()[..., order], gemm.pack(meant[:, order]), bias.float(), 37)
     assert torch.equal(y, expected.to(dtype))
 
 
@@ -141,7 +141,7 @@ def test_blocks_have_the_bits_of_packed_products(name: str, used: list[bool]) ->
     packed, meant = products.pack(read), dequantized(read, torch.float32)
     for rows in (1, 5, 29):
         x = torch.randn(rows, 3 * kind.numbers)
-        expected = linear.packed_linear(x, linear.pack(meant), None, 37)
+        expected = gemm.packed_linear(x, gemm.pack(meant), None, 37)
         assert torch.equal(products.multiply(x, packed, None), expected)
         rounded = products.multiply(x, packed, None, "int8")
         torch.testing.assert_close(rounded, expected, rtol=0, atol=0.02 * float((x.abs() @ meant.abs().t()).max()))

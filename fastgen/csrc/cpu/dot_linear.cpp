@@ -1,5 +1,5 @@
-// Linear layers for the few rows of a decoding step, on the weight as it is, in float32, bfloat16 and float16, and in
-// float32 with a weight of 16 bits. The schema is defined in fastgen/ops/linear.py.
+// GEMV for the few rows of a decode step, on the weight as it is, in float32, bfloat16 and float16. The schema is defined in
+// fastgen/ops/linear/gemv.py.
 //
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the
@@ -117,15 +117,12 @@ struct Kernel {
   Prepare prepare;
 };
 
-// For so many rows and a weight of these types. Of the weight the inputs are next to each other, or the outputs, in float32.
-Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs, int64_t rows) {
-  const bool is_float = type == ScalarType::Float, is_bfloat16 = of_weight == ScalarType::BFloat16;
+// For so many rows of this type. Of the weight the inputs are next to each other, or the outputs, in float32.
+Kernel kernel(ScalarType type, bool by_outputs, int64_t rows) {
 #define FASTGEN_KERNEL(SET)                                                                                \
   by_outputs                          ? Kernel{&SET::add_lines, nullptr}                                   \
-  : of_weight == ScalarType::Float    ? Kernel{&SET::multiply<SET::Float32>, nullptr}                      \
-  : is_float && is_bfloat16           ? Kernel{&SET::multiply<SET::Float32OfBFloat16>, nullptr}            \
-  : is_float                          ? Kernel{&SET::multiply<SET::Float32OfFloat16>, nullptr}             \
-  : is_bfloat16                       ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
+  : type == ScalarType::Float         ? Kernel{&SET::multiply<SET::Float32>, nullptr}                      \
+  : type == ScalarType::BFloat16      ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
                                       : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
 #ifdef FASTGEN_DOT_MATRICES
   if (type == ScalarType::BFloat16 && rows >= amx::kMinRows && rows <= amx::kMaxRows &&
@@ -155,11 +152,8 @@ void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::op
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "dot_linear: x must be float32, bfloat16 or float16");
-  const bool is_narrow = type == ScalarType::Float && (weight.scalar_type() == ScalarType::BFloat16 ||
-                                                       weight.scalar_type() == ScalarType::Half);
-  STD_TORCH_CHECK((weight.scalar_type() == type || is_narrow) && y.scalar_type() == type &&
-                      (!bias || bias->scalar_type() == type),
-                  "dot_linear: all must be of one type, but for a weight of 16 bits and the others in float32");
+  STD_TORCH_CHECK(weight.scalar_type() == type && y.scalar_type() == type && (!bias || bias->scalar_type() == type),
+                  "dot_linear: all must be of one type");
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0 && x.size(1) == weight.size(1),
                   "dot_linear: x must be [rows, inputs] and the weight [outputs, inputs]");
   STD_TORCH_CHECK(x.size(1) == 1 || (x.stride(1) == 1 && (weight.stride(1) == 1 || is_by_outputs(weight))),
@@ -218,7 +212,7 @@ void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> 
     const std::optional<Tensor>& bias = biases[i];
     check(y, x, weight, bias);
     STD_TORCH_CHECK(is_by_outputs(weight) == by_outputs, "dot_linear: all weights must be laid out in one way");
-    products.push_back({kernel(x.scalar_type(), weight.scalar_type(), by_outputs, x.size(0)),
+    products.push_back({kernel(x.scalar_type(), by_outputs, x.size(0)),
                         {x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
                          y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1),
                          weight.size(0)}});
@@ -244,7 +238,7 @@ void fastgen::dot_lines(const Tensor& x, int64_t row, const Tensor& weight, cons
   const float* from = static_cast<const float*>(x.const_data_ptr()) + row * x.stride(0);
   const float* first = static_cast<const float*>(weight.const_data_ptr());
   const float* biases = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
-  const Kernel found = kernel(ScalarType::Float, ScalarType::Float, false, 1);
+  const Kernel found = kernel(ScalarType::Float, false, 1);
   for (int64_t i = 0; i < count; ++i) {
     if (i + 1 < count) ask_for(first + lines[i + 1] * stride, inputs);
     const float* of_line = biases == nullptr ? nullptr : biases + lines[i];

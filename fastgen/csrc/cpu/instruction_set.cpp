@@ -1,6 +1,10 @@
 // The choice of the instruction set.
 #include "instruction_set.h"
 
+#include "amx.h"
+
+#include <torch/csrc/stable/library.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -98,6 +102,25 @@ bool is_zen5_or_later() {
 }
 
 }  // namespace fastgen
+
+namespace {
+
+// What fastgen/ops/linear/choose.py calls the instruction set: 0 portable, 1 AVX2, 2 AVX-512, 3 with BF16, 4 with AMX.
+int64_t instruction_set_op() {
+  const auto vectors = static_cast<int64_t>(fastgen::instruction_set());
+  if (fastgen::instruction_set() != InstructionSet::kAvx512 || fastgen::instruction_set_is_given()) return vectors;
+#ifdef FASTGEN_X86
+  if (__builtin_cpu_supports("avx512bf16")) return fastgen::has_amx() ? 4 : 3;
+#endif
+  return vectors;
+}
+
+}  // namespace
+
+// It has no tensor, so that no device chooses the kernel.
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CompositeExplicitAutograd, library) {
+  library.impl("instruction_set", TORCH_BOX(&instruction_set_op));
+}
 
 #ifdef _WIN32
 #define FASTGEN_FOR_TESTS extern "C" __declspec(dllexport)

@@ -1,15 +1,10 @@
-// Linear layers for the few rows of a decoding step. The schemas are defined in fastgen/ops/linear.py.
+// GEMM in float32 on the weight as it is. The schemas are defined in fastgen/ops/linear/gemm.py.
 //
-// With few rows the product is bound by reading the weight. A panel holds some outputs of all inputs, in the order in
-// which they are used: it is read as one stream, asked for ahead of time, while the tiles of rows multiply what has
-// arrived (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008, with the packing
-// of the weight done once: `packed_linear`).
-//
-// Where the weight is left as it is (`streamed_linear`), the rows are laid out instead, of which there are fewer numbers:
-// some of them side by side in a vector, which is multiplied with one element of a line of the weight after the other. Of
-// a weight that is stored by inputs, a piece of a panel at a time is laid out in the cache and multiplied from there,
-// while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit. `folded_linears_out`
-// does without that: a few rows that do not fill a vector are multiplied faster then.
+// Of a weight whose inputs are next to each other, the rows are laid out, of which there are fewer numbers: some of them side
+// by side in a vector, which is multiplied with one element of a line of the weight after the other. With many rows, and of a
+// weight whose outputs are next to each other, a piece of a panel at a time is laid out in the cache and multiplied from
+// there, while the next piece is prefetched (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM
+// TOMS 2008). Either way an output is summed in the same order: the result has the same bits.
 #include "checks.h"
 #include "instruction_set.h"
 #include "linear/depth.h"
@@ -40,10 +35,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kLine = 16;  // floats of a cache line
-// Rows that a thread takes through its panels before it goes on, at most, and what of their inputs it takes at a time, in
-// floats: that stays in the second-level cache, while every panel comes from farther away once per block.
-constexpr int64_t kBlock = 192;
-constexpr int64_t kResident = 196608;
 // From so many rows on, laying out pieces of the weight takes less time than laying out the rows. So many rows at most are
 // multiplied with a piece at a time: their results stay in the cache.
 constexpr int64_t kManyRows = 129, kMostRows = 1024;
@@ -69,15 +60,6 @@ struct LineProduct {
   int64_t rows, inputs, stride, y_stride;
 };
 
-#ifdef FASTGEN_X86
-// The bits of two floats.
-inline __attribute__((always_inline)) int64_t two_of(const float* from) {
-  int64_t bits;
-  std::memcpy(&bits, from, sizeof(bits));
-  return bits;
-}
-#endif
-
 // Memory that begins with a cache line: a vector that lies in two of them takes twice as long to load.
 class Aligned {
  public:
@@ -100,11 +82,9 @@ namespace portable {
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROW_VECTORS 2
 #define FASTGEN_HALF 0
-#define FASTGEN_REPEAT2(from) (Vector{(from)[0], (from)[1], (from)[0], (from)[1]})
 #define FASTGEN_REPEAT4(from) (*reinterpret_cast<const Vector*>(from))
 #define FASTGEN_SPREAD 0
 #define FASTGEN_ONE_OF4(vector, i) ((vector)[i] - Vector{})
-#define FASTGEN_TWO_OF4(vector, i) (Vector{(vector)[2 * (i)], (vector)[2 * (i) + 1], (vector)[2 * (i)], (vector)[2 * (i) + 1]})
 #define FASTGEN_TRANSPOSE fastgen::transpose4
 #include "linear/kernels.h"
 }  // namespace portable
@@ -118,11 +98,9 @@ namespace avx2 {
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROW_VECTORS 3
 #define FASTGEN_HALF 0
-#define FASTGEN_REPEAT2(from) ((Vector)_mm256_set1_epi64x(two_of(from)))
 #define FASTGEN_REPEAT4(from) ((Vector)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)))
 #define FASTGEN_SPREAD 0
 #define FASTGEN_ONE_OF4(vector, i) ((Vector)_mm256_permute_ps((__m256)(vector), (i) * 0x55))
-#define FASTGEN_TWO_OF4(vector, i) ((Vector)_mm256_permute_ps((__m256)(vector), 0x44 + (i) * 0xaa))
 #define FASTGEN_TRANSPOSE fastgen::transpose8
 #include "linear/kernels.h"
 }  // namespace avx2
@@ -135,11 +113,9 @@ namespace avx512 {
 #define FASTGEN_OUTPUTS 8
 #define FASTGEN_ROW_VECTORS 3
 #define FASTGEN_HALF 8
-#define FASTGEN_REPEAT2(from) ((Vector)_mm512_set1_epi64(two_of(from)))
 #define FASTGEN_REPEAT4(from) ((Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(from)))
 #define FASTGEN_SPREAD 4
 #define FASTGEN_ONE_OF4(vector, i) ((Vector)_mm512_permute_ps((__m512)(vector), (i) * 0x55))
-#define FASTGEN_TWO_OF4(vector, i) ((Vector)_mm512_permute_ps((__m512)(vector), 0x44 + (i) * 0xaa))
 #define FASTGEN_TRANSPOSE fastgen::transpose16
 #include "linear/kernels.h"
 }  // namespace avx512
@@ -170,27 +146,6 @@ int64_t panels_of(int64_t outputs) { return fastgen::quotient(outputs, kernel().
 void check_weight(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float,
                   "the weight of a linear layer must be [outputs, inputs] of float32");
-}
-
-// [outputs, inputs] -> [panels, inputs, outputs of a panel], padded with zeros.
-Tensor pack_linear(Tensor weight) {
-  fastgen::Arguments("pack_linear").reads(weight);
-  check_weight(weight);
-  const int64_t outputs = weight.size(0), inputs = weight.size(1);
-  const int64_t output_stride = weight.stride(0), input_stride = weight.stride(1);
-  const int64_t width = kernel().panel;
-  const auto lay_out = kernel().lay_out;
-  Tensor packed = torch::stable::new_empty(weight, {panels_of(outputs), inputs, width});
-  const float* from = static_cast<const float*>(weight.const_data_ptr());
-  float* to = static_cast<float*>(packed.mutable_data_ptr());
-  fastgen::parallel_for(0, panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const int64_t first = panel * width;
-      lay_out({from + first * output_stride, output_stride, input_stride}, std::min(width, outputs - first), inputs,
-              width, to + first * inputs);
-    }
-  });
-  return packed;
 }
 
 // A product's input and result, and one panel of it.
@@ -254,39 +209,6 @@ void check_input(const Tensor& x, const std::optional<Tensor>& bias, int64_t out
                   "a linear layer: the bias must be [outputs] of float32");
 }
 
-Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
-  fastgen::Arguments("packed_linear").reads(x, packed, bias);
-  check_input(x, bias, outputs);
-  STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
-                      packed.size(2) == kernel().panel && packed.size(1) == x.size(1) && outputs > 0 &&
-                      packed.size(0) == panels_of(outputs),
-                  "packed_linear: the weight was not packed for this product");
-  Tensor result = torch::stable::new_empty(x, {x.size(0), outputs});
-  const Product product(x, bias, outputs, result);
-  const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
-  const int64_t blocks = (rows + kBlock - 1) / kBlock;
-  const float* weights = static_cast<const float*>(packed.const_data_ptr());
-
-  // Blocks are of nearly the same size, and a thread takes some panels of every block: each has as much to do, and
-  // reads a part of the weight only. Task i is block i % blocks of panel i / blocks.
-  fastgen::parallel_for(0, packed.size(0) * blocks, 1, [&](int64_t begin, int64_t end) {
-    Product::Scratch scratch;
-    const auto from = [&](int64_t task, int64_t block) { return (task - block + blocks - 1) / blocks; };
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
-      const int64_t chunk = std::max(kResident / some / kDepth, int64_t{1}) * kDepth;
-      for (int64_t k = 0; k < inputs; k += chunk) {
-        const int64_t depth = std::min(chunk, inputs - k);
-        for (int64_t panel = from(begin, block); panel < from(end, block); ++panel) {
-          const float* weight = weights + (panel * inputs + k) * width;
-          product.multiply(panel, row, some, k, depth, weight, {weight + inputs * width, 1, width}, scratch);
-        }
-      }
-    }
-  });
-  return result;
-}
-
 // Panels of a weight as it is, laid out piece by piece: each piece once for many rows.
 void multiply_pieces(const Product& product, const Tensor& weight) {
   const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
@@ -321,22 +243,22 @@ void multiply_pieces(const Product& product, const Tensor& weight) {
 // are shared out among the threads. Each thread lays out the rows for itself: to fetch what another one has just written
 // takes several times as long.
 void multiply_lines(const float* x, int64_t stride, const std::vector<LineProduct>& products,
-                    const std::vector<int64_t>& outputs, bool in_order) {
+                    const std::vector<int64_t>& outputs) {
   const Kernel kernel = ::kernel();
   const int64_t rows = products[0].rows, inputs = products[0].inputs;
   const auto units_of = [&](size_t i) { return (outputs[i] + kernel.width - 1) / kernel.width; };
   int64_t units = 0;
   for (size_t i = 0; i < products.size(); ++i) units += units_of(i);
   fastgen::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
-    const Aligned laid_out(kernel.floats_of_rows(rows, inputs, in_order));
-    kernel.lay_out_rows(x, stride, rows, inputs, in_order, laid_out.data());
+    const Aligned laid_out(kernel.floats_of_rows(rows, inputs));
+    kernel.lay_out_rows(x, stride, rows, inputs, laid_out.data());
     int64_t first = 0;  // unit of this product, among those of all
     for (size_t i = 0; i < products.size(); first += units_of(i), ++i) {
       const int64_t from = std::max(begin - first, int64_t{0}) * kernel.width;
       const int64_t to = std::min((end - first) * kernel.width, outputs[i]);
       LineProduct product = products[i];
       product.x = laid_out.data();
-      if (from < to) kernel.multiply_lines(product, in_order, from, to);
+      if (from < to) kernel.multiply_lines(product, from, to);
     }
   });
 }
@@ -351,7 +273,7 @@ void check_streamed(const Tensor& result, const Tensor& x, const Tensor& weight,
 }
 
 void multiply(const std::vector<Tensor>& results, const Tensor& x, const std::vector<Tensor>& weights,
-              const std::vector<std::optional<Tensor>>& biases, bool in_order) {
+              const std::vector<std::optional<Tensor>>& biases) {
   fastgen::Arguments("streamed_linear").writes(results).reads(x, weights, biases);
   STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
                   "streamed_linear: as many results and biases as weights");
@@ -371,25 +293,16 @@ void multiply(const std::vector<Tensor>& results, const Tensor& x, const std::ve
     outputs.push_back(weights[i].size(0));
   }
   if (products.empty()) return;
-  multiply_lines(static_cast<const float*>(x.const_data_ptr()), x.stride(0), products, outputs, in_order);
+  multiply_lines(static_cast<const float*>(x.const_data_ptr()), x.stride(0), products, outputs);
 }
 
 void streamed_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
                           std::vector<std::optional<Tensor>> biases) {
-  multiply(results, x, weights, biases, true);
+  multiply(results, x, weights, biases);
 }
 
 void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  multiply({result}, x, {weight}, {bias}, true);
-}
-
-void folded_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
-                        std::vector<std::optional<Tensor>> biases) {
-  multiply(results, x, weights, biases, false);
-}
-
-void folded_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  multiply({result}, x, {weight}, {bias}, false);
+  multiply({result}, x, {weight}, {bias});
 }
 
 Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -403,13 +316,9 @@ Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
-  library.impl("pack_linear", TORCH_BOX(&pack_linear));
-  library.impl("packed_linear", TORCH_BOX(&packed_linear));
   library.impl("streamed_linear", TORCH_BOX(&streamed_linear));
   library.impl("streamed_linear_out", FASTGEN_PLANNED(streamed_linear_out));
   library.impl("streamed_linears_out", FASTGEN_PLANNED(streamed_linears_out));
-  library.impl("folded_linear_out", FASTGEN_PLANNED(folded_linear_out));
-  library.impl("folded_linears_out", FASTGEN_PLANNED(folded_linears_out));
 }
 
 #endif

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import arena, largest_outputs, narrow_weights, output_layer, products
+from fastgen.decoding import arena, largest_outputs, linear_ops, output_layer, panel_copies
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
@@ -38,7 +38,7 @@ class Program:
 
     def __init__(self, memory: arena.Arena = memory, growing: Growing | None = None) -> None:
         self._memory, self._growing = memory, growing
-        self._calls = narrow_weights.Calls()
+        self._calls = panel_copies.Calls()
         self._chunks: set[arena.Chunk] = set()
         self.follows = False
 
@@ -50,7 +50,7 @@ class Program:
         """
         with torch._C._InferenceMode(True):
             compiler = _Compiler(record(function)[0], self._memory, self._growing)
-            self._calls, self._chunks = narrow_weights.Calls(compiler.calls()), compiler.chunks
+            self._calls, self._chunks = panel_copies.Calls(compiler.calls()), compiler.chunks
             self.follows = compiler.follows
 
     def replay(self) -> None:
@@ -66,8 +66,8 @@ class Program:
 
 # Of their forms with `out`, the one copies twice, and the other one changes no type.
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
-# What an operator becomes: what it does to small tensors, a product, or a call.
-_Work = list[elementwise.Instruction] | products.AnyProduct | Callable[[], object]
+# What an operator becomes: what it does to small tensors, a linear op, or a call.
+_Work = list[elementwise.Instruction] | linear_ops.AnyLinearOp | Callable[[], object]
 
 
 class _Compiler:
@@ -86,10 +86,10 @@ class _Compiler:
         self._places = memory.place(_lifetimes(recording, self._groups))
         self.chunks = {chunk for chunk, _ in self._places.values()}
 
-    def calls(self) -> list[Callable[[], object] | narrow_weights.NarrowProducts]:
+    def calls(self) -> list[Callable[[], object] | panel_copies.PanelOps]:
         """Small elementwise operators that follow one another are one call, and so are the products of a group."""
-        found: list[Callable[[], object] | narrow_weights.NarrowProducts] = []
-        works = (work for group in self._groups for work in products.together([self._work(each) for each in group]))
+        found: list[Callable[[], object] | panel_copies.PanelOps] = []
+        works = (work for group in self._groups for work in linear_ops.batched([self._work(each) for each in group]))
         for are_small, alike in itertools.groupby(works, lambda work: isinstance(work, list)):
             some = list(alike)
             found += [elementwise.bound(list(itertools.chain.from_iterable(some)))] if are_small else some
@@ -114,7 +114,7 @@ class _Compiler:
             work = elementwise.instructions(function, args, kwargs, read)
         # Named arguments are alpha and beta: such a product is no linear layer.
         if work is None and not kwargs and len(results) == 1 and results[0] is not None:
-            work = products.of(operation, args, results[0], self._written)
+            work = linear_ops.of(operation, args, results[0], self._written)
         if work is not None:
             return work
         if not any(result is not None for result in results):
@@ -170,9 +170,9 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
     found, left = [], list(operations)
     while left:
         group, written, others = left[:1], left[0].made, 0
-        read = products.input_of(left[0])
+        read = linear_ops.input_of(left[0])
         for other in left[1:] if read is not None else []:
-            if products.input_of(other) == read and not written & other.used:
+            if linear_ops.input_of(other) == read and not written & other.used:
                 group.append(other)
             else:
                 others += 1

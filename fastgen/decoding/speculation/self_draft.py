@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import caches
-from fastgen.decoding import layers
+from fastgen.decoding import layer_forms, layers
 from fastgen.decoding.parameter_snapshot import is_plain
 from fastgen.locks import forkable_lock
-from fastgen.ops import grouped_linear, largest_output, quantized_linear
-from fastgen.ops.linear import as_rows
+from fastgen.ops import largest_output
+from fastgen.ops.linear import as_rows, grouped, quantized
 
 # Bytes of a number, without its share of a scale; and the part of the free memory that copies may take.
 _BYTES, _MOST_MEMORY = {"int8": 1.0, "int4": 0.5}, 0.5
@@ -64,14 +64,14 @@ class DraftWeights:
             if (
                 weight is None
                 or weight.numel() < layers.MIN_QUANTISED
-                or weight.dtype not in quantized_linear.types(precision, weight.device)
+                or weight.dtype not in quantized.types(precision, weight.device)
             ):
                 continue
             self._left.append((module, weight, transposed))
         if not self._left:
             raise ValueError("the model has no weights to draft with in few bits")
         numbers = sum({id(weight): weight.numel() for _, weight, _ in self._left}.values())
-        if numbers * _BYTES[precision] > _MOST_MEMORY * layers.free_memory(model.device):
+        if numbers * _BYTES[precision] > _MOST_MEMORY * layer_forms.free_memory(model.device):
             raise ValueError("too little memory is free for a copy of the weights in few bits")
         self._head = next((each for each in self._left if each[0] is head), None)
         self._left = [each for each in self._left if each[0] is not head]
@@ -108,7 +108,7 @@ class DraftWeights:
         if id(weight) not in self._packed:
             with torch.no_grad():
                 rows = weight.t() if transposed else weight
-                self._packed[id(weight)] = quantized_linear.pack(rows, *self._form)
+                self._packed[id(weight)] = quantized.pack(rows, *self._form)
         self._products[module] = partial(_multiply, self._packed[id(weight)], module)
 
     def copy_head(self, for_largest: bool = False) -> None:
@@ -133,8 +133,8 @@ class DraftWeights:
     def used(self) -> AbstractContextManager[None]:
         """Inside this, the calling thread's forward passes multiply with the copies that there are."""
         if self._rough is None or self._head is None:
-            return layers.override_linear(self._products)
-        return layers.override_linear({**self._products, self._head[0]: self._rough.estimate})
+            return layer_forms.override_linear(self._products)
+        return layer_forms.override_linear({**self._products, self._head[0]: self._rough.estimate})
 
     def largest(self, logits: Tensor) -> Tensor:
         """The largest of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
@@ -168,7 +168,7 @@ class _RoughHead:
     def estimate(self, x: Tensor) -> Tensor:
         """In the place of the layer's forward pass."""
         self._x = as_rows(x)
-        self._estimates = grouped_linear.grouped_linear(x, self._copy.numbers, self._module._parameters.get("bias"))
+        self._estimates = grouped.grouped_linear(x, self._copy.numbers, self._module._parameters.get("bias"))
         return self._estimates
 
     def largest(self, logits: Tensor) -> Tensor | None:
@@ -194,8 +194,8 @@ def versions(model: nn.Module) -> int:
     return sum(parameter._version for parameter in model.parameters() if not parameter.is_inference())
 
 
-def _multiply(packed: quantized_linear.PackedWeight, module: nn.Module, x: Tensor) -> Tensor:
-    return quantized_linear.quantized_linear(x, packed, module._parameters.get("bias"))
+def _multiply(packed: quantized.PackedWeight, module: nn.Module, x: Tensor) -> Tensor:
+    return quantized.quantized_linear(x, packed, module._parameters.get("bias"))
 
 
 caches.register(DraftWeights.drop_all)

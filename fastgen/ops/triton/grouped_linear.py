@@ -1,4 +1,4 @@
-"""Linear layers on weights of 4 or 8 bits in groups of inputs, on a GPU; on the CPU `fastgen.ops.grouped_linear`.
+"""Linear layers on weights of 4 or 8 bits in groups of inputs, on a GPU; on the CPU `fastgen.ops.linear.grouped`.
 
     weight = scale * (number - zero)      or      weight = scale * number + minimum
 
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops import grouped_linear as grouped_linear_on_cpu
 from fastgen.ops import triton as package
 from fastgen.ops.linear import as_rows
+from fastgen.ops.linear import grouped as grouped_linear_on_cpu
 
 # Rows up to which the kernel reads the weight in its bits. Not measured: with so many rows an H200 takes about as long
 # for the arithmetic as for the bytes of 4 bits.
@@ -74,7 +74,7 @@ def pack(
 ) -> LinedWeight:
     """A weight [outputs, inputs] in the layout of the kernels, on the device on which it is.
 
-    The arguments are those of `fastgen.ops.grouped_linear.pack`, but groups may have any size. Nothing is checked.
+    The arguments are those of `fastgen.ops.linear.grouped.pack`, but groups may have any size. Nothing is checked.
     """
     outputs, inputs = numbers.shape
     wide = F.pad(numbers, (0, -inputs % _CHUNK))
@@ -88,7 +88,7 @@ def pack(
 
 
 def rounded(weight: Tensor, bits: int, group_size: int) -> LinedWeight:
-    """A weight [outputs, inputs], floating, rounded as `fastgen.ops.grouped_linear.rounded` does without rotating."""
+    """A weight [outputs, inputs], floating, rounded as `fastgen.ops.linear.grouped.rounded` does without rotating."""
     weight = weight.detach()
     groups = F.pad(weight, (0, -weight.shape[1] % group_size)).unflatten(1, (-1, group_size))
     least, most = torch.aminmax(groups, dim=2)

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.modeling_outputs import ModelOutput
-from transformers.pytorch_utils import Conv1D
 
 from fastgen import counters, patching, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.interrupts import undoing
-from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
+from fastgen.ops.linear import quantized
 from fastgen.optimizer.transformers import speculation, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
@@ -40,9 +39,9 @@ ENTRY_POINT = counters.CAPTURED_STEP
 # A call of fewer steps is over before a capture has paid.
 MIN_STEPS = 8
 
-# Beyond so many rows the hooks save more than a captured step if rows times the size of the weights exceed the last:
-# there weights are packed, and finished inputs leave the batch. The first are those of weights not worth packing.
-_ROWS_ON_CPU, _FEW_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 16, 2**24
+# Beyond so many rows the hooks save more than a captured step if rows times the size of the weights exceed the second:
+# there finished inputs leave the batch.
+_MOST_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 2**24
 # What is not kept of every step.
 _NOT_KEPT = ("output_attentions", "output_hidden_states")
 
@@ -176,30 +175,16 @@ def _check_weights(model: Any) -> None:
     now = settings.current()
     if now.weight_dtype == "fp32" or now.packed_weights == "keep":
         return
-    if model.device.type == "cpu" or quantized_linear.unavailable(now.weight_dtype, device=model.device) is None:
+    if model.device.type == "cpu" or quantized.unavailable(now.weight_dtype, device=model.device) is None:
         graph_cache.drop(model)
         raise CannotBeCaptured('weights in other numbers, which are not kept (packed_weights="keep")')
 
 
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
-    """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or where a run must be repeatable."""
-    if settings.current().linear_products == "fixed" and settings.current().captured_step == "auto":
-        # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
-        raise CannotBeCaptured("linear_products is fixed, and captured_step is not always, on the CPU")
+    """Raises `CannotBeCaptured` where the library's loop is faster on the CPU."""
     rows = tokens.shape[0]
-    if rows <= _FEW_ROWS_ON_CPU:
-        return
-    most = _most_rows(model)
-    if rows > most and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
-        raise CannotBeCaptured(f"more than {most} sequences in a model with large weights, on the CPU")
-
-
-def _most_rows(model: Any) -> int:
-    """Rows up to which a product with the weight as it is takes about as long as with a packed one: in float32 more,
-    where the inputs of an output are next to each other.
-    """
-    is_by_inputs = any(isinstance(module, Conv1D) for module in model.modules())
-    return _FEW_ROWS_ON_CPU if is_by_inputs or model.dtype is not torch.float32 else _ROWS_ON_CPU
+    if rows > _MOST_ROWS_ON_CPU and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
+        raise CannotBeCaptured(f"more than {_MOST_ROWS_ON_CPU} sequences in a model with large weights, on the CPU")
 
 
 def _size_of_weights(model: Any) -> float:

@@ -89,7 +89,6 @@ def _prefill(
     for *outer, name in (path for path in handed_on(call.model) or () if outputs.get(path[0]) is not None):
         holder = outputs[outer[0]] if outer else outputs
         holder[name] = _repeat_blocks(holder[name], batch, per_input)
-    call.layers.expect(certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs

@@ -68,7 +68,8 @@ class EncodingStage(BatchStage[Values]):
     """Puts batches through a model that only encodes."""
 
     def __init__(self, loaded: LoadedEncoder, settings: DataOptions) -> None:
-        super().__init__(loaded.device, settings.weights)
+        # Whether a short forward pass is recorded depends on those before it, which a resumed run does not repeat.
+        super().__init__(loaded.device, settings.weights | process_settings.unless_explicit(captured_step="never"))
         self._loaded = loaded
 
     def size(self, rows: Sequence[Prepared]) -> int:

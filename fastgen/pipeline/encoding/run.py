@@ -115,9 +115,7 @@ def _over_dataset(
     settings = kind(model=name, input=os.fspath(input), output=os.fspath(output), **process_settings.renamed(options))
     if in_memory and tokenizer is None:
         raise SetupError("a model in memory needs its tokenizer")
-    # Otherwise the last digits would differ from run to run.
-    with process_settings.changed(**process_settings.unless_explicit(linear_products="fixed")):
-        return run(settings, model if in_memory else None, tokenizer)
+    return run(settings, model if in_memory else None, tokenizer)
 
 
 def embed(settings: EmbedOptions, model: Any = None, tokenizer: Any = None, begins: Begins = lambda: None) -> RunReport:

@@ -27,11 +27,12 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.operations import Place
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.ops import dot_linear, elementwise, linear, widened_linear
+from fastgen.ops import elementwise
+from fastgen.ops.linear import gemm, gemv, upcast
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests import test_recorded_graph as cases
 
-needs_kernel = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+needs_kernel = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
 
 
 aten = torch.ops.aten
@@ -107,8 +108,8 @@ class Replayed(Program):
 def as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases of the simulated graph run with programs, which are torch's where the bits may be others."""
     monkeypatch.setattr(cases, "RecordedGraph", Replayed)
-    monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: None)
-    monkeypatch.setattr(dot_linear, "costs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(gemm, "costs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(gemv, "costs", lambda *args, **kwargs: None)
     same_bits = {function: maker for function, maker in elementwise._MAKERS.items() if function in SAME_BITS}
     monkeypatch.setattr(elementwise, "_MAKERS", same_bits)
 
@@ -284,7 +285,7 @@ def test_an_interrupt_while_torch_takes_a_mode() -> None:
 class TestProducts:
     @pytest.fixture(autouse=True)
     def streamed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: linear.Costs(2.0, 2.0, 2.0, 1.0))
+        monkeypatch.setattr(gemm, "costs", lambda *args, **kwargs: gemm.Costs(2.0, 2.0, 2.0, 1.0))
 
     @staticmethod
     def captured(function: Callable[[], Tensor]) -> tuple[int, Callable[[], Tensor]]:
@@ -294,7 +295,7 @@ class TestProducts:
         own = {
             torch.ops.fastgen.folded_linear_out.default,
             torch.ops.fastgen.dot_linear_out.default,
-            widened_linear.widened_linear_out,
+            upcast.upcast_gemm_out,
         }
         return sum(each in own for each in recorded.functions), lambda: recorded.replay() or result
 
@@ -363,15 +364,15 @@ class TestProducts:
         torch.testing.assert_close(replay(), product(x, weight, bias), atol=0, rtol=0)
 
     @needs_kernel
-    @pytest.mark.parametrize("costs", [None, linear.Costs(1.0, 2.0, 2.0, 2.0, 3.0), linear.Costs(2.0, 1.0, 0.0, 2.0)])
-    def test_where_torchs_own_is_as_fast(self, costs: linear.Costs | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("costs", [None, gemm.Costs(1.0, 2.0, 2.0, 2.0, 3.0), gemm.Costs(2.0, 1.0, 0.0, 2.0)])
+    def test_where_torchs_own_is_as_fast(self, costs: gemm.Costs | None, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[tuple[Any, ...]] = []
 
-        def answer(*shape: int, transposed: bool) -> linear.Costs | None:
+        def answer(*shape: int, transposed: bool) -> gemm.Costs | None:
             asked.append((*shape, transposed))
             return costs
 
-        monkeypatch.setattr(linear, "costs", answer)
+        monkeypatch.setattr(gemm, "costs", answer)
         x, weight = torch.randn(4, 6), torch.randn(6, 7)
         assert self.captured(lambda: x @ weight)[0] == 0
         assert self.captured(lambda: F.linear(x, weight.t().contiguous()))[0] == 0
@@ -384,7 +385,7 @@ class TestProducts:
     )
     def test_the_fastest_product(self, rows: int, dots: float, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """By its share of the time of torch's product. Dot products are for few rows."""
-        monkeypatch.setattr(linear, "costs", lambda *shape, **how: linear.Costs(4.0, 4.0, 1.0, 2.0, dots))
+        monkeypatch.setattr(gemm, "costs", lambda *shape, **how: gemm.Costs(4.0, 4.0, 1.0, 2.0, dots))
         x, weight = torch.randn(rows, 20), torch.randn(30, 20)
         for stored in (weight, weight.t().contiguous().t()):
             recorded = Replayed()
@@ -399,10 +400,10 @@ class TestProducts:
         """Few rows as dot products, more of them in float32."""
         x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows // 2, 2, 24), (70, 24), (70,)))
         layer = partial(F.linear, x, weight, bias if biased else None)
-        monkeypatch.setattr(widened_linear, "costs", lambda *shape, **how: widened_linear.Costs(1.0, 2.0))
+        monkeypatch.setattr(upcast, "costs", lambda *shape, **how: upcast.Costs(1.0, 2.0))
         assert self.captured(layer)[0] == 0
-        monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(2.0, 1.0))
-        monkeypatch.setattr(widened_linear, "costs", lambda *shape, **how: widened_linear.Costs(2.0, 1.0))
+        monkeypatch.setattr(gemv, "costs", lambda *shape, **how: gemv.Costs(2.0, 1.0))
+        monkeypatch.setattr(upcast, "costs", lambda *shape, **how: upcast.Costs(2.0, 1.0))
         count, replay = self.captured(layer)
         assert count == 1
         for _ in range(2):
@@ -417,8 +418,8 @@ class TestProducts:
         self, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Q, K and V; also a gate and what it lets through, with an activation between them."""
-        monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, 1.0))
-        monkeypatch.setattr(linear, "costs", lambda *shape, **how: linear.Costs(4.0, 1.0, 1.0, 2.0, 1.0))
+        monkeypatch.setattr(gemv, "costs", lambda *shape, **how: gemv.Costs(4.0, 1.0))
+        monkeypatch.setattr(gemm, "costs", lambda *shape, **how: gemm.Costs(4.0, 1.0, 1.0, 2.0, 1.0))
         x, bias = torch.randn(rows, 24).to(dtype), torch.randn(70).to(dtype)
         weights = [torch.randn(outputs, 24).to(dtype) for outputs in (70, 30, 31, 90, 90)]
 
@@ -444,10 +445,10 @@ class TestProducts:
     def test_products_with_one_input_are_chosen_together(self, many: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """As one with all of their outputs, although with few outputs another product is the fastest."""
 
-        def costs(rows: int, inputs: int, outputs: int, **_: object) -> linear.Costs:
-            return linear.Costs(4.0, 1.0, 1.0, 2.0, 1.0 if (outputs < 50) == (many == "folded") else 3.0)
+        def costs(rows: int, inputs: int, outputs: int, **_: object) -> gemm.Costs:
+            return gemm.Costs(4.0, 1.0, 1.0, 2.0, 1.0 if (outputs < 50) == (many == "folded") else 3.0)
 
-        monkeypatch.setattr(linear, "costs", costs)
+        monkeypatch.setattr(gemm, "costs", costs)
         x, weights = torch.randn(8, 24), [torch.randn(outputs, 24) for outputs in (70, 30, 31)]
         recorded = Replayed()
         result = recorded.capture(lambda: torch.cat([F.linear(x, weight) for weight in weights], dim=1))
@@ -461,7 +462,7 @@ class TestProducts:
     @needs_kernel
     @pytest.mark.parametrize("between", ["input", "weight", "bias", "result", "another input", "far away"])
     def test_products_that_stay_apart(self, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(linear, "costs", lambda *shape, **how: linear.Costs(4.0, 4.0, 1.0, 2.0, 1.0))
+        monkeypatch.setattr(gemm, "costs", lambda *shape, **how: gemm.Costs(4.0, 4.0, 1.0, 2.0, 1.0))
         x, weight = torch.randn(1, 24), torch.randn(24, 24)
 
         def steps() -> Tensor:
@@ -488,7 +489,7 @@ class TestProducts:
     @needs_kernel
     def test_products_of_one_call_share_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Threads execute them at the same time: nothing that one reads or writes lies where another one writes."""
-        monkeypatch.setattr(linear, "costs", lambda *shape, **how: linear.Costs(4.0, 4.0, 1.0, 2.0, 1.0))
+        monkeypatch.setattr(gemm, "costs", lambda *shape, **how: gemm.Costs(4.0, 4.0, 1.0, 2.0, 1.0))
         x, weights = torch.randn(1, 24), [torch.randn(24, 24) for _ in range(3)]
 
         def steps() -> Tensor:

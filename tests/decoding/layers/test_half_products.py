@@ -13,10 +13,10 @@ from torch import nn
 import fastgen
 from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import dot_linear, widened_linear
+from fastgen.ops.linear import gemv, upcast
 from tests.decoding.layers.tiny import KINDS
 
-pytestmark = pytest.mark.skipif(not dot_linear.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not gemv.is_available(), reason="the extension was not built")
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
@@ -28,10 +28,10 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of FastGen's products, which are the faster ones; negative of those in float32."""
     found: list[int] = []
-    dots, widened = dot_linear.dot_linear, widened_linear.widened_linear
+    dots, widened = gemv.gemv, upcast.upcast_gemm
     monkeypatch.setattr(FastLayers, "_half_shapes", {})
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, measure: dot_linear.Costs(2.0, 1.0))
-    monkeypatch.setattr(widened_linear, "costs", lambda *shape, measure: widened_linear.Costs(2.0, 1.0))
+    monkeypatch.setattr(gemv, "costs", lambda *shape, measure: gemv.Costs(2.0, 1.0))
+    monkeypatch.setattr(upcast, "costs", lambda *shape, measure: upcast.Costs(2.0, 1.0))
     monkeypatch.setattr(
         dot_linear, "dot_linear", lambda x, *rest: found.append(x.numel() // x.shape[-1]) or dots(x, *rest)
     )
@@ -66,12 +66,12 @@ def test_only_where_it_is_faster(rows: list[int], monkeypatch: pytest.MonkeyPatc
     """Which is measured once a shape has been used some times."""
     asked: list[tuple[int, bool]] = []
 
-    def costs(rows: int, *shape: object, measure: bool) -> dot_linear.Costs | None:
+    def costs(rows: int, *shape: object, measure: bool) -> gemv.Costs | None:
         asked.append((rows, measure))
-        return dot_linear.Costs(2.0, 1.0 if rows < 3 else 2.0) if measure else None
+        return gemv.Costs(2.0, 1.0 if rows < 3 else 2.0) if measure else None
 
-    monkeypatch.setattr(dot_linear, "costs", costs)
-    monkeypatch.setattr(widened_linear, "costs", costs)
+    monkeypatch.setattr(gemv, "costs", costs)
+    monkeypatch.setattr(upcast, "costs", costs)
     monkeypatch.setattr(products, "MEASURED_FROM", 3)
     model = nn.Sequential(layer())
     with FastLayers.of(model, KINDS):

@@ -15,10 +15,10 @@ from torch import nn
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import linear
+from fastgen.ops.linear import gemm
 from tests.decoding.layers.tiny import KINDS, each_change, is_packed, model_of_layers
 
-pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
 
 
 def test_the_result_is_the_same_and_the_layers_are_restored(packed_at_once: list[torch.Tensor]) -> None:
@@ -49,8 +49,8 @@ def test_contexts_of_a_model_share_their_weights(packed_at_once: list[torch.Tens
 def way(request: pytest.FixtureRequest, packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The faster of the two ways without torch's product."""
     if request.param == "as it is":
-        monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, 1.0))
-        monkeypatch.setattr(linear, "pack", lambda weight: pytest.fail("packed"))
+        monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 3.0, 0.0, 1.0))
+        monkeypatch.setattr(gemm, "pack", lambda weight: pytest.fail("packed"))
 
 
 @each_change
@@ -83,11 +83,11 @@ def test_a_weight_of_another_size(mode: str, packed_at_once: list[torch.Tensor])
 def test_kept_weights_are_used_with_the_threads_there_are(
     packed_at_once: list[torch.Tensor], rows_of_products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def costs(*shape: object, measure: bool) -> linear.Costs:
-        return linear.Costs(2.0, 1.0 if torch.get_num_threads() == threads else 3.0, 0.0)
+    def costs(*shape: object, measure: bool) -> gemm.Costs:
+        return gemm.Costs(2.0, 1.0 if torch.get_num_threads() == threads else 3.0, 0.0)
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(linear, "costs", costs)
+    monkeypatch.setattr(gemm, "costs", costs)
     fastgen.enable(packed_weights="keep")
     model = nn.Sequential(nn.Linear(4, 4))
     try:
@@ -288,7 +288,7 @@ def test_a_layer_that_fails_does_what_it_always_did(monkeypatch: pytest.MonkeyPa
     def full(weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(linear, "pack", full)
+    monkeypatch.setattr(gemm, "pack", full)
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     expected = model(x)
     fastgen.reset_stats()
@@ -384,17 +384,17 @@ def test_a_weight_that_was_packed_before_a_call_began_is_not_used_in_it(
     packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even if the other call finishes packing it after the new one has begun."""
-    model, x, pack = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), linear.pack
+    model, x, pack = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), gemm.pack
     second = FastLayers.of(model)
 
     def interrupted(weight: torch.Tensor) -> torch.Tensor:
         panels = pack(weight)
-        monkeypatch.setattr(linear, "pack", pack)
+        monkeypatch.setattr(gemm, "pack", pack)
         weight.data.mul_(2)
         second.__enter__()
         return panels
 
-    monkeypatch.setattr(linear, "pack", interrupted)
+    monkeypatch.setattr(gemm, "pack", interrupted)
     with FastLayers.of(model):
         model(x)
         torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))

@@ -13,14 +13,14 @@ from torch import nn
 import fastgen
 from fastgen.decoding import host_memory, layers, products
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import dot_linear, linear, split_linear
+from fastgen.ops.linear import bf16x3, gemm, gemv
 from tests.decoding.layers.tiny import KINDS, Transposed
 
-pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
 
 
 def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 2.5) if measure else None)
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 1.0, 2.5) if measure else None)
     monkeypatch.setattr(products, "MEASURED_FROM", 4)
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     with FastLayers.of(model, KINDS):
@@ -35,7 +35,7 @@ def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeyp
 def test_packing_does_not_wait_where_it_certainly_pays(
     steps: int, packed_after: int, packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=3.0, packed=1.0, packing=8.0))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(plain=3.0, packed=1.0, packing=8.0))
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     for _ in range(2):  # what was known of a call ends with it
         packed_at_once.clear()
@@ -53,9 +53,7 @@ def test_packing_does_not_wait_where_it_certainly_pays(
 def test_nothing_is_packed_where_it_is_slower(
     packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, 0.5 if rows == 2 else 1.0, 0.0)
-    )
+    monkeypatch.setattr(linear, "costs", lambda rows, *shape, measure: gemm.Costs(1.0, 0.5 if rows == 2 else 1.0, 0.0))
     model = nn.Sequential(nn.Linear(4, 4))
     with FastLayers.of(model, KINDS):
         model(torch.randn(9, 4))
@@ -68,7 +66,7 @@ def test_a_small_gain_is_taken_and_not_packed_for(
     packed_at_once: list[torch.Tensor], rows_of_products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cost = {2: 0.5, 3: 0.97, 4: 1.05}
-    monkeypatch.setattr(linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, cost[rows], 0.0))
+    monkeypatch.setattr(gemm, "costs", lambda rows, *shape, measure: gemm.Costs(1.0, cost[rows], 0.0))
     model = nn.Sequential(nn.Linear(4, 4))
     with FastLayers.of(model, KINDS):
         for _ in range(50):
@@ -82,15 +80,15 @@ def test_a_small_gain_is_taken_and_not_packed_for(
 @pytest.mark.parametrize(
     ("costs", "packs", "streams"),
     [
-        (linear.Costs(4.0, 1.0, 5.0, 2.0), 4, 4),  # each product misses one second, not three
-        (linear.Costs(4.0, 1.95, 0.0, 2.0), None, 8),  # so little better that it is not packed for
-        (linear.Costs(4.0, 3.0, 0.0, 2.0), None, 8),
-        (linear.Costs(1.0, 3.0, 0.0, 2.0), None, 0),
-        (linear.Costs(2.0, 1.0, 3.0, 2.5), 2, 0),
+        (gemm.Costs(4.0, 1.0, 5.0, 2.0), 4, 4),  # each product misses one second, not three
+        (gemm.Costs(4.0, 1.95, 0.0, 2.0), None, 8),  # so little better that it is not packed for
+        (gemm.Costs(4.0, 3.0, 0.0, 2.0), None, 8),
+        (gemm.Costs(1.0, 3.0, 0.0, 2.0), None, 0),
+        (gemm.Costs(2.0, 1.0, 3.0, 2.5), 2, 0),
     ],
 )
 def test_a_weight_as_it_is(
-    costs: linear.Costs,
+    costs: gemm.Costs,
     packs: int | None,
     streams: int,
     packed_at_once: list[torch.Tensor],
@@ -98,7 +96,7 @@ def test_a_weight_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Is multiplied with where that is faster than torch's product, until it is packed, which is decided against it."""
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: costs)
     for layer in (nn.Linear(6, 4), Transposed(6, 4)):
         packed_at_once.clear(), streamed.clear()
         model, x = nn.Sequential(layer), torch.randn(2, 3, 6)
@@ -113,17 +111,17 @@ def test_a_weight_as_it_is(
 @pytest.mark.parametrize(
     ("costs", "rows", "packed", "kept"),
     [
-        (linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0), 300, 4, False),  # 2.0 with packing, each time
-        (linear.Costs(4.0, 1.0, 1.0, 3.0), 100, 1, True),  # few rows: the second product is with what was packed
-        (linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0), 100, 0, False),
-        (linear.Costs(4.0, 1.0, 2.5, 3.0), 300, 1, True),
-        (linear.Costs(4.0, 1.0, 2.5, 3.0, keeping=4.0), 300, 1, True),
-        (linear.Costs(4.0, 1.0, 2.5, 3.0, keeping=9.0), 300, 0, False),
-        (linear.Costs(4.0, 1.0, 3.5, 1.5), 300, 0, False),
+        (gemm.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0), 300, 4, False),  # 2.0 with packing, each time
+        (gemm.Costs(4.0, 1.0, 1.0, 3.0), 100, 1, True),  # few rows: the second product is with what was packed
+        (gemm.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0), 100, 0, False),
+        (gemm.Costs(4.0, 1.0, 2.5, 3.0), 300, 1, True),
+        (gemm.Costs(4.0, 1.0, 2.5, 3.0, keeping=4.0), 300, 1, True),
+        (gemm.Costs(4.0, 1.0, 2.5, 3.0, keeping=9.0), 300, 0, False),
+        (gemm.Costs(4.0, 1.0, 3.5, 1.5), 300, 0, False),
     ],
 )
 def test_a_weight_may_be_packed_for_one_product(
-    costs: linear.Costs,
+    costs: gemm.Costs,
     rows: int,
     packed: int,
     kept: bool,
@@ -132,7 +130,7 @@ def test_a_weight_may_be_packed_for_one_product(
 ) -> None:
     """Into memory that others have used; a copy that is kept needs memory of its own, which takes time as well."""
     monkeypatch.setattr(host_memory, "is_kept", lambda: True)
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: costs)
     for layer in (nn.Linear(6, 4), Transposed(6, 4)):
         packed_at_once.clear()
         model, x = nn.Sequential(layer), torch.randn(rows, 6)
@@ -153,7 +151,7 @@ def test_no_weight_is_packed_for_one_product_where_memory_is_short(
     packed_at_once: list[torch.Tensor], streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Half of what is free may be used. Where freed memory goes back to the system, the copy would be new each time."""
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0))
     monkeypatch.setattr(layers, "free_host_memory", lambda: free)
     monkeypatch.setattr(host_memory, "is_kept", lambda: is_kept)
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(300, 6)
@@ -164,7 +162,7 @@ def test_no_weight_is_packed_for_one_product_where_memory_is_short(
 
 
 def test_a_weight_as_it_is_is_not_held(streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, 1.0))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 3.0, 0.0, 1.0))
     fastgen.enable(packed_weights="keep")
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6)
     with FastLayers.of(model, KINDS):
@@ -180,7 +178,7 @@ def test_a_weight_as_it_is_is_not_held(streamed: list[torch.Tensor], monkeypatch
 def test_a_weight_as_it_is_where_memory_is_short(
     packed_at_once: list[torch.Tensor], streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 0.0, 2.0))
+    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(4.0, 1.0, 0.0, 2.0))
     monkeypatch.setattr(layers, "free_host_memory", lambda: 0)
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6)
     with FastLayers.of(model, KINDS):
@@ -203,7 +201,7 @@ def test_a_weight_as_it_is_where_memory_is_short(
 def test_measuring_does_not_depend_on_the_defaults(change: object) -> None:
     try:
         change()
-        timing = linear._measure(2, 16, 16, False)
+        timing = gemm._measure(2, 16, 16, False)
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -233,7 +231,7 @@ def test_calls_that_begin_while_others_run_do_not_use_up_the_memory(
     assert len(packed_at_once) == 3
 
 
-@pytest.mark.skipif(not dot_linear.is_available(), reason="there is no kernel for dot products")
+@pytest.mark.skipif(not gemv.is_available(), reason="there is no kernel for dot products")
 @pytest.mark.parametrize("kind", [nn.Linear, Transposed])
 @pytest.mark.parametrize(("dots", "packs", "multiplies"), [(0.9, False, True), (1.4, True, False), (0.98, False, True)])
 def test_dot_products_serve_few_rows_without_packing(
@@ -242,13 +240,13 @@ def test_dot_products_serve_few_rows_without_packing(
 ) -> None:  # fmt: skip
     """A weight is packed for what packing saves of the time of dot products, not of torch's product."""
     found: list[int] = []
-    product = dot_linear.dot_linear
-    monkeypatch.setattr(dot_linear, "dot_linear", lambda x, *rest: found.append(len(x)) or product(x, *rest))
+    product = gemv.gemv
+    monkeypatch.setattr(gemv, "dot_linear", lambda x, *rest: found.append(len(x)) or product(x, *rest))
 
-    def costs(rows: int, *shape: object, measure: bool) -> linear.Costs:
-        return linear.Costs(2.0, 0.95, 0.0, streamed=1.5, dots=dots if rows <= linear.MAX_DOT_ROWS else math.inf)
+    def costs(rows: int, *shape: object, measure: bool) -> gemm.Costs:
+        return gemm.Costs(2.0, 0.95, 0.0, streamed=1.5, dots=dots if rows <= gemm.MAX_DOT_ROWS else math.inf)
 
-    monkeypatch.setattr(linear, "costs", costs)
+    monkeypatch.setattr(gemm, "costs", costs)
     model, few, many = nn.Sequential(kind(20, 12)), torch.randn(3, 20), torch.randn(25, 20)
     expected = model(few)
     with FastLayers.of(model, KINDS):
@@ -261,9 +259,9 @@ def test_dot_products_serve_few_rows_without_packing(
 
 def test_a_way_that_is_not_known_waits(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """What products in parts of bfloat16 cost decides whether a weight is packed."""
-    monkeypatch.setattr(split_linear, "costs", lambda *shape, measure: None)
-    monkeypatch.setattr(split_linear, "is_available", lambda: True)
+    monkeypatch.setattr(bf16x3, "costs", lambda *shape, measure: None)
+    monkeypatch.setattr(bf16x3, "is_available", lambda: True)
     model = nn.Sequential(nn.Linear(4, 4))
     with FastLayers.of(model, KINDS):
-        model(torch.randn(split_linear.MIN_ROWS, 4))
+        model(torch.randn(bf16x3.MIN_ROWS, 4))
     assert not packed_at_once

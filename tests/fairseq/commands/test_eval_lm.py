@@ -13,7 +13,7 @@ import pytest
 from fairseq_cli import eval_lm as original_eval_lm
 
 from fastgen.decoding import layers
-from fastgen.ops import linear
+from fastgen.ops.linear import gemm
 from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import ROOT, command_of_fairseq, one_line, run
 
@@ -47,7 +47,7 @@ def test_eval_lm_says_the_same_numbers(language, evaluated, programs):
 
 
 def test_eval_lm_on_packed_weights(language, evaluated, monkeypatch):
-    if not linear.has_vectors():
+    if not gemm.has_vectors():
         pytest.skip("the commands leave products to torch on this processor")
     products = []
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)

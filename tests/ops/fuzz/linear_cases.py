@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import grouped_linear as grouped
+from fastgen.ops.linear import grouped as grouped
 from tests.ops import quantized_reference
 from tests.ops.fuzz import cases
 from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, same, size, untouched

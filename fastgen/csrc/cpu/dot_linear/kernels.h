@@ -15,7 +15,6 @@
 typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
 typedef uint32_t Pairs __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(2), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
-typedef uint16_t Halves __attribute__((vector_size(FASTGEN_WIDTH * sizeof(uint16_t)), aligned(2), may_alias));
 
 // A type of numbers: how a vector of them is multiplied. `Number` is that of the weight, `Result` that of the result
 // and the bias. `Input` is what the kernels read of x: such a result, or what `prepare` has made of one. `kStep` inputs
@@ -33,24 +32,6 @@ struct Float32 {
   static FASTGEN_INLINE void load(Values& to, const float* x) { to = *reinterpret_cast<const Vector*>(x); }
   static FASTGEN_INLINE void load_weight(Values& to, const float* weight) { load(to, weight); }
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) { sums += x * weight; }
-};
-
-// The same with a weight of 16 bits, whose numbers are widened in the registers. The result is that of the widened
-// weight, to the last bit.
-struct Float32OfBFloat16 : Float32 {
-  using Number = uint16_t;
-  using Float32::widen;
-  static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::to_float(number); }
-  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) {
-    to = (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(weight), Bits) << 16);
-  }
-};
-
-struct Float32OfFloat16 : Float32 {
-  using Number = uint16_t;
-  using Float32::widen;
-  static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::float16_to_float(number); }
-  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) { FASTGEN_FLOAT16::load(to, weight); }
 };
 
 // Numbers of 16 bits that are multiplied as float32: those of a weight are widened in the registers, x before.

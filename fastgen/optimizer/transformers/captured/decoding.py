@@ -153,8 +153,8 @@ class Decoding:
             DoesNotPay: none is to be captured in this call.
         """
         # The first one is looked at (`CapturedStep.start`), so it may as well be one of the call's own; but its results
-        # may differ from those of a captured one in the last digits.
-        first = int(settings.current().linear_products != "fixed")
+        # may differ from those of a captured one in the last digits. With "always" no result depends on calls before.
+        first = int(settings.current().captured_step != "always")
         if not self._must_pay or graph_cache.kept(self._model, self._key) is not None:
             return first
         asked = self._certain_tokens, self._prompt.new_tokens
@@ -173,7 +173,7 @@ class Decoding:
     def _rows_may_idle(self) -> bool:
         """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
         is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
-        return not is_seen and settings.current().linear_products != "fixed"
+        return not is_seen
 
     @property
     def _certain_tokens(self) -> int:

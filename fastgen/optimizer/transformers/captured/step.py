@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen import patching, releases
-from fastgen.decoding import beams, layers
+from fastgen.decoding import beams, layer_forms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.growing import LEAST_LENGTH, Growing
 from fastgen.decoding.captured.kv import StaticKV, StepState
@@ -508,7 +508,7 @@ class CapturedStep:
             **self._constants(),
         )
         # What is captured is made of torch's own products, for which others stand later.
-        products = contextlib.nullcontext() if _is_eager.get() else layers.plain_linear()
+        products = contextlib.nullcontext() if _is_eager.get() else layer_forms.plain_linear()
         ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
         with ranges, fused(), products:
             self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]

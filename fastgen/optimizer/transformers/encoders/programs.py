@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen import caches, counters, interrupts, settings
-from fastgen.decoding import narrow_weights
+from fastgen.decoding import panel_copies
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import tensors_in
@@ -59,7 +59,7 @@ class _Pass:
                 buffer.copy_(tensor)
 
         function()  # the buffers are there before the recording
-        with narrow_weights.suspended():
+        with panel_copies.suspended():
             self._program.capture(graph.capturable(function))
 
     def run(self, inputs: dict[str, Tensor]) -> Any:
@@ -216,7 +216,6 @@ def _serves(inputs: dict[str, Tensor], flags: dict[str, Any]) -> bool:
         and all(isinstance(value, _FLAGS) for value in flags.values())
         and not any(flags.get(name) for name in ("output_attentions", "output_hidden_states", "use_cache"))
         and now.captured_step != "never"
-        and now.linear_products == "measured"
         and now.weight_dtype == "fp32"
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")

@@ -16,7 +16,6 @@ def draft_for(call: Call, config: Any) -> Draft | None:
     if call.draft is not None:
         return call.draft
     now = settings.current()
-    # How much is drafted is a matter of measured times, and with it the last digits of what is stored.
-    if now.self_speculation == "off" or now.linear_products == "fixed":
+    if now.self_speculation == "off":
         return None
     return SelfDraft(call.model, now.self_speculation, now.weight_group_size)

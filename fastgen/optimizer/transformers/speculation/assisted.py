@@ -72,7 +72,7 @@ def _runs_users_code(model: Any, option: Any, arguments: dict[str, Any]) -> bool
 
 def _is_served(model: Any, option: Any) -> bool:
     now = settings.current()
-    may_capture = now.captured_step != "never" and now.linear_products != "fixed" and has_captured_steps(model)
+    may_capture = now.captured_step != "never" and has_captured_steps(model)
     own = model.generation_config
     return (
         may_capture

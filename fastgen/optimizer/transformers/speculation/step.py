@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen import releases
-from fastgen.decoding import layers
+from fastgen.decoding import layer_forms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.kv import StepState
@@ -398,7 +398,7 @@ class SpeculativeStep(CapturedStep):
             **inputs,
             **constants,
         )
-        with Ranges(), fused(), layers.plain_linear():
+        with Ranges(), fused(), layer_forms.plain_linear():
             return model(**inputs, return_dict=True).logits[:, -width:]
 
     def _positions_of(self, last: Tensor, ahead: Tensor | int, width: int) -> Tensor:

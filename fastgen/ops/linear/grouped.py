@@ -5,7 +5,7 @@
 with a scale, and a zero or a minimum, for each output and group. The activations stay floats, or are rounded to 8 bits.
 
 **Floats.** Numbers become the weight's in the registers, to the last bit (csrc/cpu/narrow_groups.cpp). The result has
-the bits of `fastgen.ops.linear.packed_linear` with the unpacked weight, whatever the other rows and the number of
+the bits of `fastgen.ops.linear.gemm` with the unpacked weight, whatever the other rows and the number of
 threads.
 
 **8 bits.** Activations become multiples of a 127th of the largest of their row and group. What these integers come to

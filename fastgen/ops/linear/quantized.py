@@ -1,6 +1,6 @@
 """Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
-`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`), `int8` after rotating
+`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.linear.grouped`), `int8` after rotating
 them. `bf16` rounds weights and inputs to 8 significant bits; products are summed in float32. Its kernels
 (csrc/cpu/quantized_linear.cpp) use AMX tiles or the vector instructions (AVX-512 BF16) of the
 processor. Where there is nothing to gain, `unavailable` says so.
@@ -10,30 +10,20 @@ On a GPU, no weight is rotated, and inputs are not rounded (`fastgen.ops.triton.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library, _timings, grouped_linear
-from fastgen.ops.grouped_linear import PackedWeight
-from fastgen.ops.linear import as_rows
+from fastgen.ops import _library
+from fastgen.ops.linear import as_rows, grouped, with_shape_of
+from fastgen.ops.linear.grouped import PackedWeight
 from fastgen.ops.triton import grouped_linear as lines
 from fastgen.ops.triton.grouped_linear import LinedWeight
 
 PRECISIONS = ("int8", "int4", "bf16")
 # Those in groups.
 _BITS = {"int8": 8, "int4": 4}
-
-# Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "quantized linear 6"
-# What is measured, in rows, inputs and outputs: a decoding step and a prompt.
-_MEASURED = ((16, 768, 768), (256, 768, 768))
-_ROUNDS = 20
 
 
 class TiledWeight(NamedTuple):
@@ -56,7 +46,7 @@ def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight |
         return lines.rounded(weight, _BITS[precision], group_size)
     if precision in _BITS:
         # In 4 bits, what rotating gains is lost among what rounding costs.
-        return grouped_linear.rounded(weight, _BITS[precision], group_size, rotated=precision == "int8")
+        return grouped.rounded(weight, _BITS[precision], group_size, rotated=precision == "int8")
     return TiledWeight(torch.ops.fastgen.pack_bf16_linear.default(weight.detach()), weight.shape[0])
 
 
@@ -78,9 +68,9 @@ def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight | LinedWeight
     if isinstance(weight, LinedWeight):
         return lines.grouped_linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
-        return grouped_linear.grouped_linear(x, weight, bias)
+        return grouped.grouped_linear(x, weight, bias)
     y = torch.ops.fastgen.bf16_linear.default(as_rows(x), weight.panels, bias, weight.outputs)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.outputs)
+    return with_shape_of(x, y)
 
 
 def is_for(device: torch.device) -> bool:
@@ -88,24 +78,19 @@ def is_for(device: torch.device) -> bool:
     return device.type == "cpu" or lines.is_for(device)
 
 
-def unavailable(precision: str, measure: bool = True, device: torch.device | None = None) -> str | None:
-    """Why weights in this precision make nothing faster on this device, by default the CPU, or None.
+def unavailable(precision: str, device: torch.device | None = None) -> str | None:
+    """Why there are no products with weights in this precision on this device, by default the CPU, or None.
 
-    The processor's instructions decide, and a measurement, if allowed: once per machine, in milliseconds. On a GPU it
-    is Triton, and nothing is measured.
+    On the CPU the processor's instructions decide, on a GPU Triton.
     """
     if device is not None and lines.is_for(device):
         return lines.unavailable(device) if precision in _BITS else f"weights in {precision} are for CPUs"
-    missing = _missing(precision)
-    if missing is not None or not measure:
-        return missing
-    plain, quantized = _timings.get(_KERNEL, precision, 2, lambda: _measure(precision)) or (0.0, 0.0)
-    return None if quantized < plain else f"products in {precision} are not faster than in float32 on this processor"
+    return _missing(precision)
 
 
 def _missing(precision: str) -> str | None:
     if precision in _BITS:
-        return grouped_linear.unavailable()
+        return grouped.unavailable()
     if not _library.has_kernel("fastgen::bf16_linear"):
         return _library.load("CPU") or "no kernel for this processor"
     try:
@@ -119,33 +104,9 @@ def backend() -> str:
     """Which implementation serves these operators."""
     missing = {precision: _missing(precision) for precision in PRECISIONS}
     there = [precision for precision, reason in missing.items() if reason is None]
-    phrases = [f"{grouped_linear.backend()}: {', '.join(there)}"] if there else []
+    phrases = [f"{grouped.backend()}: {', '.join(there)}"] if there else []
     phrases += [f"no {precision}: {reason}" for precision, reason in missing.items() if reason is not None]
     return "; ".join(phrases)
-
-
-@torch.no_grad()
-def _measure(precision: str) -> tuple[float, float]:
-    """Seconds of the measured products, in float32 and in `precision`; the shortest of many turns.
-
-    They take turns: so whatever else the machine does meanwhile slows both of them.
-    """
-    seconds = {}
-    for rows, inputs, outputs in _MEASURED:
-        x = torch.full((rows, inputs), 0.5, dtype=torch.float32, device="cpu")
-        weight = torch.full((outputs, inputs), 0.25, dtype=torch.float32, device="cpu")
-        packed = pack(weight, precision)
-        products = partial(F.linear, x, weight), partial(quantized_linear, x, packed, None)
-        turns = [[_seconds(product) for product in products] for _ in range(_ROUNDS)]
-        seconds[rows] = [min(times) for times in zip(*turns, strict=True)]
-    plain, quantized = (sum(times) for times in zip(*seconds.values(), strict=True))
-    return plain, quantized
-
-
-def _seconds(product: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    product()
-    return time.perf_counter() - start
 
 
 _library.define("pack_bf16_linear(Tensor weight) -> Tensor")

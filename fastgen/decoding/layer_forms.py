@@ -1,0 +1,252 @@
+"""The forms that layers take while a model generates: each stands for the `forward` of one layer.
+
+A quantised copy counts as long as the parameter is the same object, in the same memory, of the same version. Torch does
+not count writing through `parameter.data`. So a call does not use a copy that was made before it began, even if that
+belongs to a call that still runs in another thread, unless the user asks for it (`packed_weights="keep"`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastgen import counters, interrupts, patching
+from fastgen.decoding.parameter_snapshot import ParameterSnapshot, is_plain
+from fastgen.memory import free_host_memory
+from fastgen.ops.linear import choose, quantized
+
+_plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=False)
+
+
+def plain_linear() -> AbstractContextManager[None]:
+    """Inside this, linear layers run on torch's own products: what is captured is made of these."""
+    return patching.held(_plain_linear, True)
+
+
+# Products of layers of a model that are not their own.
+Products = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+_overridden_linear: ContextVar[Products | None] = ContextVar("fastgen_overridden_linear", default=None)
+
+
+def override_linear(products: Products) -> AbstractContextManager[None]:
+    """Inside this, the linear layers among these multiply so in the calling thread, if they have a faster form."""
+    return patching.held(_overridden_linear, products)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_memory()
+
+
+def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
+    return (
+        type(x) is Tensor
+        and x.dtype is dtype
+        and x.device.type == device
+        and x.numel() > 0
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(device)
+        and not torch.compiler.is_compiling()
+        and patching.is_active()
+    )
+
+
+class Replacement:
+    """What stands for the `forward` of a layer while the model generates.
+
+    Attributes:
+        active: the model generates. Somebody who has wrapped this `forward` meanwhile keeps it.
+    """
+
+    __slots__ = ("_module", "_plain", "active")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._plain = module.forward
+        self.active = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
+        return getattr, (self._module, "forward")
+
+    def guarded(self) -> Hashable:
+        """What a captured step has of it that may change, besides the module's parameters and settings."""
+        return None
+
+    def _input(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The layer's input, if that is all that there is; None for a call that is left to the layer itself.
+
+        The input by its name would be as good, but what its name is differs between classes.
+        """
+        return arguments[0] if self.active and len(arguments) == 1 and not named else None
+
+
+class FunctionForm(Replacement):
+    """A function for what the layer spells out, where it serves the layer's input."""
+
+    __slots__ = ("_function", "_serves")
+
+    def __init__(
+        self, module: nn.Module, function: Callable[[Tensor], Tensor], serves: Callable[[Any], bool] = _serves
+    ) -> None:
+        super().__init__(module)
+        self._function, self._serves = function, serves
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        x = self._input(arguments, named)  # a norm with a gate beside its input, say, is more than the function
+        return self._function(x) if self._serves(x) else self._plain(*arguments, **named)
+
+
+class _LinearForm(Replacement):
+    """A linear layer with a product of FastGen's, where `_product` has one."""
+
+    __slots__ = ("_device", "_dtype", "_failed")
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._dtype, self._device = module.weight.dtype, module.weight.device.type
+        self._failed = False
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        x = self._input(arguments, named)
+        others = _overridden_linear.get()
+        if others is not None and x is not None and self._module in others:
+            return others[self._module](x)
+        if self._failed or (_plain_linear.get() and self._is_exact()) or not _serves(x, self._dtype, self._device):
+            return self._plain(*arguments, **named)
+        try:
+            y = self._product(x)
+        except Exception as error:
+            interrupts.pass_on(error)
+            if not self._can_do_without():
+                raise
+            self._failed, y = True, None
+            counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
+        return self._plain(x) if y is None else y
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        """The result, or None where torch's product is as good."""
+        raise NotImplementedError
+
+    def _can_do_without(self) -> bool:
+        """Called where `_product` fails. Whatever it is, the layer can do what it always did."""
+        return True
+
+    def _is_exact(self) -> bool:
+        """Whether the layer's weight is multiplied with as it is, or a copy of the same numbers."""
+        return True
+
+
+class FloatLinear(_LinearForm):
+    """A linear layer on its weight as it is, with the kernel that `fastgen.ops.linear.choose` names."""
+
+    __slots__ = ("_bias", "_is_plain", "_transposed", "_weight")
+
+    def __init__(self, module: nn.Module, transposed: bool) -> None:
+        super().__init__(module)
+        self._transposed = transposed
+        self._look(module._parameters.get("weight"), module._parameters.get("bias"))
+
+    def _look(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self._is_plain = is_plain(self._module, self._dtype, self._device)
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        parameters = self._module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is not self._weight or bias is not self._bias:
+            self._look(weight, bias)
+        if weight is None or not self._is_plain:
+            return None
+        weight = weight.t() if self._transposed else weight
+        kernel = choose.kernel_for(x, weight, bias)
+        return None if kernel is None else kernel.multiply(x, weight, bias)
+
+
+class Quantization(NamedTuple):
+    """The form of a quantised copy of a weight.
+
+    Attributes:
+        precision: "int8", "int4" or "bf16".
+        group_size: inputs that share a scale; not for "bf16".
+    """
+
+    precision: str
+    group_size: int
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of a number, with its share of a scale in float16."""
+        share = 2 / self.group_size
+        return {"bf16": 2.0, "int8": 1.0 + share, "int4": 0.5 + share}[self.precision]
+
+
+class QuantizedLinear(_LinearForm):
+    """A linear layer on a quantised copy of its weight, which is made when the layer is used first.
+
+    Attributes:
+        used: something was multiplied with the copy.
+    """
+
+    __slots__ = ("_snapshot", "_transposed", "form", "used")
+
+    def __init__(self, module: nn.Module, transposed: bool, form: Quantization) -> None:
+        super().__init__(module)
+        self.form = form
+        self.used = False
+        self._transposed = transposed
+        self._snapshot: ParameterSnapshot | None = None
+
+    def _is_exact(self) -> bool:
+        return False
+
+    def guarded(self) -> Hashable:
+        parameter, snapshot = self._module._parameters.get("weight"), self._snapshot
+        if parameter is None or snapshot is None or not snapshot.is_of(parameter):
+            return None
+        return snapshot.number
+
+    def forget(self) -> None:
+        """Drops the copy, and one that another thread is making. Products under way are not disturbed."""
+        self._snapshot = None
+
+    def end_call(self) -> None:
+        """Only a copy may outlive the call, if the user wants that."""
+        self.used = False
+        if self._snapshot is not None and self._snapshot.packed is None:
+            self._snapshot = None
+
+    def _can_do_without(self) -> bool:
+        """The result would not be the one that the user asks for."""
+        return False
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        parameters = self._module._parameters
+        parameter = parameters.get("weight")
+        if parameter is None:
+            return None
+        snapshot = self._snapshot  # read once: another thread may replace it
+        if snapshot is None or not snapshot.is_of(parameter):
+            plain = is_plain(self._module, self._dtype, self._device)
+            snapshot = self._snapshot = ParameterSnapshot(parameter, plain)
+        if not snapshot.is_plain:
+            return None
+        if snapshot.packed is None:
+            snapshot.packed = self._packed(parameter)
+        self.used = True
+        return quantized.quantized_linear(x, snapshot.packed, parameters["bias"])
+
+    def _packed(self, parameter: Tensor) -> Any:
+        """Raises torch.OutOfMemoryError where memory is too short: no layer goes on in other numbers instead."""
+        size = int(parameter.numel() * self.form.itemsize)
+        if size >= free_memory(parameter.device):
+            raise torch.OutOfMemoryError(
+                f"there is no memory for weights in {self.form.precision}: {size} more bytes are needed. Free some, or "
+                'set weight_dtype="fp32"'
+            )
+        return quantized.pack(parameter.t() if self._transposed else parameter, *self.form)

@@ -1,0 +1,127 @@
+"""Linear ops of a captured step: what a recorded product becomes, and several of the same input as one call.
+
+The kernel is chosen by `fastgen.ops.linear.choose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen import settings
+from fastgen.decoding.operations import Operation, Place
+from fastgen.decoding.panel_copies import PanelCopy, PanelOp, PanelOps, has_panels
+from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import GEMM, Kernel
+
+# Those of torch that layers multiply with.
+OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_GROUPED = torch.ops.fastgen.grouped_linear.default
+
+
+class LinearOp(NamedTuple):
+    """A linear op with a kernel of FastGen's, which writes to a preallocated result."""
+
+    kernel: Kernel
+    result: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class GroupedLinearOp(NamedTuple):
+    """The same with a low-bit weight in groups: its parts, and numbers that are the same for ops with the same x."""
+
+    result: Tensor
+    x: Tensor
+    parts: tuple[Tensor | None, ...]  # quantised values, scales, zero points, mins
+    order: Tensor | None
+    bias: Tensor | None
+    sizes: tuple[int, int, bool, bool]  # bits, group size, whether groups are rotated, and activations stay floats
+
+
+AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
+
+
+def input_of(operation: Operation) -> Any:
+    """Where the input of a linear op lies; None for an operator that is none."""
+    if operation.function in OPERATORS:
+        return operation.leaves[-2]
+    return operation.leaves[0] if operation.function is _GROUPED else None
+
+
+def of(operation: Operation, args: Sequence[Any], result: Tensor, written: frozenset[int]) -> AnyLinearOp | None:
+    """The linear op of a recorded product that writes its result there; None for what is none, or stays torch's.
+
+    Args:
+        args: of the operator.
+        written: the storages that its recording writes to: a weight in one of these changes from step to step.
+    """
+    if operation.function is _GROUPED:
+        x, *parts, order, bias, _, bits, group_size, rotated, floats = args
+        return GroupedLinearOp(result, x, tuple(parts), order, bias, (bits, group_size, rotated, floats))
+    if operation.function not in OPERATORS:
+        return None
+    x, weight, bias = args[-2], args[-1].t(), args[0] if len(args) == 3 else None
+    op, place = linear_op(result, x, weight, bias), operation.leaves[-1]
+    if op is None or not isinstance(place, Place) or place.storage in written or not has_panels(x, weight, bias):
+        return op
+    # GEMM has the bits of the panels: it stands in for them where there is no copy.
+    return PanelOp(op._replace(kernel=GEMM), result, x, PanelCopy.of(weight), bias)
+
+
+def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOp | None:
+    """The op of a kernel of FastGen's, if one serves: x is [M, K], the weight [N, K], the result [M, N]."""
+    if settings.current().packed_weights == "never":  # which says that products are torch's own
+        return None
+    if x.stride(1) != 1:
+        return None
+    kernel = choose.kernel_for(x, weight, bias)
+    return None if kernel is None else LinearOp(kernel, result, x, weight, bias)
+
+
+def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
+    """What executes linear ops of one input, of which none reads what another one writes; anything else unchanged."""
+    panels = [op for op in ops if isinstance(op, PanelOp)]
+    if panels:
+        rest = [op for op in ops if not isinstance(op, PanelOp)]
+        unpacked = [op.unpacked for op in panels]
+        return [PanelOps(panels, batched(unpacked), [single(op) for op in unpacked]), *batched(rest)]
+    for key in filter(None, map(_batch_key, ops)):
+        same = [op for op in ops if _batch_key(op) == key]
+        if len(same) > 1:
+            rest = [op for op in ops if not any(op is each for each in same)]
+            return [_batch(same), *batched(rest)]
+    return [single(op) for op in ops]
+
+
+def _batch_key(op: Any) -> Any:
+    """Ops with the same one can be one call; None for what cannot."""
+    if isinstance(op, GroupedLinearOp):
+        return (_GROUPED, *op.sizes) if op.order is None else None
+    is_known = isinstance(op, LinearOp) and op.kernel.several is not None
+    return (op.kernel.name, op.weight.stride(1)) if is_known else None
+
+
+def _batch(ops: Sequence[Any]) -> Callable[[], object]:
+    """The call of several ops with one key."""
+    first, columns = ops[0], list(map(list, zip(*ops, strict=True)))
+    if isinstance(first, GroupedLinearOp):
+        results, _, parts, _, biases, _ = columns
+        lists = [list(part) for part in zip(*parts, strict=True)]
+        operator = torch.ops.fastgen.grouped_linears_out.default
+        return partial(operator, results, first.x, *lists, None, biases, *first.sizes)
+    _, results, _, weights, biases = columns
+    return partial(first.kernel.several, results, first.x, weights, biases)
+
+
+def single(op: Any) -> Any:
+    """The call of one op; anything else unchanged."""
+    if isinstance(op, GroupedLinearOp):
+        operator = torch.ops.fastgen.grouped_linear_out.default
+        return partial(operator, op.result, op.x, *op.parts, op.order, op.bias, *op.sizes)
+    return partial(op.kernel.out, *op[1:]) if isinstance(op, LinearOp) else op

@@ -1,0 +1,243 @@
+"""The one choice: which kernel serves a linear layer on the CPU, by a static table.
+
+A kernel is chosen by the instruction set, the type of the numbers, the layout of the weight and M (rows of x, tokens).
+Nothing is timed in a user's call, so a result does not depend on a clock. N and K do not count: from 192 x 576 to
+4,096 x 1,024 the kernels take turns at the same M.
+
+The shipped table is made of measurements on AMD EPYC (Zen 3, Zen 4, Zen 5) and Intel Xeon (AVX-512, AMX): see
+docs/experiments.md. `python -m fastgen tune` measures a machine and writes a profile that takes its place (`tune.py`).
+
+In float32 GEMM on the unpacked weight and on its packed 16-bit copy give the same bits. GEMV and bf16x3 add in other
+orders, so M decides there which bits a row has: docs/precision.md says where, and what it costs not to.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen import memory
+from fastgen.ops import _library
+from fastgen.ops.linear import bf16x3, gemm, gemv, panels, upcast
+
+
+class Isa(enum.IntEnum):
+    """Instruction sets, narrow ones first, as the operator `fastgen::instruction_set` numbers them."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_BF16 = 3
+    AMX = 4
+
+
+class Layout(enum.Enum):
+    """How a weight, [N, K], lies in memory."""
+
+    ROWS = "rows"  # the inputs of an output are next to each other, as in `nn.Linear`
+    COLUMNS = "columns"  # the outputs of an input are, as in GPT-2's `Conv1D`
+    PANELS = "panels"  # float32 whose numbers are all numbers of 16 bits, in these, packed (`panels.py`)
+
+
+class Kernel(NamedTuple):
+    """What multiplies.
+
+    Attributes:
+        name: as in the table.
+        multiply: (x, weight, bias) -> result, with x of any number of dimensions.
+        out: (result, x, weight, bias), with x as [M, K]: for captured steps.
+        several: (results, x, weights, biases): several products of the same x in one call; None where there is none.
+    """
+
+    name: str
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    out: Callable[..., Any]
+    several: Callable[..., Any] | None = None
+
+
+_ops = torch.ops.fastgen
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("gemv", gemv.gemv, _ops.dot_linear_out.default, _ops.dot_linears_out.default),
+        Kernel("gemm", gemm.gemm, _ops.streamed_linear_out.default, _ops.streamed_linears_out.default),
+        Kernel("bf16x3", bf16x3.bf16x3_gemm, _ops.split_linear_out.default),
+        Kernel("upcast", upcast.upcast_gemm, upcast.upcast_gemm_out),
+    )
+}
+GEMV, GEMM = KERNELS["gemv"], KERNELS["gemm"]
+# What the table calls torch's own product, and the packed copy of 16 bits.
+TORCH, PANELS = "torch", "panels"
+
+# Up to how many rows which kernel is the fastest. A row of the table ends with the one for all others.
+Row = Sequence[tuple[float, str]]
+_REST = math.inf
+_ALL_TORCH: Row = ((_REST, TORCH),)
+_FLOAT_ROWS: Row = ((8, "gemv"), (_REST, "gemm"))
+_FLOAT_COLUMNS: Row = ((1, "gemv"), (_REST, "gemm"))
+_FLOAT_PANELS: Row = ((panels.MAX_ROWS, PANELS), (_REST, "gemm"))
+_UPCAST: Row = ((16, "gemv"), (_REST, "upcast"))
+Key = tuple[torch.dtype, Layout]
+TABLE: Mapping[Isa, Mapping[Key, Row]] = {
+    Isa.PORTABLE: {},
+    Isa.AVX2: {
+        (torch.float32, Layout.ROWS): _FLOAT_ROWS,
+        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
+        (torch.float32, Layout.PANELS): _FLOAT_PANELS,
+        (torch.bfloat16, Layout.ROWS): ((8, TORCH), (_REST, "upcast")),
+        (torch.float16, Layout.ROWS): ((8, TORCH), (_REST, "upcast")),
+    },
+    Isa.AVX512: {
+        (torch.float32, Layout.ROWS): _FLOAT_ROWS,
+        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
+        (torch.float32, Layout.PANELS): _FLOAT_PANELS,
+        (torch.bfloat16, Layout.ROWS): _UPCAST,
+        (torch.float16, Layout.ROWS): _UPCAST,
+    },
+    Isa.AVX512_BF16: {
+        (torch.float32, Layout.ROWS): _FLOAT_ROWS,
+        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
+        (torch.float32, Layout.PANELS): _FLOAT_PANELS,
+        # Where the processor multiplies bfloat16, torch's product of many rows does, too.
+        (torch.bfloat16, Layout.ROWS): ((16, "gemv"), (_REST, TORCH)),
+        (torch.float16, Layout.ROWS): _UPCAST,
+    },
+    Isa.AMX: {
+        # Fewer than 16 rows fill no tile, and take as long as 16.
+        (torch.float32, Layout.ROWS): ((8, "gemv"), (15, "gemm"), (_REST, "bf16x3")),
+        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
+        (torch.float32, Layout.PANELS): ((15, PANELS), (_REST, "bf16x3")),
+        (torch.bfloat16, Layout.ROWS): ((16, "gemv"), (_REST, TORCH)),
+        (torch.float16, Layout.ROWS): _UPCAST,
+    },
+}
+
+
+def choose(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> Kernel | None:
+    """The kernel for M rows of this type; None for torch's own product.
+
+    Args:
+        isa: the instruction set; by default that of this process.
+    """
+    return KERNELS.get(name_of(dtype, layout, m, isa))
+
+
+def name_of(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> str:
+    """The same by its name in the table: also `TORCH` and `PANELS`."""
+    row = _table(instruction_set() if isa is None else isa).get((dtype, layout), _ALL_TORCH)
+    return next(name for most, name in row if m <= most)
+
+
+def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
+    """The kernel for x as [..., K], a weight [N, K] and a bias [N] or None; None for torch's own product."""
+    layout = layout_of(weight)
+    if layout is None or not x.numel() or not weight.numel() or not _fit(x, weight, bias):
+        return None
+    kernel = choose(x.dtype, layout, x.numel() // x.shape[-1])
+    if kernel is None or kernel is GEMV or kernel is GEMM:
+        return kernel
+    # Where the user allows products of fewer bits, torch has faster ones.
+    return kernel if torch.get_float32_matmul_precision() == "highest" else None
+
+
+def layout_of(weight: Tensor) -> Layout | None:
+    """Of a weight, [N, K], as it lies; None for one that no kernel reads."""
+    if weight.dim() != 2:
+        return None
+    return Layout.ROWS if weight.stride(1) == 1 else Layout.COLUMNS if weight.stride(0) == 1 else None
+
+
+def reads_panels(m: int) -> bool:
+    """Whether M rows of float32 read a weight of 16-bit numbers from a packed copy."""
+    return panels.is_available() and name_of(torch.float32, Layout.PANELS, m) == PANELS
+
+
+def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    others = (weight,) if bias is None else (weight, bias)
+    return (
+        all(each.dtype is x.dtype and each.device.type == "cpu" for each in (x, *others))
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    )
+
+
+@functools.cache
+def instruction_set() -> Isa:
+    """What the processor has and ATEN_CPU_CAPABILITY allows; portable without compiled kernels."""
+    if not gemm.is_available():
+        return Isa.PORTABLE
+    return Isa(_ops.instruction_set.default())
+
+
+@functools.cache
+def _table(isa: Isa) -> Mapping[Key, Row]:
+    """The shipped one, with what a profile of this machine puts in its place."""
+    return {**TABLE[isa], **_profile(isa)}
+
+
+def profile_path() -> Path | None:
+    """Where `python -m fastgen tune` writes: `fastgen/linear.json` in the user's cache folder (XDG_CACHE_HOME, or
+    ~/.cache), or in the folder that FASTGEN_CACHE names; None where that is empty, or there is no home.
+    """
+    folder = os.environ.get("FASTGEN_CACHE")
+    if folder is not None:
+        return Path(folder, "linear.json") if folder else None
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(cache or Path.home() / ".cache", "fastgen", "linear.json")
+    except RuntimeError:
+        return None
+
+
+def machine(isa: Isa) -> str:
+    """What a profile holds for: this kind of processor with this instruction set."""
+    return f"{memory.processor()} | {isa.name}"
+
+
+def _profile(isa: Isa) -> dict[Key, Row]:
+    """What was measured on such a machine; nothing where there is no file, or not one that `tune` wrote."""
+    path = profile_path()
+    try:
+        found = json.loads(path.read_text())[machine(isa)] if path is not None else {}
+        return {_key(name): _row(row) for name, row in found.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _key(name: str) -> Key:
+    dtype, layout = name.split()
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype], Layout(layout)
+
+
+def _row(row: Any) -> Row:
+    """Raises ValueError for what is no row of the table."""
+    found = [(_REST if most is None else float(most), str(name)) for most, name in row]
+    if not found or found[-1][0] != _REST or any(name not in (*KERNELS, TORCH, PANELS) for _, name in found):
+        raise ValueError(f"no row of a table: {row!r}")
+    return found
+
+
+def forget() -> None:
+    """The instruction set and the profile are looked at again: after `tune`, and in tests."""
+    instruction_set.cache_clear()
+    _table.cache_clear()
+
+
+def backend() -> str:
+    """Which table is in use."""
+    isa = instruction_set()
+    if isa is Isa.PORTABLE:
+        return f"torch's products: {_library.load('CPU') or 'no kernel for this processor'}"
+    return f"{'the profile of this machine' if _profile(isa) else 'the shipped table'}, {isa.name}"
+
+
+_library.define("instruction_set() -> int")

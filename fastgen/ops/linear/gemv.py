@@ -1,0 +1,61 @@
+"""GEMV for the few rows of a decode step, on the weight as it is, in float32, bfloat16 and float16, on the CPU.
+
+An output is the dot product of a row with a row of the weight, which is read once. Sums are in float32, in one order
+whatever M is (csrc/cpu/dot_linear.cpp). With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles, where numbers
+and sums that are too small to be normal are zero.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import _library
+from fastgen.ops.linear import as_rows, with_shape_of
+
+# More rows read each row of the weight from the cache too often.
+MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
+
+
+def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether there is a kernel for these: few rows [..., K], [N, K] and [N], all of one type."""
+    others = (weight,) if bias is None else (weight, bias)
+    return (
+        all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
+        and x.dtype in MAX_ROWS
+        and weight.dim() == 2
+        and x.shape[-1:] == weight.shape[1:]
+        and 0 < x.numel() <= MAX_ROWS[x.dtype] * x.shape[-1]
+        and (weight.stride(1) == 1 or (weight.stride(0) == 1 and x.dtype is torch.float32))
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+        and is_available()
+    )
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether there are kernels in this process."""
+    return _library.has_kernel("fastgen::dot_linear_out")
+
+
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)`, with sums in float32; not differentiable.
+
+    x is [..., K], the weight [N, K], the bias [N], all of one type: float32, bfloat16 or float16. The inputs of the
+    weight are next to each other, or, in float32, its outputs.
+
+    Raises:
+        RuntimeError: shapes, strides or dtypes do not fit together.
+    """
+    rows = as_rows(x)
+    y = x.new_empty(rows.shape[0], weight.shape[0])
+    torch.ops.fastgen.dot_linear_out.default(y, rows, weight, bias)
+    return with_shape_of(x, y)
+
+
+backend = functools.partial(_library.backend, "fastgen::dot_linear_out")
+_library.define("dot_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+# Several of them with the same x.
+_library.define("dot_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

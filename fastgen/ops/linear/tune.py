@@ -1,0 +1,174 @@
+"""`python -m fastgen tune`: measures a machine, and writes the profile that takes the place of the shipped table.
+
+For each type and layout, the kernels take turns with weights that come from memory, as those of a model do in a decode
+step. The profile is a file of numbers and names for this kind of processor (`choose.profile_path`); removing it brings
+the shipped table back. Nothing of this runs in a user's call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.ops import _library
+from fastgen.ops.linear import choose, gemv, panels
+from fastgen.ops.linear.choose import KERNELS, PANELS, TORCH, Isa, Key, Layout
+
+# M that are measured, and [N, K] of the weights.
+_ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 128, 256)
+_SHAPES = ((768, 768), (3072, 768), (768, 3072))
+# Rounds of each; bytes of the weights that a round goes through, so that no cache holds them.
+_ROUNDS, _BYTES = 5, 2**25
+# Which kernels serve, those for fewer rows first. In float32, torch's product is none of them: there, the bits of a row
+# depend on the other rows.
+_KEYS: dict[Key, tuple[str, ...]] = {
+    (torch.float32, Layout.ROWS): ("gemv", "gemm", "bf16x3"),
+    (torch.float32, Layout.COLUMNS): ("gemv", "gemm"),
+    (torch.float32, Layout.PANELS): (PANELS, "gemm"),
+    (torch.bfloat16, Layout.ROWS): ("gemv", TORCH, "upcast"),
+    (torch.float16, Layout.ROWS): ("gemv", TORCH, "upcast"),
+}
+Seconds = dict[str, float]
+
+
+def main() -> int:
+    """Measures, writes, and prints the table; returns the exit status."""
+    isa, path = choose.instruction_set(), choose.profile_path()
+    if isa is Isa.PORTABLE:
+        print(f"fastgen: there is nothing to tune: {choose.backend()}", file=sys.stderr)
+        return 1
+    if path is None:
+        print("fastgen: FASTGEN_CACHE is empty: name a folder for the profile", file=sys.stderr)
+        return 1
+    print(
+        f"Measuring {choose.machine(isa)} with {torch.get_num_threads()} threads: about a minute. Let nothing else run."
+    )
+    profile = {_name(key): table(names, measured(key, isa)) for key, names in _KEYS.items()}
+    for name, row in profile.items():
+        print(f"{name:18}", ", ".join(_words(*each) for each in row))
+    try:
+        write(path, choose.machine(isa), profile)
+    except OSError as error:
+        print(f"fastgen: {path} cannot be written: {error}", file=sys.stderr)
+        return 1
+    choose.forget()
+    print(f"Written to {path}. Remove it for the shipped table.")
+    return 0
+
+
+def measured(key: Key, isa: Isa) -> dict[int, Seconds]:
+    """For each M, the seconds that each kernel takes for one weight of every shape, all shapes together."""
+    found: dict[int, Seconds] = {}
+    for m in _ROWS:
+        names = [name for name in _KEYS[key] if _is_there(name, key, m, isa)]
+        shapes = [_shortest(names, key, m, *shape) for shape in _SHAPES]
+        found[m] = {name: sum(seconds[name] for seconds in shapes) for name in names}
+    return found
+
+
+def table(names: Sequence[str], seconds: dict[int, Seconds]) -> list[tuple[int | None, str]]:
+    """A row of the table of `choose`: up to how many rows which kernel; None for all others.
+
+    Each kernel follows the one before it once, at the M where the times, as multiples of the shortest, add up to the
+    least: where two are equal within noise, they do not take turns.
+
+    Args:
+        names: in the order in which they take over. A kernel that does not serve an M has no time there.
+    """
+    rows = list(seconds)
+
+    def cost(bounds: Sequence[int]) -> float:
+        edges = [0, *bounds, len(rows)]
+        chosen = [name for name, begin, end in zip(names, edges, edges[1:], strict=False) for _ in rows[begin:end]]
+        return sum(
+            seconds[m].get(name, math.inf) / min(seconds[m].values()) for m, name in zip(rows, chosen, strict=True)
+        )
+
+    bounds = min(itertools.combinations_with_replacement(range(len(rows) + 1), len(names) - 1), key=cost)
+    edges = [0, *bounds, len(rows)]
+    row = [(rows[end - 1], name) for name, begin, end in zip(names, edges, edges[1:], strict=False) if begin < end]
+    return [*row[:-1], (None, row[-1][1])]
+
+
+def write(path: Path, machine: str, profile: dict[str, Any]) -> None:
+    """Puts the profile beside those of other machines; whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        known = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(handle, "w") as new:
+            json.dump({**(known if isinstance(known, dict) else {}), machine: profile}, new, indent=1)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _name(key: Key) -> str:
+    return f"{str(key[0]).removeprefix('torch.')} {key[1].value}"
+
+
+def _words(most: int | None, name: str) -> str:
+    return f"{name} beyond" if most is None else f"{name} up to {most} rows"
+
+
+def _is_there(name: str, key: Key, m: int, isa: Isa) -> bool:
+    if name == "gemv":
+        return m <= gemv.MAX_ROWS[key[0]]
+    return name != "bf16x3" or isa is Isa.AMX
+
+
+@torch.no_grad()
+def _shortest(names: Sequence[str], key: Key, m: int, n: int, k: int) -> Seconds:
+    """Of some rounds in which the kernels take turns: what else the machine does meets all of them."""
+    dtype, layout = key
+    x = torch.full((m, k), 0.5, dtype=dtype, device="cpu")
+    weight = torch.full((n, k), 0.25, dtype=dtype, device="cpu")
+    if layout is Layout.COLUMNS:
+        weight = weight.t().contiguous().t()
+    weights = [weight.clone(memory_format=torch.preserve_format) for _ in range(max(_BYTES // weight.nbytes, 1))]
+    products = {name: _product(name, x, weights) for name in names}
+    rounds = [{name: _seconds(*product) for name, product in products.items()} for _ in range(_ROUNDS)]
+    return {name: min(times[name] for times in rounds) for name in names}
+
+
+def _product(name: str, x: Tensor, weights: list[Tensor]) -> tuple[Callable[[Tensor], object], list[Tensor]]:
+    if name == TORCH:
+        return functools.partial(F.linear, x), weights
+    if name == PANELS:
+        packed = [panels.pack(weight.bfloat16()) for weight in weights]
+        return lambda panel: panels.panels_gemm(x, panel, None, weights[0].shape[0]), packed
+    return lambda weight: KERNELS[name].multiply(x, weight, None), weights
+
+
+def _seconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    """Of one weight, each of which is taken out of the caches first where that can be done."""
+    for weight in weights:
+        torch.ops.fastgen.evict.default(weight)
+    start = time.perf_counter()
+    for weight in weights:
+        product(weight)
+    return (time.perf_counter() - start) / len(weights)
+
+
+_library.define("evict(Tensor x) -> bool")
