@@ -37,7 +37,7 @@ from benchmarks.memory import PeakMemory, storage_bytes
 from benchmarks.minilm import unpacked
 from benchmarks.profile import profile
 from fastgen import settings
-from fastgen.ops.linear import quantized
+from fastgen.ops import quantized_linear
 
 Times = dict[str, list[float]]
 FIRST_WORD, VOCABULARY = 1000, 20000
@@ -203,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _int8(options: argparse.Namespace) -> None:
-    reason = quantized.unavailable("int8")
+    reason = quantized_linear.unavailable("int8")
     if reason is not None:  # both sides would be float32
         print(f"| int8 of FastGen | not measured: {reason} | | |", flush=True)
         return

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import ROOT
-from fastgen.ops.linear import bf16x3, gemm, gemv, grouped, panels, quantized, upcast
+from fastgen.ops import quantized_linear
+from fastgen.ops.linear import bf16x3, gemm, gemv, grouped, panels, upcast
 
 # None: all that the processor has, AMX among it, which torch's variable leaves out.
 CAPABILITIES = ("default", "avx2", "avx512", None)
@@ -54,9 +55,9 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Product]]:
             yield f"narrow {name}", lambda x, packed=packed: panels.panels_gemm(x, packed, bias, n)
     yield "bf16x3", _where(bf16x3.serves, bf16x3.bf16x3_gemm, weight, bias, torch.float32)
     for precision in ("bf16", "int8", "int4"):
-        if quantized.unavailable(precision) is None:
-            kept = quantized.pack(weight, precision, 32)
-            yield precision, lambda x, kept=kept: quantized.quantized_linear(x, kept, bias)
+        if quantized_linear.unavailable(precision) is None:
+            kept = quantized_linear.pack(weight, precision, 32)
+            yield precision, lambda x, kept=kept: quantized_linear.quantized_linear(x, kept, bias)
     for bits in (4, 8):
         if k % 32 or not grouped.is_available():
             continue

@@ -22,7 +22,6 @@ STEPS = [
     ("Batch: one sequence\nat a time, on a CPU?", 'self_speculation="int8"\ngreedy: same tokens'),
     ("Batch: many inputs\nin a script?", "8 to 64 in a call\nsorted by length"),
     ("Batch: a whole file?", "fastgen-generate\nmakes the batches"),
-    ("A service, whose weights\ndo not change?", 'packed_weights="keep"\nsame tokens'),
     ("May weights be rounded\nto 8 or 4 bits?", 'weight_dtype="int8"\nand packed_weights="keep"'),
     ("Measure: fastgen.compare", None),
 ]

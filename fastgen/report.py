@@ -131,7 +131,7 @@ def _untested(versions: dict[str, str]) -> Iterator[str]:
 
 def _weights() -> list[str]:
     """What the user has to know of weights that are not those of the model."""
-    from fastgen.ops.linear.quantized import unavailable
+    from fastgen.ops.quantized_linear import unavailable
 
     notes = {
         "call": [],

@@ -83,7 +83,7 @@ def records(monkeypatch):
     # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
     monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
-    with settings.changed(captured_step="auto", linear_products="measured"):
+    with settings.changed(captured_step="auto"):
         yield
 
 
@@ -211,7 +211,7 @@ def captures(monkeypatch):
     # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
     monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
-    with settings.changed(linear_products="measured", captured_step="always"):
+    with settings.changed(captured_step="always"):
         yield
 
 

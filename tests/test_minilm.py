@@ -17,7 +17,7 @@ from benchmarks import minilm
 from benchmarks.retrieval import nearest
 from fastgen import settings
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops.linear import quantized
+from fastgen.ops import quantized_linear
 from fastgen_cli import embed
 
 TOLERANCE = 1e-5
@@ -62,10 +62,10 @@ def strict() -> Iterator[None]:
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The setting, in force."""
-    reason = quantized.unavailable("int8", measure=False)
+    reason = quantized_linear.unavailable("int8", measure=False)
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(quantized, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     with settings.changed(weight_dtype="int8", packed_weights="keep"):
         yield
 

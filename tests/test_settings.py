@@ -7,7 +7,6 @@ import pytest
 
 import fastgen
 from fastgen import settings
-from fastgen.pipeline import generate_dataset
 
 
 @pytest.fixture
@@ -70,13 +69,13 @@ def test_blocks_of_two_threads_that_overlap_leave_nothing_behind(defaults):
 
     def other():
         first_began.wait()
-        with settings.changed(linear_products="fixed", packed_weights="keep"):
+        with settings.changed(captured_step="always", packed_weights="keep"):
             second_began.set()
             first_ended.wait()
 
     thread = threading.Thread(target=other)
     thread.start()
-    with settings.changed(linear_products="fixed"):
+    with settings.changed(padding="zero"):
         first_began.set()
         second_began.wait()
         assert settings.current().packed_weights == "call"
@@ -87,22 +86,27 @@ def test_blocks_of_two_threads_that_overlap_leave_nothing_behind(defaults):
 
 def test_a_block_counts_for_threads_in_its_context_and_what_is_changed_in_it_stays(defaults):
     seen = []
-    with settings.changed(linear_products="fixed"):
+    with settings.changed(padding="zero"):
         for target in (contextvars.copy_context().run, lambda look: look()):
-            thread = threading.Thread(target=target, args=(lambda: seen.append(settings.current().linear_products),))
+            thread = threading.Thread(target=target, args=(lambda: seen.append(settings.current().padding),))
             thread.start()
             thread.join()
         settings.change(captured_step="never")
-        assert settings.current() == settings.Settings(linear_products="fixed", captured_step="never")
-    assert seen == ["fixed", "measured"]
+        assert settings.current() == settings.Settings(padding="zero", captured_step="never")
+    assert seen == ["zero", "exact"]
     assert settings.current() == settings.Settings(captured_step="never")
 
 
-@pytest.mark.parametrize(("given", "used"), [({}, "fixed"), ({"linear_products": "measured"}, "measured")])
-def test_a_data_set_keeps_what_the_user_has_asked_for(defaults, monkeypatch, given, used):
-    fastgen.enable(**given)
-    monkeypatch.setitem(generate_dataset.__globals__, "run", lambda *_: settings.current().linear_products)
-    assert generate_dataset("model", "input", "output") == used
+def test_a_setting_that_is_gone_warns_and_does_nothing(defaults, monkeypatch):
+    for value in ("measured", "fixed"):
+        with pytest.warns(DeprecationWarning, match="LINEAR_PRODUCTS has no effect any more".lower()):
+            fastgen.enable(linear_products=value)
+        monkeypatch.setenv("FASTGEN_LINEAR_PRODUCTS", value)
+        with pytest.warns(DeprecationWarning, match="FASTGEN_LINEAR_PRODUCTS has no effect any more"):
+            assert settings.Settings.from_environment() == settings.Settings()
+    with pytest.raises(ValueError, match="linear_products is 'fast'; known: measured, fixed"):
+        fastgen.enable(linear_products="fast")
+    assert settings.current() == settings.Settings()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 import fastgen
 from benchmarks.backends.base import Backend, Job, Unsupported
 from fastgen import settings as fastgen_settings
-from fastgen.ops.linear import quantized
+from fastgen.ops import quantized_linear
 
 CAPTURED_STEP = "transformers.captured_step"  # as `fastgen.stats()` calls it
 _NOT_YET = "too few steps so far"  # why a call has none, and a later one will
@@ -55,7 +55,7 @@ class Patched(Unpatched):
             raise Unsupported(f"FastGen {fastgen.__version__} has no setting {', '.join(unknown)}")
         precision = self.settings.get("weight_dtype", "fp32")
         if precision != "fp32":
-            reason = "it is for the CPU" if job.model.device.type != "cpu" else quantized.unavailable(precision)
+            reason = "it is for the CPU" if job.model.device.type != "cpu" else quantized_linear.unavailable(precision)
             if reason is not None:
                 raise Unsupported(f"FastGen stays in float32: {reason}")
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fastgen import counters, interrupts, patching
 from fastgen.decoding.parameter_snapshot import ParameterSnapshot, is_plain
 from fastgen.memory import free_host_memory
-from fastgen.ops.linear import choose, quantized
+from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 
 _plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=False)
 
@@ -239,7 +240,7 @@ class QuantizedLinear(_LinearForm):
         if snapshot.packed is None:
             snapshot.packed = self._packed(parameter)
         self.used = True
-        return quantized.quantized_linear(x, snapshot.packed, parameters["bias"])
+        return quantized_linear.quantized_linear(x, snapshot.packed, parameters["bias"])
 
     def _packed(self, parameter: Tensor) -> Any:
         """Raises torch.OutOfMemoryError where memory is too short: no layer goes on in other numbers instead."""
@@ -249,4 +250,4 @@ class QuantizedLinear(_LinearForm):
                 f"there is no memory for weights in {self.form.precision}: {size} more bytes are needed. Free some, or "
                 'set weight_dtype="fp32"'
             )
-        return quantized.pack(parameter.t() if self._transposed else parameter, *self.form)
+        return quantized_linear.pack(parameter.t() if self._transposed else parameter, *self.form)

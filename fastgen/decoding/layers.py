@@ -25,7 +25,8 @@ from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, Quantization
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.parameter_snapshot import is_plain
 from fastgen.interrupts import undoing
-from fastgen.ops.linear import gemm, quantized
+from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -189,7 +190,7 @@ class FastLayers:
             if replacement is not None or weight.dtype not in HALF:
                 return replacement
         is_served = weight.dtype is torch.float32 or (weight.dtype in HALF and not transposed)
-        if not is_served or not gemm.is_available() or not is_plain(module, weight.dtype):
+        if not is_served or not choose.is_available() or not is_plain(module, weight.dtype):
             return None
         return FloatLinear(module, transposed)
 
@@ -211,9 +212,9 @@ class FastLayers:
 def precision_on(device: torch.device) -> str:
     """The precision of quantised copies that the user asks for, if there are kernels for it on this device."""
     wanted = settings.current().weight_dtype
-    if wanted == "fp32" or not quantized.is_for(device):
+    if wanted == "fp32" or not quantized_linear.is_for(device):
         return "fp32"
-    reason = quantized.unavailable(wanted, device)
+    reason = quantized_linear.unavailable(wanted, device)
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
@@ -223,7 +224,7 @@ def precision_on(device: torch.device) -> str:
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
     """Weights in groups serve layers in half precision, too."""
     weight = module.weight
-    is_of_type = weight.dtype in quantized.types(precision, weight.device)
+    is_of_type = weight.dtype in quantized_linear.types(precision, weight.device)
     if not is_of_type or not is_plain(module, weight.dtype, weight.device.type):
         return None
     return QuantizedLinear(module, transposed, Quantization(precision, settings.current().weight_group_size))

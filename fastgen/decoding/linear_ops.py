@@ -15,12 +15,12 @@ from torch import Tensor
 from fastgen import settings
 from fastgen.decoding.operations import Operation, Place
 from fastgen.decoding.panel_copies import PanelCopy, PanelOp, PanelOps, has_panels
-from fastgen.ops.linear import choose
+from fastgen.ops.linear import choose, grouped
 from fastgen.ops.linear.choose import GEMM, Kernel
 
 # Those of torch that layers multiply with.
 OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_GROUPED = torch.ops.fastgen.grouped_linear.default
+_GROUPED = grouped.OPERATOR
 
 
 class LinearOp(NamedTuple):

@@ -122,12 +122,10 @@ def _own_attention(operation: Operation, used: frozenset[int], recording: Record
     if len(parts) < len(given):
         return None
     query, keys, values, result = parts[0], parts[1], parts[2], parts[3].transpose(0, 1)
-    heads, _, dim = query.shape
+    dim = query.shape[-1]
     if not (result.is_contiguous() and packed_attention.serves(query, keys, values)):
         return None
     texts, length = out.size[0], out.size[2]
-    if not packed_attention.is_faster(length, heads, keys.shape[0], dim):
-        return None
     *places, place = (
         dataclasses.replace(one, size=tuple(part.shape), stride=part.stride())
         for one, part in zip(given, (query, keys, values, result), strict=True)

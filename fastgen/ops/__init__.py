@@ -20,7 +20,7 @@ OPERATORS = (
     "linear.gemv",
     "linear.grouped",
     "linear.panels",
-    "linear.quantized",
+    "quantized_linear",
     "linear.upcast",
     "elementwise",
     "fingerprint",

@@ -24,8 +24,8 @@ from benchmarks.workload import Context, Generation
 from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, opus_mt, t5_small
 from fastgen import settings
 from fastgen.decoding import layers
+from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
-from fastgen.ops.linear import quantized
 from tests.benchmarks.tiny_configs import CONFIGS
 
 needs_ctranslate2 = pytest.mark.skipif(
@@ -178,12 +178,12 @@ def test_settings_of_a_backend_hold_while_it_runs(monkeypatch):
     assert settings.current() == before
 
 
-@pytest.mark.parametrize("precision", quantized.PRECISIONS)
+@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
 def test_other_weights_in_one_record(monkeypatch, precision):
-    if quantized._missing(precision):
-        pytest.skip(quantized._missing(precision))
+    if quantized_linear._missing(precision):
+        pytest.skip(quantized_linear._missing(precision))
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(quantized, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     backend, before = f"fastgen-{precision}", settings.current()
     record = run_workload(work(bart_base, _BART, further_backends=(backend,)), Context(threads=1))
     assert record.errors == [] and record.notes == [] and record.skipped == {} and record.identical is True
@@ -191,13 +191,14 @@ def test_other_weights_in_one_record(monkeypatch, precision):
     seen = []
     measured = backends.make(backend)
     measured.setup(job(work(bart_base, _BART)))
-    monkeypatch.setattr(quantized_linear, "pack", lambda *args, pack=quantized.pack: seen.append(1) or pack(*args))
+    pack = quantized_linear.pack
+    monkeypatch.setattr(quantized_linear, "pack", lambda *args: seen.append(1) or pack(*args))
     measured.run(3)
     assert seen
 
 
 def test_other_weights_that_are_not_faster_cost_the_backend(monkeypatch):
-    monkeypatch.setattr(quantized, "unavailable", lambda *asked: "this processor is not fast")
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
     record = run_workload(work(bart_base, _BART, further_backends=("fastgen-int8",)), Context(threads=1))
     assert record.skipped == {"fastgen-int8": "FastGen stays in float32: this processor is not fast"}
     assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok"

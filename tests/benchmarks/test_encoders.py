@@ -10,7 +10,7 @@ import torch
 import fastgen
 from benchmarks import encoder_sides, encoders
 from benchmarks.backends import elsewhere
-from fastgen.ops.linear import quantized
+from fastgen.ops import quantized_linear
 
 _HERE = ["--sides", "Transformers", "FastGen", "--repetitions", "1", "--layers", "1"]
 
@@ -49,7 +49,7 @@ def test_the_installed_model_is_the_default(capsys, monkeypatch):
 
 
 def test_the_row_of_int8_says_why_there_is_none(capsys, monkeypatch):
-    monkeypatch.setattr(quantized, "unavailable", lambda precision, *arguments: f"no {precision} here")
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *arguments: f"no {precision} here")
     assert encoders.main([*_HERE, "--texts", "3", "--only", "int8"]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == ["| int8 of FastGen | not measured: no int8 here | | |"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from fastgen import settings
 from fastgen.decoding import layers
-from fastgen.ops.linear import quantized
+from fastgen.ops import quantized_linear
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.model import ModelStage
 from fastgen_cli.generate import main, parse
@@ -26,7 +26,7 @@ def call(*words: Any) -> int:
 def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny layers count as well, and the processor as fast."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(quantized, "unavailable", lambda precision, *asked: quantized._missing(precision))
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *asked: quantized_linear._missing(precision))
 
 
 def outputs(path: Path) -> list[dict[str, Any]]:
@@ -35,9 +35,9 @@ def outputs(path: Path) -> list[dict[str, Any]]:
 
 def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: Path) -> None:
     before, found, stats = settings.current(), {}, {}
-    for precision in ("fp32", *quantized.PRECISIONS):
-        if precision != "fp32" and quantized._missing(precision):
-            pytest.skip(quantized._missing(precision) or "")
+    for precision in ("fp32", *quantized_linear.PRECISIONS):
+        if precision != "fp32" and quantized_linear._missing(precision):
+            pytest.skip(quantized_linear._missing(precision) or "")
         out, report = tmp_path / f"{precision}.jsonl", tmp_path / f"{precision}.json"
         import fastgen
 
@@ -47,7 +47,7 @@ def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: 
         stats[precision] = json.loads(report.read_text())["fastgen"]["stats"]
         assert settings.current() == before
     assert not any("weights" in name for name in stats["fp32"])
-    for precision in quantized.PRECISIONS:
+    for precision in quantized_linear.PRECISIONS:
         assert stats[precision][f"{precision} weights"] == {"accelerated": 10, "fallback": {}}
         assert found[precision] != found["fp32"]
         near = [abs(a[0] - b[0]) < 0.2 * abs(a[0]) for a, b in zip(found["fp32"], found[precision], strict=True)]

@@ -262,7 +262,7 @@ def test_the_forward_pass_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings() -> None:
     model = Model().eval()
     guards, state = Guards(model), state_of(model)
-    for change in ({"linear_products": "fixed"}, {"packed_weights": "never"}, {"weight_dtype": "int8"}):
+    for change in ({"packed_weights": "never"}, {"weight_dtype": "int8"}):
         with settings.changed(**change):
             assert not guards.hold(model) and state_of(model) != state
     assert guards.hold(model)

@@ -34,8 +34,6 @@ OTHER = torch.zeros(ROWS, 1, dtype=torch.bool)
 @pytest.fixture(autouse=True)
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
-    monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
 
 
 def logits() -> Tensor:

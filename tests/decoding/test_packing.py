@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import settings
 from fastgen.decoding.packing import Packing, attend_texts
 from fastgen.ops import packed_attention
 
@@ -28,7 +27,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return operator(query, keys, values, lengths, scale)
 
     monkeypatch.setattr(packed_attention, "OPERATOR", counted)
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     return found
 
 
@@ -55,12 +53,9 @@ def test_all_texts_are_one_call(calls: list[int], kv_heads: int, scale: float | 
 def test_what_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     check(dtype=torch.bfloat16)
     check(dtype=torch.float64)
-    with settings.changed(linear_products="fixed"):  # which depends on no measurement
-        check()
-    asked = []
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: bool(asked.append(shape)))
+    monkeypatch.setattr(packed_attention, "is_available", lambda: False)
     check(2)
-    assert calls == [] and asked == [(max(LENGTHS), HEADS, 2, DIM)]
+    assert calls == []
 
 
 def texts(length: int = 40, kv_heads: int = HEADS) -> list[Tensor]:
@@ -87,8 +82,6 @@ def test_texts_that_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyP
     assert attend_texts(query[:0], keys[:0], values[:0], None) is None
     assert attend_texts(query[:1], keys, values, None) is None  # one for all texts
     assert attend_texts(query[0], keys[0], values[0], None) is None
-    with settings.changed(linear_products="fixed"):
-        assert attend_texts(query, keys, values, None) is None
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: False)
+    monkeypatch.setattr(packed_attention, "is_available", lambda: False)
     assert attend_texts(query, keys, values, None) is None
     assert calls == []

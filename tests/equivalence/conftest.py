@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import kv, layers, products
+from fastgen.decoding import kv, layers
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
-from fastgen.ops import packed_attention
-from fastgen.ops.linear import bf16x3, gemm, gemv, upcast
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
@@ -50,22 +48,14 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FastGen is enabled, and its counts start at zero.
 
-    A prefix is shared however few bytes it has, every weight is packed, and no score is copied: those of a tiny model
-    would never be worth it.
+    A prefix is shared however few bytes it has, every layer has a kernel of FastGen's, and no score is copied: those of
+    a tiny model would never be worth it.
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
     monkeypatch.setattr(kv, "MAX_WHOLE_BYTES", 2**10)  # both ways to reorder are taken, as a suffix grows
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(products, "MEASURED_FROM", 1)
-    monkeypatch.setattr(layers.FastLayers, "_shapes", {})
-    monkeypatch.setattr(layers.FastLayers, "_half_shapes", {})
-    monkeypatch.setattr(gemv, "costs", lambda *shape, **options: gemv.Costs(plain=2.0, dots=1.0))
-    monkeypatch.setattr(bf16x3, "costs", lambda *shape, **options: bf16x3.Costs(plain=2.0, split=9.0))
-    monkeypatch.setattr(upcast, "costs", lambda *shape, measure: upcast.Costs(plain=2.0, widened=1.0))
-    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 0.5, packing=0.0, dots=1.0))
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     fastgen.enable()
     fastgen.reset_stats()
     yield

@@ -14,7 +14,6 @@ import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.speculation import draft_length
 from fastgen.ops import triton as operators
-from fastgen.ops.linear import gemm
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
@@ -40,10 +39,6 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
     monkeypatch.setattr(SelfDraft, "is_prepared", False)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
-    monkeypatch.setattr(
-        linear, "costs", lambda rows, *more, **options: gemm.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
-    )
     fastgen.enable(assisted_sampling="fastgen")
     graph_cache.drop_all()
     fastgen.reset_stats()

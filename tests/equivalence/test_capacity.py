@@ -12,7 +12,6 @@ from transformers import LogitsProcessorList
 import fastgen
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
-from fastgen.ops.linear import gemm
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import (
@@ -59,7 +58,6 @@ def recordings(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Pr
     monkeypatch.setattr(sizes, "_NEW_ON_CPU", (32, 3))
     monkeypatch.setattr(sizes, "_SOURCE_ON_CPU", (32, 5))
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 30)
-    monkeypatch.setattr(gemm, "costs", lambda *shape, **options: gemm.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
     graph_cache.drop_all()
     found: list[Program] = []
     capture = Program.capture

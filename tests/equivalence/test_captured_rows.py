@@ -11,7 +11,6 @@ import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
-from fastgen.ops.linear import gemm
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Host, Key, Prompt
 from tests.equivalence.captured import KNOWN
@@ -28,7 +27,6 @@ def captures(request: pytest.FixtureRequest, device: torch.device, monkeypatch: 
         pytest.skip("steps are recorded on the CPU, and programs need the compiled operators")
     made = {"program": Program, "graph": RecordedGraph}[request.param]
     monkeypatch.setattr(graph, "new", lambda device, growing=None: made())
-    monkeypatch.setattr(gemm, "costs", lambda *shape, **more: gemm.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
 
 
 def prefilled(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: bool, beams: int) -> Prompt:

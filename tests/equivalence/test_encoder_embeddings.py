@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 
 import fastgen
-from fastgen.ops import packed_attention
 from fastgen.optimizer.transformers.encoders import passes
 from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS
 from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, build, class_of, inputs
@@ -27,7 +26,6 @@ EMBED_TOKENS = [
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     fastgen.enable(strict=True, padding="zero")
     fastgen.reset_stats()
     yield

@@ -15,8 +15,6 @@ from torch import Tensor
 import fastgen
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.guards import Guards
-from fastgen.ops import packed_attention
-from fastgen.ops.linear import gemm
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.encoders import programs
 from tests.equivalence.captured import need_programs
@@ -30,8 +28,6 @@ def recorded_early(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Non
     """Passes are recorded when they come for the second time, with FastGen's operators, and nothing is measured."""
     need_programs(device, monkeypatch)
     monkeypatch.setattr(programs, "PAYS_FROM", 2)
-    monkeypatch.setattr(gemm, "costs", lambda *shape, **options: gemm.Costs(2.0, 3.0, 1.0, 1.0, 1.5))
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     programs._drop_all()
     replay = Program.replay
 

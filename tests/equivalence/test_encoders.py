@@ -16,9 +16,9 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 import fastgen
 from fastgen import patching, settings
-from fastgen.decoding import layers, products
-from fastgen.ops import packed_attention
-from fastgen.ops.linear import bf16x3, gemm, quantized
+from fastgen.decoding import layers
+from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose, gemm
 from fastgen.optimizer.transformers.encoders import call, passes, programs
 from fastgen.optimizer.transformers.encoders.stacks import BUCKETED, RIGHT_PADDED, VARLEN
 from tests.equivalence.encoder_models import (
@@ -50,7 +50,6 @@ TOLERANCE = 1e-5
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attention of all texts of a row is FastGen's operator, where there is one; nothing is measured."""
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     fastgen.enable(strict=True)
     fastgen.reset_stats()
     yield
@@ -240,15 +239,12 @@ def test_bfloat16(architecture: str) -> None:
     assert _accelerated() == 1
 
 
-def test_many_rows_are_multiplied_with_weights_as_they_are(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that is the fastest; weights that have changed since are seen."""
+def test_many_rows_have_kernels_of_fastgens(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that have changed since are seen."""
     used = []
-    product = gemm.folded_linear
+    chosen = choose.kernel_for
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(layers.FastLayers, "_shapes", {})
-    monkeypatch.setattr(gemm, "costs", lambda *shape, **more: gemm.Costs(2.0, 3.0, 1.0, streamed=1.0))
-    monkeypatch.setattr(bf16x3, "costs", lambda *shape, **more: bf16x3.Costs(plain=2.0, split=9.0))
-    monkeypatch.setattr(gemm, "folded_linear", lambda *given: used.append(given[0].shape) or product(*given))
+    monkeypatch.setattr(choose, "kernel_for", lambda *given: used.append(given[0].shape) or chosen(*given))
     model = copy.deepcopy(classifier)
     for lengths in (LENGTHS * 3, [LONGEST] * 9):  # with and without padding
         used.clear()
@@ -262,14 +258,14 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
-    monkeypatch.setattr(quantized, "unavailable", lambda *arguments: None)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *arguments: None)
     packed = []
-    pack = products.FixedProducts.pack
-    monkeypatch.setattr(products.FixedProducts, "pack", lambda *given: (packed.append(1), pack(*given))[1])
+    pack = quantized_linear.pack
+    monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(1), pack(*given))[1])
     model = copy.deepcopy(classifier)
     given = inputs(LENGTHS)
     exact = _plain(model, given).logits
-    with settings.changed(weight_dtype="int8", packed_weights="keep", linear_products="fixed"):
+    with settings.changed(weight_dtype="int8", packed_weights="keep"):
         for _ in range(2):
             with torch.inference_mode():
                 found = model(**given).logits

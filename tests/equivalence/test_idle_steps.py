@@ -9,7 +9,6 @@ import torch
 
 import fastgen
 from fastgen.decoding import host_memory
-from fastgen.ops.linear import gemm
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests import near_ties
 from tests.equivalence.captured import need_programs, record_from
@@ -21,7 +20,6 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded as programs, in the first call."""
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
-    monkeypatch.setattr(gemm, "costs", lambda *shape, **options: gemm.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
     graph_cache.drop_all()
 
 

@@ -100,10 +100,10 @@ def test_llama(
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gpt2(name: str, tmp_path: Path, floats: list[bool]) -> None:
-    """One row, a prompt of one token, and fixed products."""
+    """One row, a prompt of one token, captured from the start."""
     write_gpt2(tmp_path / smollm2.GGUF, ("Q5_K", "Q6_K", "Q8_0"))
     inputs = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 1, dtype=torch.int64)}
-    with settings.changed(captured_step="always", linear_products="fixed", strict=True):
+    with settings.changed(captured_step="always", strict=True):
         check(both(tmp_path), inputs, OPTIONS[name], 12)
 
 

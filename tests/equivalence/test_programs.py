@@ -16,11 +16,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import layers, output_layer, products
+from fastgen.decoding import layers, linear_ops, output_layer
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
+from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
-from fastgen.ops.linear import gemm, quantized
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays, sizes
 from tests.equivalence.captured import (
@@ -48,18 +48,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is recorded for the first call already, with FastGen's products, and nothing is measured for them.
-
-    The largest outputs are found with a copy of the weight.
-    """
+    """A step is recorded for the first call already. The largest outputs are found with a copy of the weight."""
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
-    monkeypatch.setattr(
-        linear, "costs", lambda rows, *more, **options: gemm.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
-    )
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
-    monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
     graph_cache.drop_all()
     replay = Program.replay
 
@@ -359,24 +351,13 @@ def test_many_sequences(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert captures() == 1, reasons()
 
 
-@every
-def test_more_sequences_where_weights_are_not_worth_packing(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, and where they are not stored by inputs, as GPT-2's: then few are the most."""
+def test_more_sequences_in_a_model_with_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished inputs leave the batch of the library's loop."""
     monkeypatch.setattr(loop, "_MAX_WORK_ON_CPU", 0)
-    model, inputs = build(family, CPU)
-    is_by_inputs = model.config.model_type == "gpt2"
-    check(model, inputs, {**BEAMS, "num_beams": 12})
-    assert captures() == (0 if is_by_inputs else 1), reasons()
-    assert loop._most_rows(model) == (16 if is_by_inputs else 64)
-    assert loop._most_rows(model.bfloat16()) == 16
-
-
-def test_what_is_left_to_the_librarys_loop() -> None:
+    monkeypatch.setattr(loop, "_MOST_ROWS_ON_CPU", 2)
     model, inputs = build(FAMILIES[0], CPU)
-    fastgen.enable(linear_products="fixed")
-    fastgen.reset_stats()
-    check(model, inputs, BEAMS)
-    assert reasons() == {"linear_products is fixed, and captured_step is not always, on the CPU": 1}
+    check(model, inputs, {**BEAMS, "num_beams": 12})
+    assert reasons() == {"more than 2 sequences in a model with large weights, on the CPU": 1}
 
 
 def test_interpreted_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,12 +615,12 @@ def test_weights_in_other_numbers_that_are_not_kept_free_what_was_recorded() -> 
     assert captures() == 0 and "weights in other numbers" in next(iter(reasons()))
 
 
-@pytest.fixture(params=quantized.PRECISIONS)
+@pytest.fixture(params=quantized_linear.PRECISIONS)
 def kept_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Weights in this precision, which are kept from call to call; that of every layer."""
-    if quantized._missing(request.param):
-        pytest.skip(quantized._missing(request.param))
-    monkeypatch.setattr(quantized, "unavailable", lambda *asked: None)
+    if quantized_linear._missing(request.param):
+        pytest.skip(quantized_linear._missing(request.param))
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     fastgen.enable(weight_dtype=request.param, packed_weights="keep")
     return request.param
@@ -708,8 +689,8 @@ def test_a_model_takes_its_programs_with_it() -> None:
 def test_a_setting_that_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that was recorded under another setting is not used."""
     seen: list[bool] = []
-    faster = products.faster
-    monkeypatch.setattr(products, "faster", lambda *call: (seen.append((p := faster(*call)) is not None), p)[1])
+    op = linear_ops.linear_op
+    monkeypatch.setattr(linear_ops, "linear_op", lambda *call: (seen.append((p := op(*call)) is not None), p)[1])
     model, inputs = build(FAMILIES[0], CPU)
     check(model, inputs, GREEDY)
     assert any(seen)

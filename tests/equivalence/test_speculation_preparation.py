@@ -12,7 +12,7 @@ import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.self_draft import DraftWeights
-from fastgen.ops.linear import quantized
+from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
@@ -121,8 +121,8 @@ def test_where_steps_are_always_recorded_the_first_call_drafts(captured_step: An
 def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     model = KNOWN["llama"].build()
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64)
-    packed, pack = [], quantized.pack
-    monkeypatch.setattr(quantized, "pack", lambda *given: (packed.append(None), pack(*given))[1])
+    packed, pack = [], quantized_linear.pack
+    monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(None), pack(*given))[1])
     assert not weights.copy(0.0) and not weights._products
     assert weights.copy() and weights.copy(0.0)
     number = len(packed)

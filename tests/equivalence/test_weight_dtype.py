@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor
 import fastgen
 from fastgen import settings
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops.linear import quantized
+from fastgen.ops import quantized_linear
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.sampled(2)
 SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True}
 
 
-@pytest.fixture(params=quantized.PRECISIONS)
+@pytest.fixture(params=quantized_linear.PRECISIONS)
 def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The setting, in force; a fallback fails the test."""
-    reason = quantized._missing(request.param)
+    reason = quantized_linear._missing(request.param)
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(quantized, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     with settings.changed(weight_dtype=request.param):
         yield request.param
     FastLayers.drop_kept()
@@ -41,7 +41,7 @@ def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.
 def outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The outputs of every product with such a weight."""
     found: list[int] = []
-    product = quantized.quantized_linear
+    product = quantized_linear.quantized_linear
     monkeypatch.setattr(
         quantized_linear,
         "quantized_linear",

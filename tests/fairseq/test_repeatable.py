@@ -1,8 +1,7 @@
-"""The same command prints the same digits, whatever this machine has measured and done before."""
+"""The same command prints the same digits, whatever this machine has done before."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -11,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.layers import FastLayers
-from fastgen.ops.linear import bf16x3, gemm
+from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import Isa
 from fastgen_cli import fairseq as commands
 from tests.fairseq import models
 
-pytestmark = pytest.mark.skipif(not gemm.has_vectors(), reason="torch's product is used without AVX2")
-
-# What a machine may have measured: torch's product is the fastest, or the packed one.
-TIMINGS = (
-    gemm.Costs(plain=1.0, packed=2.0, packing=0.0, streamed=2.0),
-    gemm.Costs(plain=2.0, packed=1.0, packing=0.0, streamed=2.0),
+pytestmark = pytest.mark.skipif(
+    choose.instruction_set() is Isa.PORTABLE, reason="all products are torch's on this instruction set"
 )
 
 
@@ -50,20 +45,17 @@ def test_the_same_command_twice_prints_the_same_digits(strict, tmp_path, monkeyp
     words = [str(tmp_path), "--path", str(path), "-s", "de", "-t", "en", "--input", str(tmp_path / "input.txt")]
     words += "--cpu --buffer-size 4 --batch-size 4 --beam 3 --max-len-b 8 --postprocess-workers 0".split()
 
-    def printed(costs: gemm.Costs | None) -> list[str]:
-        monkeypatch.setattr(gemm, "costs", lambda *shape, measure: costs)
-        split = None if costs is None else bf16x3.Costs(plain=2.0, split=9.0)
-        monkeypatch.setattr(bf16x3, "costs", lambda *shape, measure: split)
-        monkeypatch.setattr(FastLayers, "_shapes", {})
+    def printed() -> list[str]:
         assert commands.interactive(words) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("H-", "D-", "P-"))]
 
-    first = printed(None)
-    assert len(first) == 12
-    assert all(printed(costs) == first for costs in TIMINGS)
-    # Or this would show nothing: the product depends on the timings when nobody says otherwise. On some machines
-    # all products give the same digits, so one of them is made to give others.
-    packed = gemm.packed_linear
-    monkeypatch.setattr(gemm, "packed_linear", lambda *given: packed(*given) * 1.01)
-    monkeypatch.setattr(commands, "model_of_its_own", contextlib.nullcontext)
-    assert printed(TIMINGS[0]) != printed(TIMINGS[1])
+    first = printed()
+    assert len(first) == 12 and printed() == first
+    # Or this would show nothing.
+    chosen = choose.kernel_for
+    monkeypatch.setattr(choose, "kernel_for", lambda *given: _another(chosen(*given)))
+    assert printed() != first
+
+
+def _another(kernel: choose.Kernel | None) -> choose.Kernel | None:
+    return None if kernel is None else kernel._replace(multiply=lambda *given: kernel.multiply(*given) * 1.01)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from fastgen.ops import _library
+from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import Isa
 
 
 @contextlib.contextmanager
@@ -52,3 +54,12 @@ def _library_of_the_kernels() -> list[ctypes.CDLL]:
     """That of the compiled operators; an empty list where it was not built."""
     path = Path(_library.__file__).with_name(f"libfastgen_cpu{_library._SUFFIX}")
     return [] if _library.load("CPU") else [ctypes.CDLL(str(path))]
+
+
+def _lacks(isa: Isa, words: str) -> pytest.MarkDecorator:
+    reason = _library.load("CPU") or f"needs {words}: this processor has none, or may not use it"
+    return pytest.mark.skipif(choose.instruction_set() < isa, reason=reason)
+
+
+needs_amx = _lacks(Isa.AMX, "AMX")
+needs_avx512_bf16 = _lacks(Isa.AVX512_BF16, "AVX-512 BF16")

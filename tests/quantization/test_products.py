@@ -78,7 +78,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     kernel = grouped.grouped_linear
     monkeypatch.setattr(
-        grouped_linear,
+        grouped,
         "grouped_linear",
         lambda x, weight, bias, floats: (found.append(floats), kernel(x, weight, bias, floats))[1],
     )

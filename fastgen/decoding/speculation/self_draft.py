@@ -20,8 +20,9 @@ from fastgen import caches
 from fastgen.decoding import layer_forms, layers
 from fastgen.decoding.parameter_snapshot import is_plain
 from fastgen.locks import forkable_lock
-from fastgen.ops import largest_output
-from fastgen.ops.linear import as_rows, grouped, quantized
+from fastgen.ops import largest_output, quantized_linear
+from fastgen.ops.linear import as_rows, grouped
+from fastgen.ops.linear.grouped import PackedWeight
 
 # Bytes of a number, without its share of a scale; and the part of the free memory that copies may take.
 _BYTES, _MOST_MEMORY = {"int8": 1.0, "int4": 0.5}, 0.5
@@ -64,7 +65,7 @@ class DraftWeights:
             if (
                 weight is None
                 or weight.numel() < layers.MIN_QUANTISED
-                or weight.dtype not in quantized.types(precision, weight.device)
+                or weight.dtype not in quantized_linear.types(precision, weight.device)
             ):
                 continue
             self._left.append((module, weight, transposed))
@@ -108,7 +109,7 @@ class DraftWeights:
         if id(weight) not in self._packed:
             with torch.no_grad():
                 rows = weight.t() if transposed else weight
-                self._packed[id(weight)] = quantized.pack(rows, *self._form)
+                self._packed[id(weight)] = quantized_linear.pack(rows, *self._form)
         self._products[module] = partial(_multiply, self._packed[id(weight)], module)
 
     def copy_head(self, for_largest: bool = False) -> None:
@@ -194,8 +195,8 @@ def versions(model: nn.Module) -> int:
     return sum(parameter._version for parameter in model.parameters() if not parameter.is_inference())
 
 
-def _multiply(packed: quantized.PackedWeight, module: nn.Module, x: Tensor) -> Tensor:
-    return quantized.quantized_linear(x, packed, module._parameters.get("bias"))
+def _multiply(packed: PackedWeight, module: nn.Module, x: Tensor) -> Tensor:
+    return quantized_linear.quantized_linear(x, packed, module._parameters.get("bias"))
 
 
 caches.register(DraftWeights.drop_all)

@@ -232,6 +232,11 @@ def forget() -> None:
     _table.cache_clear()
 
 
+def is_available() -> bool:
+    """Whether there are kernels in this process: without them nothing is gained."""
+    return gemm.is_available()
+
+
 def backend() -> str:
     """Which table is in use."""
     isa = instruction_set()

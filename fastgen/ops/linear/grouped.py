@@ -449,3 +449,4 @@ _library.define(
     fake=_fake_nothing,
 )
 backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")
+OPERATOR = torch.ops.fastgen.grouped_linear.default

@@ -1,4 +1,4 @@
-"""Packing pays at once, and what is packed and multiplied is noted."""
+"""Layers of any size have a faster form, and the rows of what a kernel multiplies are noted."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import layers, products
+from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops.linear import bf16x3, gemm
+from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 
 
 @pytest.fixture(autouse=True)
-def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    """Packing pays for every shape from the first product on; the weights that are packed, in order."""
-    packed: list[torch.Tensor] = []
-    pack = gemm.pack
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(products, "MEASURED_FROM", 1)
-    monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 1.0, 0.0))
-    monkeypatch.setattr(bf16x3, "costs", lambda *shape, measure: bf16x3.Costs(2.0, 9.0))
-    monkeypatch.setattr(gemm, "pack", lambda weight: packed.append(weight) or pack(weight))
-    monkeypatch.setattr(FastLayers, "_shapes", {})
     fastgen.enable()
     with torch.no_grad():
-        yield packed
-    fastgen.enable()
+        yield
+    fastgen.enable(weight_dtype="fp32", packed_weights="call")
     FastLayers.drop_kept()
 
 
 @pytest.fixture
-def rows_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of those with a packed weight, in order."""
-    rows: list[int] = []
-    product = gemm.packed_linear
-    monkeypatch.setattr(gemm, "packed_linear", lambda x, *rest: rows.append(len(x)) or product(x, *rest))
-    return rows
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The kernel and the rows of each product of FastGen's, in order."""
+    found: list[tuple[str, int]] = []
+    chosen = choose.kernel_for
+
+    def kernel_for(x: torch.Tensor, *rest: torch.Tensor | None) -> choose.Kernel | None:
+        kernel = chosen(x, *rest)
+        if kernel is not None:
+            found.append((kernel.name, x.numel() // x.shape[-1]))
+        return kernel
+
+    monkeypatch.setattr(choose, "kernel_for", kernel_for)
+    return found
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The weights of products with a weight as it is, in order."""
-    weights: list[torch.Tensor] = []
-    product = gemm.folded_linear
-    monkeypatch.setattr(
-        linear, "folded_linear", lambda x, weight, bias: weights.append(weight) or product(x, weight, bias)
-    )
-    return weights
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Layers multiply with copies in 8 bits; the precisions of the copies that are made, in order."""
+    reason = quantized_linear.unavailable("int8")
+    if reason is not None:
+        pytest.skip(reason)
+    found: list[str] = []
+    pack = quantized_linear.pack
+    monkeypatch.setattr(quantized_linear, "pack", lambda weight, *form: found.append(form[0]) or pack(weight, *form))
+    monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
+    fastgen.enable(weight_dtype="int8")
+    return found

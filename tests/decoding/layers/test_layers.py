@@ -1,4 +1,4 @@
-"""Layers of a model on packed weights: which, for how long, and what happens to weights that change."""
+"""Forms of layers: which layers have one, for how long, and what happens to weights that change."""
 
 from __future__ import annotations
 
@@ -15,46 +15,38 @@ from torch import nn
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops.linear import gemm
-from tests.decoding.layers.tiny import KINDS, each_change, is_packed, model_of_layers
+from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose, gemm
+from tests.decoding.layers.tiny import KINDS, each_change, is_replaced, model_of_layers
 
 pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
 
 
-def test_the_result_is_the_same_and_the_layers_are_restored(packed_at_once: list[torch.Tensor]) -> None:
+def test_the_result_is_the_same_and_the_layers_are_restored() -> None:
     model, x = model_of_layers(), torch.randn(3, 4, 20)
     expected = model(x)
     with FastLayers.of(model, KINDS):
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
-        assert [is_packed(layer) for layer in model] == [True, False, True, True]
+        assert [is_replaced(layer) for layer in model] == [True, False, True, True]
         model(x)
-    assert len(packed_at_once) == 3  # each weight once
     assert not any("forward" in vars(layer) for layer in model)
     assert torch.equal(model(x), expected)
 
 
-def test_contexts_of_a_model_share_their_weights(packed_at_once: list[torch.Tensor]) -> None:
+def test_contexts_of_a_model_share_their_copies(packed: list[torch.Tensor]) -> None:
     model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
         model(x)
         with FastLayers.of(model, KINDS):  # which packs them again: they may have been changed
             for _ in range(2):
                 model(x)
-        assert is_packed(model[0])
+        assert is_replaced(model[0])
         model(x)
-    assert len(packed_at_once) == 6 and not is_packed(model[0])
-
-
-@pytest.fixture(params=["packed", "as it is"])
-def way(request: pytest.FixtureRequest, packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faster of the two ways without torch's product."""
-    if request.param == "as it is":
-        monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 3.0, 0.0, 1.0))
-        monkeypatch.setattr(gemm, "pack", lambda weight: pytest.fail("packed"))
+    assert len(packed) == 6 and not is_replaced(model[0])
 
 
 @each_change
-def test_a_changed_weight_counts(change: object, way: None) -> None:
+def test_a_changed_weight_counts(change: object) -> None:
     model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
         before = model(x)
@@ -67,8 +59,8 @@ def test_a_changed_weight_counts(change: object, way: None) -> None:
 
 
 @pytest.mark.parametrize("mode", ["call", "keep"])
-def test_a_weight_of_another_size(mode: str, packed_at_once: list[torch.Tensor]) -> None:
-    """As when a vocabulary grows by a token: the panels may be as many as before."""
+def test_a_weight_of_another_size(mode: str) -> None:
+    """As when a vocabulary grows by a token."""
     fastgen.enable(packed_weights=mode)
     model, x = nn.Sequential(nn.Linear(64, 50, bias=False)), torch.randn(3, 64)
     for during, after in ((51, 52), (50, 53)):
@@ -77,31 +69,9 @@ def test_a_weight_of_another_size(mode: str, packed_at_once: list[torch.Tensor])
             model[0].weight = nn.Parameter(torch.randn(during, 64))
             torch.testing.assert_close(model(x), x @ model[0].weight.t())
         model[0].weight = nn.Parameter(torch.randn(after, 64))
-    assert len(packed_at_once) == 4
 
 
-def test_kept_weights_are_used_with_the_threads_there_are(
-    packed_at_once: list[torch.Tensor], rows_of_products: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def costs(*shape: object, measure: bool) -> gemm.Costs:
-        return gemm.Costs(2.0, 1.0 if torch.get_num_threads() == threads else 3.0, 0.0)
-
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(gemm, "costs", costs)
-    fastgen.enable(packed_weights="keep")
-    model = nn.Sequential(nn.Linear(4, 4))
-    try:
-        for number, products in ((threads, 1), (threads + 1, 1), (threads, 2)):
-            torch.set_num_threads(number)
-            with FastLayers.of(model, KINDS):
-                model(torch.randn(2, 4))
-            assert len(rows_of_products) == products
-    finally:
-        torch.set_num_threads(threads)
-    assert len(packed_at_once) == 1
-
-
-def test_a_weight_that_is_cast_runs_on_the_original(way: None) -> None:
+def test_a_weight_that_is_cast_runs_on_the_original() -> None:
     before = fastgen.stats()
     model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
@@ -116,7 +86,7 @@ def test_a_weight_that_is_cast_runs_on_the_original(way: None) -> None:
     assert fastgen.stats() == before
 
 
-def test_a_float32_input_to_a_weight_of_another_type_fails_as_ever(way: None) -> None:
+def test_a_float32_input_to_a_weight_of_another_type_fails_as_ever() -> None:
     model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
         model(x)
@@ -129,31 +99,30 @@ def test_a_float32_input_to_a_weight_of_another_type_fails_as_ever(way: None) ->
     assert fastgen.stats() == before
 
 
-def test_weights_are_kept_only_if_asked_for(packed_at_once: list[torch.Tensor]) -> None:
+def test_copies_are_kept_only_if_asked_for(packed: list[str]) -> None:
     model, x = model_of_layers(), torch.randn(2, 20)
-    for mode, packed in (("call", 3), ("call", 6), ("keep", 9), ("keep", 9)):
+    for mode, count in (("call", 3), ("call", 6), ("keep", 9), ("keep", 9)):
         fastgen.enable(packed_weights=mode)
         with FastLayers.of(model, KINDS):
             model(x)
-        assert len(packed_at_once) == packed, mode
-        assert not is_packed(model[0])
+        assert len(packed) == count, mode
+        assert not is_replaced(model[0])
     model[0].weight.mul_(2)
     with FastLayers.of(model, KINDS):
-        result = model(x)
-    assert len(packed_at_once) == 10
-    torch.testing.assert_close(result, model(x), atol=1e-4, rtol=1e-5)
+        model(x)
+    assert len(packed) == 10
     fastgen.disable()
     fastgen.enable()
     with FastLayers.of(model, KINDS):
         model(x)
-    assert len(packed_at_once) == 13
+    assert len(packed) == 13
 
 
 def test_never() -> None:
     model = model_of_layers()
     fastgen.enable(packed_weights="never")
     with FastLayers.of(model, KINDS):
-        assert not is_packed(model[0])
+        assert not is_replaced(model[0])
     with pytest.raises(ValueError, match="packed_weights"):
         fastgen.enable(packed_weights="always")
 
@@ -230,12 +199,12 @@ def test_layers_that_are_more_than_their_weight_are_left_alone(layer: nn.Module)
     model = nn.Sequential(layer, nn.Linear(4, 4))
     with FastLayers.of(model, KINDS):
         assert vars(layer).get("forward") is before
-        assert is_packed(model[1])
+        assert is_replaced(model[1])
     assert vars(layer).get("forward") is before
-    assert not is_packed(model[1])
+    assert not is_replaced(model[1])
 
 
-def test_hooks_run(packed_at_once: list[torch.Tensor]) -> None:
+def test_hooks_run() -> None:
     model, seen = nn.Sequential(nn.Linear(4, 4)), []
     model[0].register_forward_pre_hook(lambda layer, args: (args[0] * 2,))
     model[0].register_forward_hook(lambda layer, args, output: seen.append(output) or output + 1)
@@ -243,10 +212,10 @@ def test_hooks_run(packed_at_once: list[torch.Tensor]) -> None:
     expected = model(x)
     with FastLayers.of(model, KINDS):
         torch.testing.assert_close(model(x), expected)
-    assert len(seen) == 2 and len(packed_at_once) == 1
+    assert len(seen) == 2
 
 
-def test_what_is_not_a_plain_product_runs_on_the_original(packed_at_once: list[torch.Tensor]) -> None:
+def test_what_is_not_a_plain_product_runs_on_the_original(multiplied: list[tuple[str, int]]) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     x = torch.randn(2, 4)
     with FastLayers.of(model, KINDS):
@@ -258,9 +227,9 @@ def test_what_is_not_a_plain_product_runs_on_the_original(packed_at_once: list[t
             model(x)
         assert model(torch.empty(0, 4)).shape == (0, 4)
         assert torch.equal(model[0](input=x), nn.functional.linear(x, model[0].weight, model[0].bias))
-        assert not packed_at_once
+        assert not multiplied
         model(x)
-        assert len(packed_at_once) == 1
+        assert [rows for _, rows in multiplied] == [2]
 
 
 def test_a_copy_made_meanwhile_is_a_model_of_its_own() -> None:
@@ -274,21 +243,21 @@ def test_a_copy_made_meanwhile_is_a_model_of_its_own() -> None:
     model[0].weight.zero_()
     file.seek(0)
     for other in (twin, torch.load(file, weights_only=False)):
-        assert not any(is_packed(layer) for layer in other)
+        assert not any(is_replaced(layer) for layer in other)
         torch.testing.assert_close(other(x), expected, atol=1e-5, rtol=1e-5)
         with FastLayers.of(other, KINDS):
             other(x)
-            assert any(is_packed(layer) for layer in other)
+            assert any(is_replaced(layer) for layer in other)
         assert not any("forward" in vars(layer) for layer in other)
 
 
 def test_a_layer_that_fails_does_what_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is counted; in strict mode it raises."""
 
-    def full(weight: torch.Tensor) -> torch.Tensor:
+    def broken(*given: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(gemm, "pack", full)
+    monkeypatch.setattr(choose, "kernel_for", broken)
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     expected = model(x)
     fastgen.reset_stats()
@@ -304,7 +273,7 @@ def test_a_layer_that_fails_does_what_it_always_did(monkeypatch: pytest.MonkeyPa
 def test_entering_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = model_of_layers(), []
 
-    def broken(module: nn.Module) -> bool:
+    def broken(module: nn.Module, *rest: object) -> bool:
         calls.append(module)
         if len(calls) == 2:
             raise RuntimeError("planted")
@@ -313,10 +282,10 @@ def test_entering_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(layers, "is_plain", broken)
     with pytest.raises(RuntimeError, match="planted"), FastLayers.of(model, KINDS):
         pass
-    assert not any(is_packed(layer) for layer in model)
+    assert not any(is_replaced(layer) for layer in model)
     with FastLayers.of(model, KINDS):
-        assert is_packed(model[0])
-    assert not any(is_packed(layer) for layer in model)
+        assert is_replaced(model[0])
+    assert not any(is_replaced(layer) for layer in model)
 
 
 def test_what_has_been_replaced_between_two_calls_is_not_put_back() -> None:
@@ -333,7 +302,7 @@ def test_what_has_been_replaced_between_two_calls_is_not_put_back() -> None:
     assert vars(model[0])["forward"] is mine
     fastgen.enable(packed_weights="never")
     with FastLayers.of(model, KINDS):
-        assert not any(is_packed(layer) for layer in model)
+        assert not any(is_replaced(layer) for layer in model)
 
 
 def test_kept_weights_follow_casts() -> None:
@@ -380,33 +349,34 @@ def test_layers_without_a_state_use_the_function_that_they_are() -> None:
     assert not vars(model[0]).get("forward") and not vars(model[1]).get("forward")
 
 
-def test_a_weight_that_was_packed_before_a_call_began_is_not_used_in_it(
-    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even if the other call finishes packing it after the new one has begun."""
-    model, x, pack = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), gemm.pack
+def test_a_copy_made_before_a_call_began_is_not_used_in_it(packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if the other call finishes making it after the new one has begun."""
+    model, x, pack = nn.Sequential(nn.Linear(40, 40)), torch.randn(2, 40), quantized_linear.pack
     second = FastLayers.of(model)
 
-    def interrupted(weight: torch.Tensor) -> torch.Tensor:
-        panels = pack(weight)
-        monkeypatch.setattr(gemm, "pack", pack)
+    def interrupted(weight: torch.Tensor, *form: object) -> object:
+        found = pack(weight, *form)
+        monkeypatch.setattr(quantized_linear, "pack", pack)
         weight.data.mul_(2)
         second.__enter__()
-        return panels
+        return found
 
-    monkeypatch.setattr(gemm, "pack", interrupted)
+    monkeypatch.setattr(quantized_linear, "pack", interrupted)
     with FastLayers.of(model):
         model(x)
-        torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+        expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+        assert ((model(x) - expected).norm() / expected.norm()).item() < 0.03
         second.__exit__(None, None, None)
-    assert len(packed_at_once) == 2 and not is_packed(model[0])
+    assert len(packed) == 2 and not is_replaced(model[0])
 
 
-def test_a_call_of_another_model_that_shares_layers_sees_the_weights_of_now(packed_at_once: list[torch.Tensor]) -> None:
+def test_a_call_of_another_model_that_shares_layers_sees_the_weights_of_now(packed: list[str]) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     other = nn.ModuleList([model])
     with FastLayers.of(model):
         model(x)
         model[0].weight.data.mul_(2)
         with FastLayers.of(other):
-            torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+            expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+            assert ((model(x) - expected).norm() / expected.norm()).item() < 0.03
+    assert len(packed) == 2

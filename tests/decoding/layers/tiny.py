@@ -1,4 +1,4 @@
-"""Layers as small as they come, and whether one is on a packed weight."""
+"""Layers as small as they come, and whether one has a faster form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastgen.decoding.layers import _Linear
+from fastgen.decoding.layer_forms import FloatLinear, QuantizedLinear
 
 
 class Transposed(nn.Module):
@@ -42,5 +42,5 @@ def model_of_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), Transposed(30, 50), nn.Linear(50, 7, bias=False))
 
 
-def is_packed(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), _Linear)
+def is_replaced(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), FloatLinear | QuantizedLinear)

@@ -13,7 +13,8 @@ import pytest
 from fairseq_cli import eval_lm as original_eval_lm
 
 from fastgen.decoding import layers
-from fastgen.ops.linear import gemm
+from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import Isa
 from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import ROOT, command_of_fairseq, one_line, run
 
@@ -46,15 +47,13 @@ def test_eval_lm_says_the_same_numbers(language, evaluated, programs):
     assert re.search(r"Evaluated [1-9]\d* tokens", printed)
 
 
-def test_eval_lm_on_packed_weights(language, evaluated, monkeypatch):
-    if not gemm.has_vectors():
-        pytest.skip("the commands leave products to torch on this processor")
+def test_eval_lm_with_kernels_of_fastgens(language, evaluated, monkeypatch):
+    if choose.instruction_set() is Isa.PORTABLE:
+        pytest.skip("all products are torch's on this instruction set")
     products = []
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    # A weight that is used a few times only is not packed.
-    for name in ("packed_linear", "streamed_linear"):
-        own = getattr(linear, name)
-        monkeypatch.setattr(linear, name, lambda *args, own=own: products.append(1) or own(*args))
+    chosen = choose.kernel_for
+    monkeypatch.setattr(choose, "kernel_for", lambda *given: products.append(1) or chosen(*given))
     words = [str(word) for word in (language.data, "--path", language.model, "--cpu", "--num-workers", 0)]
     words += ["--tokens-per-sample", "32"]
     command_of_fairseq("--no-fastgen", "eval-lm", *words)

@@ -89,7 +89,6 @@ def test_processes_of_several_gpus_keep_the_options(world, monkeypatch, options)
         seen.update(
             active=patching.is_active(),
             dtype=settings.current().weight_dtype,
-            products=settings.current().linear_products,
             disabled=os.environ.get("FASTGEN_DISABLE"),
         )
         return pipeline.Report()
@@ -110,7 +109,6 @@ def test_processes_of_several_gpus_keep_the_options(world, monkeypatch, options)
     assert seen == {
         "active": "--no-fastgen" not in options,
         "dtype": "bf16" if "bf16" in options else "fp32",
-        "products": "fixed",
         "disabled": None,
     }
     assert os.environ["FASTGEN_DISABLE"] == "1"

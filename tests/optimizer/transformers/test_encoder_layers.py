@@ -11,7 +11,7 @@ import torch
 
 from fastgen import settings
 from fastgen.decoding import host_memory
-from fastgen.ops.linear import gemm
+from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers.encoders import attention, call, programs
 
 MANY = {"input_ids": torch.ones(2, programs.MOST_TOKENS, dtype=torch.long)}
@@ -24,7 +24,6 @@ FEW = {"input_ids": torch.ones(1, programs.MOST_TOKENS, dtype=torch.long)}
         (MANY, {}, torch.float32, True),
         (FEW, {}, torch.float32, False),
         ({}, {}, torch.float32, False),
-        (MANY, {"linear_products": "fixed"}, torch.float32, False),  # its result must not depend on what is measured
         (MANY, {"packed_weights": "never"}, torch.float32, False),
         (MANY, {}, torch.bfloat16, False),
     ],
@@ -46,12 +45,12 @@ def test_layers_in_float32_change_for_many_rows(
         return bool(asked)
 
     monkeypatch.setattr(call, "fast_layers", fast_layers)
-    monkeypatch.setattr(gemm, "is_available", lambda: True)
+    monkeypatch.setattr(choose, "is_available", lambda: True)
     model = SimpleNamespace(dtype=dtype, _compiled_call_impl=None)
     assert changes_with(model) is changed
     assert not changes_with(SimpleNamespace(dtype=dtype, _compiled_call_impl=model))
     assert not changes_with(model, has_gradients=True)
-    monkeypatch.setattr(gemm, "is_available", lambda: False)
+    monkeypatch.setattr(choose, "is_available", lambda: False)
     assert not changes_with(model)
 
 

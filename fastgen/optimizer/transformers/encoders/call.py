@@ -25,7 +25,7 @@ from fastgen.decoding import host_memory, library_code
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.layers import HALF
 from fastgen.ops._library import warn_if_missing
-from fastgen.ops.linear import gemm
+from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs, results
@@ -257,7 +257,7 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
     may_choose = now.packed_weights != "never"
     is_eager = model._compiled_call_impl is None and not torch.is_grad_enabled()
     is_wanted = is_eager and is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
-    if not is_wanted or not gemm.is_available():
+    if not is_wanted or not choose.is_available():
         yield False
         return
     with fast_layers(model), attention.override_attention():

@@ -1,4 +1,7 @@
-"""Linear layers on weights of 4 and 8 bits in groups, against float64."""
+"""Weights of 4 to 8 bits in groups: their formats, how they are rounded and rotated, and products with them.
+
+What they have in common with other kernels is in test_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from fastgen.ops.linear import gemm, grouped
 from fastgen.ops.linear.grouped import Multiples, PackedWeight
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import instruction_set, needs_amx
 
 pytestmark = pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
 
@@ -65,7 +68,7 @@ def _weight(
 @example(29, 513, 100, 4, 32, "minimums", False, True, torch.float32, 0)
 @example(15, 300, 33, 5, 32, "middle", False, False, torch.float32, 0)
 @example(230, 40, 65, 6, 16, "zeros", True, True, torch.float32, 0)
-def test_floats_have_the_bits_of_packed_products(
+def test_floats_have_the_bits_of_gemm(
     vectors: str | None,
     rows: int,
     inputs: int,
@@ -92,7 +95,7 @@ def test_floats_have_the_bits_of_packed_products(
         torch.ops.fastgen.grouped_linear_out.default(around[1:-1], x, *arguments)
         columns = x.float() if packed.order is None else x.float()[:, packed.order]
         wide = None if bias is None else bias.float()
-        expected = gemm.packed_linear(columns, gemm.pack(meant), wide, outputs).to(dtype)
+        expected = gemm.gemm(columns, meant, wide).to(dtype)
     assert torch.equal(around[1:-1], expected) and around[[0, -1]].isnan().all()
 
 
@@ -293,6 +296,7 @@ def test_a_row_depends_on_nothing_else(vectors: str | None, bits: int, group_siz
             torch.set_num_threads(before)
 
 
+@needs_amx
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_amx_gives_the_same_bits(bits: int, form: str) -> None:
@@ -399,16 +403,6 @@ def test_multiples_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError):
             grouped.pack_multiples(given_numbers, given_multiples, bits=4, group_size=group_size)
-
-
-def test_several_products_with_one_input() -> None:
-    weights = [_weight(outputs, 96, 4, 32, "middle", outputs)[0] for outputs in (33, 1, 64)]
-    x, biases = torch.randn(4, 96), [torch.randn(33), None, torch.randn(64)]
-    results = [torch.full((4, weight.outputs), torch.nan) for weight in weights]
-    parts = [list(part) for part in zip(*(weight[:4] for weight in weights), strict=True)]
-    torch.ops.fastgen.grouped_linears_out.default(results, x, *parts, None, biases, 4, 32, False, False)
-    for result, weight, bias in zip(results, weights, biases, strict=True):
-        assert torch.equal(result, grouped.grouped_linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("rotated", [False, True])
@@ -533,9 +527,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match="grouped_linear"):
             grouped.grouped_linear(x, wrong)
-    for each, bias in ((torch.randn(3, 95), None), (x.double(), None), (x, torch.randn(39))):
-        with pytest.raises(RuntimeError, match="grouped_linear"):
-            grouped.grouped_linear(each, packed, bias)
+    with pytest.raises(RuntimeError, match="grouped_linear"):
+        grouped.grouped_linear(torch.randn(3, 95), packed)
     for group_size in (16, 96, 256):
         with pytest.raises(RuntimeError, match="rotated groups"):
             grouped.rounded(torch.randn(4, 512), 8, group_size, rotated=True)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowPanels
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.decoding import narrow_weights, output_layer, products, weight_copies
+from fastgen.decoding import output_layer, panel_copies, weight_copies
+from fastgen.decoding.panel_copies import COUNTED_AS, PanelCopy
 from fastgen.ops import narrow
-from fastgen.ops.linear import gemm, panels
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import (
     BEAMS,
@@ -39,17 +38,11 @@ TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is recorded for the first call already. Streamed products are the fastest, and faster with fewer bits."""
+    """A step is recorded for the first call already, and weights of any size have a copy."""
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
-    monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
-    # With sums in order, so that products without copies have the same bits.
-    monkeypatch.setattr(products, "_FOLDED", products._STREAMED)
-    monkeypatch.setattr(gemm, "costs", lambda *shape, **more: gemm.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
-    monkeypatch.setattr(panels, "costs", lambda *shape: panels.Costs(2.0, 0.5))
+    monkeypatch.setattr(panel_copies, "_LEAST_NUMBERS", 0)
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
-    monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
     graph_cache.drop_all()
 
 
@@ -63,10 +56,10 @@ def round_to(dtype: torch.dtype, model: Any) -> None:
         weight.copy_(weight.to(dtype).float())
 
 
-def types() -> list[torch.dtype]:
-    """Of the copies that there are."""
+def copies() -> list[PanelCopy]:
+    """Those that there are."""
     gc.collect()
-    return [each._copy.dtype for each in NarrowPanels._known.values() if each._copy is not None]
+    return [each for each in PanelCopy._known.values() if each._copy is not None]
 
 
 def reads() -> int:
@@ -82,12 +75,12 @@ def test_no_bit_changes(family: Any, way: dict[str, Any], dtype: torch.dtype, mo
     round_to(dtype, model)
     check(model, inputs, way)
     check(model, inputs, way)
-    assert captures() == reads() == 2 and set(types()) == {dtype}, reasons()
+    assert captures() == reads() == 2 and copies(), reasons()
     returned = {**way, "return_dict_in_generate": True, "output_logits": True}
     found = run(model, inputs, returned)
     assert reads() == 3
     with monkeypatch.context() as context:
-        context.setattr(products, "_narrow", lambda *product: None)
+        context.setattr(PanelCopy, "_copied", lambda self, weight: None)
         graph_cache.drop_all()
         wanted = run(model, inputs, returned)
     assert reads() == 3 and captures() == 4, reasons()
@@ -102,14 +95,14 @@ def test_one_number_that_is_none_of_16_bits(family: Any, way: dict[str, Any]) ->
     model, inputs = build(family, CPU)
     round_to(torch.bfloat16, model)
     check(model, inputs, way)
-    count = len(types())
+    count = len(copies())
     graph_cache.drop_all()
     name = "fc1" if model.config.is_encoder_decoder else "up_proj"
     odd = [weight for key, weight in model.named_parameters() if f"{name}.weight" in key and "encoder." not in key]
     odd[0].data[1, 3] += 2**-16
     odd[-1].data[0, 0] += 2**-16
     check(model, inputs, way)
-    assert len(odd) > 1 and len(types()) == count - 2 and reads() == 2, reasons()
+    assert len(odd) > 1 and len(copies()) == count - 2 and reads() == 2, reasons()
 
 
 def _others_of_16_bits(weights: list[torch.Tensor], before: list[torch.Tensor]) -> None:
@@ -141,7 +134,7 @@ def test_weights_that_change_between_calls(family: Any, way: dict[str, Any], cha
     weights = matrices(model)
     before = [weight.clone() for weight in weights]
     check(model, inputs, way)
-    assert types()
+    assert copies()
     for each in (change, _as_before, change):
         each(weights, before)
         for _ in range(3):
@@ -161,10 +154,10 @@ def test_another_checkpoint_of_the_same_kind(family: Any) -> None:
     other = {name: value.roll(1, 0) for name, value in model.state_dict().items()}
     model.load_state_dict(other)
     check(model, inputs, GREEDY)
-    assert reads() == 1 and not types()
+    assert reads() == 1 and not copies()
     for _ in range(2 + weight_copies.STEPS_OF_COPY // 4):
         check(model, inputs, GREEDY)
-    assert types() and reads() > 1
+    assert copies() and reads() > 1
 
 
 class Writes(LogitsProcessor):
@@ -205,6 +198,6 @@ def test_a_model_takes_its_copies_with_it() -> None:
     model, inputs = build(FAMILIES[3], CPU)
     round_to(torch.bfloat16, model)
     run(model, inputs, BEAMS)
-    assert types()
+    assert copies()
     del model
-    assert not types() and not NarrowPanels._known
+    assert not copies() and not PanelCopy._known

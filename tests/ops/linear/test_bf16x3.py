@@ -1,4 +1,7 @@
-"""Products in parts of bfloat16, against float64, and what is measured of them."""
+"""bf16x3: as exact as float32, also where numbers have no parts in bfloat16, and what is served.
+
+What it has in common with other kernels is in test_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,8 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastgen.decoding import products
 from fastgen.ops.linear import bf16x3
-from tests.ops.instructions import instruction_set
-
-needs_kernel = pytest.mark.skipif(not bf16x3.is_available(), reason="the processor has no AMX, or nothing is built")
+from tests.ops.instructions import instruction_set, needs_amx
 
 
 def _numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ def _error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: tor
     return float(((found - exact).abs() / size.clamp(min=1e-30)).max()) if found.numel() else 0.0
 
 
-@needs_kernel
+@needs_amx
 @given(
     rows=st.integers(0, 70),
     inputs=st.integers(1, 100),
@@ -48,7 +48,7 @@ def test_is_a_linear_layer_in_float32(rows: int, inputs: int, outputs: int, bias
     assert around[[0, -1]].isnan().all()
 
 
-@needs_kernel
+@needs_amx
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1e3, 1e30])
 def test_is_as_exact_as_torch_for_large_and_small_numbers(size: float) -> None:
     x, weight = _numbers(0, 64, 300) * size, _numbers(1, 48, 300)
@@ -56,7 +56,7 @@ def test_is_as_exact_as_torch_for_large_and_small_numbers(size: float) -> None:
     assert _error(found, x, weight, None) <= max(2 * _error(F.linear(x, weight), x, weight, None), 2**-22)
 
 
-@needs_kernel
+@needs_amx
 def test_sums_that_cancel_are_as_exact_as_those_of_torch() -> None:
     x, weight = _numbers(0, 64, 512) * 1e4, _numbers(1, 48, 512)
     x[:, 256:], weight[:, 256:] = -x[:, :256], weight[:, :256] + 1e-4 * _numbers(2, 48, 256)
@@ -65,7 +65,7 @@ def test_sums_that_cancel_are_as_exact_as_those_of_torch() -> None:
     assert errors[0] <= 2 * errors[1]
 
 
-@needs_kernel
+@needs_amx
 @pytest.mark.parametrize("size", [1e-36, 1e-39, 1e-42])
 def test_numbers_that_are_hardly_normal_count_as_zero_at_worst(size: float) -> None:
     x, weight = _numbers(0, 64, 40) * size, _numbers(1, 48, 40)
@@ -76,7 +76,7 @@ def test_numbers_that_are_hardly_normal_count_as_zero_at_worst(size: float) -> N
     assert (bf16x3.bf16x3_gemm(x, weight, None) - F.linear(x, weight)).abs().max() < 40 * 8 * 2**-126
 
 
-@needs_kernel
+@needs_amx
 def test_sums_that_overflow_are_infinite_and_nothing_else_is() -> None:
     """Parts of the other sign must not make NaN of what is infinite."""
     x, weight = _numbers(0, 40, 70).abs(), _numbers(1, 37, 70).abs()
@@ -87,7 +87,7 @@ def test_sums_that_overflow_are_infinite_and_nothing_else_is() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@needs_kernel
+@needs_amx
 def test_every_nan_is_one() -> None:
     x, weight = _numbers(0, 40, 70), _numbers(1, 37, 70)
     x[33] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
@@ -97,7 +97,7 @@ def test_every_nan_is_one() -> None:
     assert found[33].isnan().all() and found[35].isnan().all()
 
 
-@needs_kernel
+@needs_amx
 def test_products_in_less_than_float32_are_left_to_torch() -> None:
     x, weight = torch.ones(8, 5), torch.ones(3, 5)
     before = torch.get_float32_matmul_precision()
@@ -109,7 +109,7 @@ def test_products_in_less_than_float32_are_left_to_torch() -> None:
     assert bf16x3.serves(x, weight, None)
 
 
-@needs_kernel
+@needs_amx
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max])
 @pytest.mark.parametrize("of_weight", [False, True])
 def test_what_has_no_parts_is_multiplied_as_it_is(odd: float, of_weight: bool) -> None:
@@ -119,21 +119,7 @@ def test_what_has_no_parts_is_multiplied_as_it_is(odd: float, of_weight: bool) -
     torch.testing.assert_close(found, F.linear(x, weight, bias), equal_nan=True)
 
 
-@needs_kernel
-def test_a_row_has_the_same_bits_whatever_the_rows_and_threads() -> None:
-    x, weight = _numbers(0, 2100, 900), _numbers(1, 100, 900)
-    threads = torch.get_num_threads()
-    whole = bf16x3.bf16x3_gemm(x, weight, None)
-    try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            for rows in (1, 16, 17, 33, 600):
-                assert torch.equal(bf16x3.bf16x3_gemm(x[:rows], weight, None), whole[:rows])
-    finally:
-        torch.set_num_threads(threads)
-
-
-@needs_kernel
+@needs_amx
 @pytest.mark.parametrize(
     ("x", "weight", "bias"),
     [
@@ -154,28 +140,3 @@ def test_a_named_instruction_set_rules_it_out() -> None:
     for name in ("avx512", "avx2", "default"):
         with instruction_set(name), pytest.raises((RuntimeError, NotImplementedError)):
             torch.ops.fastgen.split_linear_out(torch.empty(8, 3), torch.ones(8, 5), torch.ones(3, 5), None)
-
-
-@needs_kernel
-def test_is_chosen_where_it_is_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.ones(64, 512), torch.ones(512, 512)
-    known = {"split": 0.1}
-
-    def timings(operator: str, key: str, count: int, measure: object) -> tuple[float, ...]:
-        return (1.0, known["split"]) if operator.startswith("split") else (1.0,) * count
-
-    monkeypatch.setattr(_timings, "get", timings)
-    assert products.MeasuredProducts(512, 512, False).gain(64).splits
-    product = products.faster(torch.empty(64, 512), x, weight, None)
-    assert product is not None and product.operator is torch.ops.fastgen.split_linear_out.default
-    assert not products.MeasuredProducts(512, 512, True).gain(64).splits
-    known["split"] = 2.0
-    assert not products.MeasuredProducts(512, 512, False).gain(64).splits
-    assert products.faster(torch.empty(64, 512), x, weight, None) is None
-
-
-@needs_kernel
-def test_costs_are_measured_once() -> None:
-    found = bf16x3.costs(20, 40, 50)
-    assert found is not None and found == bf16x3.costs(32, 40, 50, measure=False)
-    assert min(found) > 0

@@ -1,4 +1,4 @@
-"""Packed weights inside `generate`: they are used, they follow the weights, and nothing stays on the model."""
+"""Forms of layers inside `generate`: they are used, they follow the weights, and nothing stays on the model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import LogitsProcessor
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.kv import LayerKV
-from fastgen.decoding.layers import _Linear
-from fastgen.ops.linear import gemm
+from fastgen.decoding.layer_forms import FloatLinear
+from fastgen.ops.linear import choose, gemm
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.models import BY_NAME
@@ -29,44 +29,29 @@ every = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The outputs of every product with a packed weight."""
+    """The outputs of every product of a layer that has a kernel of FastGen's."""
     found: list[int] = []
-    product = gemm.packed_linear
+    chosen = choose.kernel_for
 
-    def counting(x: torch.Tensor, packed: torch.Tensor, bias: Any, outputs: int) -> torch.Tensor:
-        found.append(outputs)
-        return product(x, packed, bias, outputs)
+    def counting(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> Any:
+        found.append(weight.shape[0])
+        return chosen(x, weight, bias)
 
-    monkeypatch.setattr(gemm, "packed_linear", counting)
+    monkeypatch.setattr(choose, "kernel_for", counting)
     return found
 
 
 def installed(model: Any) -> int:
-    return sum(isinstance(vars(module).get("forward"), _Linear) for module in model.modules())
+    return sum(isinstance(vars(module).get("forward"), FloatLinear) for module in model.modules())
 
 
 @every
 def test_they_are_used_and_nothing_stays(family: Any, products: list[int], strict: None, device: Any) -> None:
     if torch.device(device).type != "cpu":
-        pytest.skip("weights are packed on the CPU only")
+        pytest.skip("layers have forms on the CPU only")
     model = family.build()
     check(model, family.make_inputs(batch=2, length=9), BEAM)
     assert model.config.get_text_config(decoder=True).vocab_size in products  # the head too
-    assert installed(model) == 0
-
-
-@pytest.fixture(params=["packed", "as they are"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faster of the two ways without torch's product."""
-    if request.param == "as they are":
-        monkeypatch.setattr(gemm, "costs", lambda *shape, measure: gemm.Costs(2.0, 3.0, 0.0, streamed=0.5))
-        monkeypatch.setattr(gemm, "pack", lambda weight: pytest.fail("packed"))
-
-
-@every
-def test_weights_as_they_are(family: Any, way: None, strict: None) -> None:
-    model = family.build()
-    check(model, family.make_inputs(batch=3, length=9), BEAM)
     assert installed(model) == 0
 
 
@@ -84,7 +69,7 @@ class Doubles(LogitsProcessor):
 
 
 @every
-def test_a_weight_that_changes_in_the_middle(family: Any, way: None, strict: None) -> None:
+def test_a_weight_that_changes_in_the_middle(family: Any, strict: None) -> None:
     model, inputs = family.build(), family.make_inputs(batch=2, length=9)
     head = model.get_output_embeddings()
     results = []
@@ -144,7 +129,7 @@ def test_threads_with_and_without_fastgen(products: list[int]) -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_several_threads_share_the_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_share_the_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     family = BY_NAME["bart"]
     model, inputs = family.build(), family.make_inputs(batch=2, length=9)
     with fastgen.disabled():
@@ -176,12 +161,8 @@ class Waits(LogitsProcessor):
 
 
 @every
-@pytest.mark.parametrize("products", ["measured", "fixed"])
-def test_a_call_that_begins_while_another_runs_sees_the_weights_of_now(
-    family: Any, products: str, strict: None
-) -> None:
+def test_a_call_that_begins_while_another_runs_sees_the_weights_of_now(family: Any, strict: None) -> None:
     """Even if they were written to in a way that torch does not count."""
-    fastgen.enable(linear_products=products)
     # A copy: what is done to its weights below must not reach other tests.
     model, inputs, waits = copy.deepcopy(family.build()), family.make_inputs(batch=2, length=9), Waits()
     other = threading.Thread(target=run, args=(model, inputs, {**BEAM, "logits_processor": [waits]}))

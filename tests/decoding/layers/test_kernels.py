@@ -1,0 +1,163 @@
+"""Linear layers on their weight: which kernel multiplies, and what is left to torch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fastgen
+from fastgen.decoding import layer_forms
+from fastgen.decoding.layers import FastLayers
+from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import Isa, Layout
+from tests.decoding.layers.tiny import KINDS, Transposed
+
+pytestmark = pytest.mark.skipif(
+    choose.instruction_set() is Isa.PORTABLE, reason="all products are torch's on this instruction set"
+)
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+Multiplied = list[tuple[str, int]]
+
+
+@pytest.fixture(params=TYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def layer(dtype: torch.dtype = torch.float32, **options: bool) -> nn.Linear:
+    return nn.Linear(40, 30, **options).to(dtype)
+
+
+def expected(dtype: torch.dtype, rows: int, layout: Layout = Layout.ROWS) -> Multiplied:
+    kernel = choose.choose(dtype, layout, rows)
+    return [] if kernel is None else [(kernel.name, rows)]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_is_the_layer(biased: bool, dtype: torch.dtype, multiplied: Multiplied) -> None:
+    """Rounded once. Hooks run around it."""
+    model = nn.Sequential(layer(dtype, bias=biased))
+    seen: list[torch.Tensor] = []
+    model[0].register_forward_hook(lambda module, args, result: seen.append(result))
+    for shape in ((1, 40), (4, 4, 40), (17, 40), (5, 4, 40), (40,), (0, 40), (300, 40)):
+        x = torch.randn(*shape).to(dtype)
+        with FastLayers.of(model, KINDS):
+            y = model(x)
+        exact = nn.functional.linear(x.double(), *(parameter.double() for parameter in model.parameters()))
+        torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=1e-5)
+        assert y.dtype is dtype and seen[-1] is y
+    assert multiplied == [each for rows in (1, 16, 17, 20, 1, 300) for each in expected(dtype, rows)]
+    assert "forward" not in vars(model[0])
+
+
+def test_a_weight_whose_outputs_are_adjacent(multiplied: Multiplied) -> None:
+    """GPT-2's kind of layer stores [inputs, outputs]; in half precision it stays torch's."""
+    model = nn.Sequential(Transposed(40, 30))
+    for rows in (1, 2, 40):
+        x = torch.randn(rows, 40)
+        wanted = model(x)
+        with FastLayers.of(model, KINDS):
+            torch.testing.assert_close(model(x), wanted)
+    assert multiplied == [each for rows in (1, 2, 40) for each in expected(torch.float32, rows, Layout.COLUMNS)]
+    multiplied.clear()
+    with FastLayers.of(model.bfloat16(), KINDS):
+        model(torch.randn(2, 40).bfloat16())
+    assert not multiplied
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: fastgen.enable(packed_weights="never"),
+        lambda model: model.__setitem__(0, Scaled(40, 30)),
+        lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+        lambda model: model.double(),
+        lambda model: model[0].register_parameter("weight", nn.Parameter(torch.randn(60, 80)[::2, ::2])),
+    ],
+    ids=["never", "a class of its own", "parametrized", "float64", "gaps"],
+)
+def test_all_else_is_torchs(change: Callable[[nn.Module], object], multiplied: Multiplied) -> None:
+    model = nn.Sequential(layer())
+    change(model)
+    for some in (2, 20):
+        x = torch.randn(some, 40).to(next(model.parameters()).dtype)
+        wanted = model(x)
+        with FastLayers.of(model, KINDS):
+            torch.testing.assert_close(model(x), wanted)
+    assert not multiplied
+
+
+def test_what_is_captured_is_torchs(dtype: torch.dtype, multiplied: Multiplied) -> None:
+    model = nn.Sequential(layer(dtype))
+    with FastLayers.of(model, KINDS), layer_forms.plain_linear():
+        model(torch.randn(2, 40).to(dtype))
+        model(torch.randn(20, 40).to(dtype))
+    assert not multiplied
+
+
+def test_a_weight_that_changes(dtype: torch.dtype, multiplied: Multiplied) -> None:
+    """In place, in the place of another, and to one that only torch multiplies with."""
+    model, x = nn.Sequential(layer(dtype)), torch.randn(2, 40).to(dtype)
+
+    def check(count: int) -> None:
+        close = torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            model(x), nn.functional.linear(x, model[0].weight, model[0].bias), rtol=close + 1e-5, atol=close + 1e-5
+        )
+        assert len(multiplied) == count
+
+    with FastLayers.of(model, KINDS):
+        check(1)
+        model[0].weight.data.mul_(2)
+        check(2)
+        model[0].weight = nn.Parameter(torch.randn(30, 40).to(dtype))
+        check(3)
+        model[0].weight.data = torch.randn(40, 30).to(dtype).t()
+        check(3 + len(expected(dtype, 2, Layout.COLUMNS)))
+        model[0].weight.data = torch.randn(30, 40).to(dtype)
+        count = len(multiplied) + 1
+        check(count)
+        model[0].bias = None
+        check(count + 1)
+        torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.ReLU())
+        check(count + 1)
+
+
+def test_a_weight_of_another_type_fails_as_without_fastgen() -> None:
+    model, x = nn.Sequential(layer()), torch.randn(2, 40)
+    with FastLayers.of(model, KINDS):
+        model[0].weight = nn.Parameter(torch.randn(30, 40).double())
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x)
+
+
+def test_a_model_that_changes_its_type(multiplied: Multiplied) -> None:
+    model = nn.Sequential(layer())
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float16):
+        model.to(dtype)
+        with FastLayers.of(model, KINDS):
+            assert model(torch.randn(2, 40).to(dtype)).dtype is dtype
+            model.bfloat16()
+            assert model(torch.randn(2, 40).bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("count", [2, 20])
+def test_weights_are_not_held(count: int, dtype: torch.dtype) -> None:
+    fastgen.enable(packed_weights="keep")
+    model = nn.Sequential(layer(dtype))
+    with FastLayers.of(model, KINDS):
+        model(torch.randn(count, 40).to(dtype))
+    weight = weakref.ref(model[0].weight)
+    model[0].weight = nn.Parameter(torch.randn(30, 40).to(dtype))
+    gc.collect()
+    assert weight() is None

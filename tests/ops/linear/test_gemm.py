@@ -1,0 +1,96 @@
+"""GEMM in float32 on the weight as it is: one order of sums, whichever way the numbers are laid out.
+
+What it has in common with other kernels is in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgen.ops.linear import gemm
+from tests.ops.instructions import instruction_set, zen5
+
+pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+
+# The instruction sets that the kernels are compiled for. Where the machine lacks one, the next narrower one is used.
+INSTRUCTION_SETS = ["avx512", "avx2", "default"]
+
+
+@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
+@pytest.mark.parametrize("rows", [1, 9, 70, 128, 129, 200])
+@pytest.mark.parametrize("inputs", [37, 513])
+def test_every_layout_of_a_weight_gives_the_same_bits(backend: str, rows: int, inputs: int) -> None:
+    """Whether the rows are laid out or pieces of the weight, which the layout and the number of rows decide."""
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(97, inputs), torch.randn(97)
+    with instruction_set(backend):
+        expected = gemm.gemm(x, weight, bias)
+        columns = weight.t().contiguous().t()
+        gaps = torch.stack((weight, weight), dim=2)[:, :, 1]
+        for each in (columns, gaps, torch.cat((weight, weight), dim=1)[:, inputs:]):
+            assert torch.equal(gemm.gemm(x, each, bias), expected)
+    torch.testing.assert_close(
+        expected.double(), x.double() @ weight.double().t() + bias, atol=2e-6 * inputs, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
+def test_every_way_to_divide_rows_among_tiles(backend: str) -> None:
+    """Rows side by side in vectors: whole ones, and half of one behind them. The bits are those of laid-out pieces."""
+    x, weight, bias = torch.randn(140, 20), torch.randn(37, 20), torch.randn(37)
+    with instruction_set(backend):
+        expected = gemm.gemm(x, weight.t().contiguous().t(), bias)
+        for rows in range(1, len(x) + 1):
+            assert torch.equal(gemm.gemm(x[:rows], weight, bias), expected[:rows]), rows
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9, 16, 18, 20, 24, 28, 32, 40, 49, 56])
+@pytest.mark.parametrize("inputs", [37, 39, 300])
+@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
+def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, inputs: int, rows: int) -> None:
+    """One element of a line at a time, or four as on Zen 5. With AVX-512; otherwise both are the same."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(size, inputs, generator=generator) for size in (rows, 75))
+    results = []
+    with instruction_set(backend):
+        for is_so in (True, False):
+            with zen5(is_so):
+                results.append(gemm.gemm(x, weight, None))
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0].double(), x.double() @ weight.double().t(), atol=2e-6 * inputs, rtol=1e-5)
+
+
+@given(
+    rows=st.integers(0, 140),
+    outputs=st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=4),
+    seed=st.integers(0, 2**30),
+)
+def test_several_weights_of_any_layouts(rows: int, outputs: list[tuple[int, bool]], seed: int) -> None:
+    """In one call: the bits of each alone."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 33, generator=generator)
+    weights = [
+        torch.randn(33, each, generator=generator).t() if in_columns else torch.randn(each, 33, generator=generator)
+        for each, in_columns in outputs
+    ]
+    results = [torch.full((rows, each), torch.nan) for each, _ in outputs]
+    torch.ops.fastgen.streamed_linears_out(results, x, weights, [None] * len(weights))
+    for result, weight in zip(results, weights, strict=True):
+        assert torch.equal(result, gemm.gemm(x, weight, None))
+
+
+def test_a_weight_of_any_strides() -> None:
+    weight, x = torch.randn(60, 3, 1800), torch.randn(5, 600)
+    for part in (
+        weight[:, 1, ::3],
+        weight[::2, 0, 10:610],
+        weight[:, 2, ::3].clone().t().contiguous().t()[::2],
+        torch.randn(7, 1).expand(7, 600),
+        torch.randn(1, 600).expand(70, 600),
+        torch.randn(700).unfold(0, 600, 1),
+    ):
+        result = gemm.gemm(x, part, None)
+        assert torch.equal(result, gemm.gemm(x, part.clone(), None))
+        torch.testing.assert_close(result.double(), x.double() @ part.t().double(), atol=1e-3, rtol=1e-5)

@@ -1,0 +1,414 @@
+"""What all kernels of linear layers have in common: one table of kernels, each with a format and layouts of its weight.
+
+Each runs in every instruction set that it is compiled for. Where the machine lacks one, the next narrower one is used.
+What is special to a kernel is in the file of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastgen.ops import _library, quantized_linear
+from fastgen.ops.linear import bf16x3, gemm, gemv, grouped, panels, upcast
+from tests.ops.instructions import instruction_set
+
+_ops = torch.ops.fastgen
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+# None: all that the processor has.
+SETS = ("avx512", "avx2", "default")
+GROUP_SIZE = 32
+
+
+class Packed(NamedTuple):
+    """A weight in the format of a kernel, and the numbers that it stands for, [N, K]."""
+
+    weight: Any
+    meant: Tensor
+
+
+class Kernel(NamedTuple):
+    """A kernel with a format of its weight.
+
+    Attributes:
+        dtype: of x, the bias and the result.
+        pack: from the weight, [N, K] of this dtype as it lies.
+        multiply: (x, weight, bias), x of any number of dimensions.
+        out: (result, x, weight, bias), x as [M, K].
+        several: (results, x, weights, biases).
+        error: of a result, as a part of the largest number of the row of x times the sum of the weights.
+        order: M with the same one have the same order of sums.
+        most: rows that it is tried with.
+        least: outputs of a weight.
+        missing: why it does not run here.
+    """
+
+    name: str
+    dtype: torch.dtype
+    sets: tuple[str | None, ...]
+    layouts: tuple[str, ...]
+    pack: Callable[[Tensor], Packed]
+    multiply: Callable[[Tensor, Any, Tensor | None], Tensor]
+    out: Callable[..., object] | None = None
+    several: Callable[..., object] | None = None
+    error: float = 2e-6
+    order: Callable[[int], int] = lambda m: 0
+    most: int = 2**20
+    least: int = 0
+    missing: str = _library.load("CPU")
+
+
+def _as_it_is(weight: Tensor) -> Packed:
+    return Packed(weight, weight)
+
+
+def _gemv(dtype: torch.dtype) -> Kernel:
+    layouts = ("rows", "gaps", "columns") if dtype is F32 else ("rows", "gaps")
+    in_tiles = dtype is BF16 and bf16x3.is_available()
+    return Kernel(
+        f"gemv {dtype}", dtype, (None, *SETS), layouts, _as_it_is, gemv.gemv, _ops.dot_linear_out, _ops.dot_linears_out,
+        # With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles.
+        order=lambda m: int(in_tiles and 8 <= m <= 16), most=49,
+    )  # fmt: skip
+
+
+def _panels(dtype: torch.dtype) -> Kernel:
+    def pack(weight: Tensor) -> Packed:
+        return Packed((panels.pack(weight.to(dtype)), len(weight)), weight.to(dtype))
+
+    def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
+        _ops.narrow_linears_out(ys, x, [packed for packed, _ in weights], biases)
+
+    return Kernel(
+        f"panels {dtype}", F32, SETS, ("rows", "gaps"), pack,
+        lambda x, weight, bias: panels.panels_gemm(x, weight[0], bias, weight[1]),
+        lambda y, x, weight, bias: several([y], x, [weight], [bias]), several,
+    )  # fmt: skip
+
+
+def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kernel:
+    sizes = bits, GROUP_SIZE, rotated, floats
+
+    def pack(weight: Tensor) -> Packed:
+        packed = grouped.rounded(weight, bits, GROUP_SIZE, rotated)
+        return Packed(packed, grouped.dequantized(packed, torch.float64))
+
+    def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
+        parts = [[weight[part] for weight in weights] for part in range(4)]
+        _ops.grouped_linears_out(ys, x, *parts, None, biases, *sizes)
+
+    activations = "float" if floats else "int8"
+    return Kernel(
+        f"{bits} bits in groups, {activations} activations in {dtype}{', rotated' if rotated else ''}",
+        dtype, (None, "avx-vnni", "avx2", "default"), ("rows", "gaps", "columns", "part"), pack,
+        lambda x, weight, bias: grouped.grouped_linear(x, weight, bias, floats),
+        lambda y, x, weight, bias: _ops.grouped_linear_out(y, x, *weight[:5], bias, *sizes), several,
+        # Half a step of 8 bits; rotated ones are larger.
+        error=2e-6 if floats else 0.03 if rotated else 1 / 250, least=1,
+    )  # fmt: skip
+
+
+KERNELS = [
+    Kernel(
+        "gemm", F32, SETS, ("rows", "gaps", "columns", "part"), _as_it_is, gemm.gemm,
+        _ops.streamed_linear_out, _ops.streamed_linears_out,
+    ),
+    *map(_gemv, (F32, BF16, F16)),
+    *map(_panels, (BF16, F16)),
+    *(
+        Kernel(f"upcast {dtype}", dtype, SETS, ("rows", "gaps"), _as_it_is, upcast.upcast_gemm, upcast.upcast_gemm_out)
+        for dtype in (BF16, F16)
+    ),
+    Kernel(
+        "bf16x3", F32, (None,), ("rows", "gaps"), _as_it_is, bf16x3.bf16x3_gemm, _ops.split_linear_out,
+        error=5e-7, missing="" if bf16x3.is_available() else bf16x3.backend(),
+    ),
+    _grouped(4, False, True, F32),
+    _grouped(4, False, False, BF16),
+    _grouped(8, True, False, F32),
+    Kernel(
+        "tiles of bf16", F32, (None, "avx512"), ("rows", "gaps", "columns", "part"),
+        lambda weight: Packed(quantized_linear.pack(weight, "bf16"), weight.bfloat16()),
+        quantized_linear.quantized_linear,
+        # x is rounded to 8 significant bits. More rows than fill a tile have another order.
+        error=2**-8, order=lambda m: int(m > 16), least=1, missing=quantized_linear.unavailable("bf16") or "",
+    ),
+]  # fmt: skip
+
+
+def _cases(kernels: list[Kernel]) -> pytest.MarkDecorator:
+    """Each kernel with each instruction set."""
+    return pytest.mark.parametrize(
+        ("kernel", "vectors"),
+        [
+            pytest.param(
+                kernel, name, id=f"{kernel.name} {name or 'widest'}",
+                marks=pytest.mark.skipif(bool(kernel.missing), reason=f"{kernel.name}: {kernel.missing}"),
+            )
+            for kernel in kernels
+            for name in kernel.sets
+        ],
+    )  # fmt: skip
+
+
+EVERY = _cases(KERNELS)
+# What surrounds the upcast weight is in Python, and checks little (test_upcast.py).
+WITH_CHECKS = _cases([kernel for kernel in KERNELS if kernel.out not in (None, upcast.upcast_gemm_out)])
+WITH_SEVERAL = _cases([kernel for kernel in KERNELS if kernel.several is not None])
+
+
+class Draw:
+    """Numbers of a kernel's type, of which each seed gives the same."""
+
+    def __init__(self, kernel: Kernel, seed: int = 0) -> None:
+        self._kernel, self._generator = kernel, torch.Generator().manual_seed(seed)
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self._kernel.dtype)
+
+    def weight(self, n: int, k: int, layout: str = "rows") -> Tensor:
+        return {
+            "rows": lambda: self.numbers(n, k),
+            "gaps": lambda: self.numbers(n, k + 2)[:, :k],
+            "columns": lambda: self.numbers(k, n + 2)[:, :n].t(),
+            "part": lambda: self.numbers(n * 2 + 1, k * 2 + 3)[1::2, 2:-1:2],
+        }[layout]()
+
+    def packed(self, n: int, k: int, layout: str = "rows") -> Packed:
+        return self._kernel.pack(self.weight(n, k, layout))
+
+
+def _check(kernel: Kernel, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Against float64; the operator that writes to a result gives the same bits, and writes nothing around it."""
+    y = kernel.multiply(x, packed.weight, bias)
+    wide, meant = x.double(), packed.meant.double()
+    added = torch.zeros(len(meant), dtype=torch.float64) if bias is None else bias.double()
+    exact = wide @ meant.t() + added
+    largest = wide.abs().amax(dim=1, keepdim=True) if wide.numel() else wide.new_zeros(len(x), 1)
+    most = kernel.error * (largest * meant.abs().sum(dim=1) + added.abs())
+    # Sums are in float32: what is rounded to the type is the result.
+    most += 1e-6 + torch.finfo(kernel.dtype).eps / 2 * exact.abs()
+    assert y.shape == exact.shape and y.dtype is kernel.dtype and y.is_contiguous()
+    assert ((y.double() - exact).abs() <= most).all(), ((y.double() - exact).abs() / most).max()
+    if kernel.out is not None:
+        around = torch.full((len(x) + 2, len(meant)), torch.nan, dtype=kernel.dtype)
+        kernel.out(around[1:-1], x, packed.weight, bias)
+        assert torch.equal(around[1:-1], y) and around[[0, -1]].isnan().all()
+    return y
+
+
+@EVERY
+@settings(max_examples=40)
+@given(
+    m=st.integers(0, 70),
+    n=st.integers(0, 150),
+    k=st.integers(1, 100),
+    gap=st.sampled_from([0, 3]),
+    biased=st.booleans(),
+    data=st.data(),
+    seed=st.integers(0, 2**30),
+)
+def test_is_a_linear_layer(
+    kernel: Kernel, vectors: str | None, m: int, n: int, k: int, gap: int, biased: bool, data: st.DataObject, seed: int
+) -> None:
+    """With rows of x that are not next to each other, and a weight in any layout."""
+    m, n, layout = min(m, kernel.most), max(n, kernel.least), data.draw(st.sampled_from(kernel.layouts))
+    draw = Draw(kernel, seed)
+    x, bias = draw.numbers(m, k + gap)[:, :k], draw.numbers(n) if biased else None
+    with instruction_set(vectors):
+        _check(kernel, x, draw.packed(n, k, layout), bias)
+
+
+# M, N, K: more rows than a thread takes at a time, more inputs than are multiplied in one go, panels and tiles that end
+# exactly, one row and many outputs, tiles of rows that multiply different numbers of panels, more rows than are split
+# or in float32 at once.
+BLOCKS = [
+    (97, 97, 513), (128, 50, 300), (200, 96, 256), (8, 48, 1024), (193, 1, 300), (1030, 97, 260), (1, 1290, 600),
+    (3, 1100, 45), (7, 1000, 64), (18, 153, 1700), (29, 300, 513), (64, 64, 256), (20, 130, 5000), (2100, 40, 70),
+    (16, 32, 64), (17, 33, 1024),
+]  # fmt: skip
+
+
+@EVERY
+def test_shapes_beyond_one_block(kernel: Kernel, vectors: str | None) -> None:
+    for number, (m, n, k) in enumerate(BLOCKS):
+        draw = Draw(kernel, number)
+        x = draw.numbers(min(m, kernel.most), k)
+        for layout in kernel.layouts:
+            with instruction_set(vectors):
+                _check(kernel, x, draw.packed(n, k, layout), draw.numbers(n) if number % 2 else None)
+
+
+@EVERY
+def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vectors: str | None) -> None:
+    """However many there are, and whatever is in them."""
+    # All numbers of rows, and sums in several parts.
+    for k, sizes in ((300, range(1, 141)), (1700, (1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 24, 26, 49))):
+        draw, sizes = Draw(kernel), [m for m in sizes if m <= kernel.most]
+        x, bias = draw.numbers(sizes[-1], k), draw.numbers(53)
+        others = torch.cat((x[:1] * 1000, x[1:7], -x[7:]))
+        for layout in kernel.layouts:
+            with instruction_set(vectors):
+                weight = draw.packed(53, k, layout).weight
+                whole: dict[int, Tensor] = {}
+                for m in reversed(sizes):
+                    y = kernel.multiply(x[:m], weight, bias)
+                    assert torch.equal(y, whole.setdefault(kernel.order(m), y)[:m]), (layout, m)
+                assert torch.equal(kernel.multiply(others, weight, bias)[1:7], whole[kernel.order(sizes[-1])][1:7])
+
+
+@EVERY
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_the_number_of_threads_does_not_matter(kernel: Kernel, vectors: str | None, threads: int) -> None:
+    draw, before = Draw(kernel), torch.get_num_threads()
+    x, bias = draw.numbers(193, 600), draw.numbers(500)
+    with instruction_set(vectors):
+        for layout in kernel.layouts:
+            weight = draw.weight(500, 600, layout)
+            packed, rows = kernel.pack(weight).weight, [x[: min(m, kernel.most)] for m in (1, 5, 20, 193)]
+            expected = [kernel.multiply(each, packed, bias) for each in rows]
+            try:
+                torch.set_num_threads(threads)
+                found = [kernel.multiply(each, kernel.pack(weight).weight, bias) for each in rows]
+            finally:
+                torch.set_num_threads(before)
+            assert all(map(torch.equal, found, expected)), layout
+
+
+@EVERY
+def test_more_dimensions_and_strides_of_x(kernel: Kernel, vectors: str | None) -> None:
+    draw = Draw(kernel)
+    weight, bias = draw.weight(70, 24), draw.numbers(70)
+    for x in (
+        draw.numbers(2, 3, 5, 24), draw.numbers(24, 6).t(), draw.numbers(3, 50)[:, 1:25], draw.numbers(24),
+        draw.numbers(3, 1, 24).expand(3, 4, 24), draw.numbers(2, 0, 24), draw.numbers(5, 48)[:, ::2],
+    ):  # fmt: skip
+        with instruction_set(vectors):
+            packed = kernel.pack(weight).weight
+            y = kernel.multiply(x, packed, bias)
+            assert torch.equal(y, kernel.multiply(x.reshape(-1, 24).contiguous(), packed, bias).view(y.shape))
+        assert y.shape == (*x.shape[:-1], 70)
+
+
+@EVERY
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: str | None, odd: float) -> None:
+    """Also where rows share a vector, and in the inputs that fill none."""
+    draw = Draw(kernel)
+    for k in (64, 67):
+        weight, bias = draw.weight(37, k), draw.numbers(37)
+        strange = weight.clone()
+        strange[9, k - 1] = odd
+        with instruction_set(vectors):
+            (plain, meant), (packed, others) = kernel.pack(weight), kernel.pack(strange)
+            # In groups, one weight that is no number changes the type of all scales.
+            kept, columns = (meant == others).all(dim=1), torch.arange(37) != 9
+            for m in (2, 3, 8, 11, 17, 24, 33, 49):
+                x = draw.numbers(m, k)
+                expected = kernel.multiply(x, plain, bias)
+                rows = torch.arange(m) != m // 2
+                x[m // 2, k - 1] = odd
+                found, both = kernel.multiply(x, plain, bias), kernel.multiply(x, packed, bias)
+                assert torch.equal(found[rows], expected[rows])
+                assert torch.equal(both[rows][:, kept], expected[rows][:, kept])
+                assert both[rows][:, columns].isfinite().all()
+                for each in (found[~rows], both[~rows], both[:, ~columns]):
+                    assert each.isnan().all() if odd != odd else not each.isfinite().any()
+
+
+@WITH_SEVERAL
+@settings(max_examples=25)
+@given(
+    m=st.integers(0, 70),
+    sizes=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=4),
+    data=st.data(),
+    seed=st.integers(0, 2**30),
+)
+def test_several_with_one_x(
+    kernel: Kernel, vectors: str | None, m: int, sizes: list[tuple[int, bool]], data: st.DataObject, seed: int
+) -> None:
+    """The bits of each alone, and nothing is written besides."""
+    assert kernel.several is not None
+    draw, m, layout = Draw(kernel, seed), min(m, kernel.most), data.draw(st.sampled_from(kernel.layouts))
+    sizes = [(max(n, kernel.least), biased) for n, biased in sizes]
+    around = torch.full((sum(m * n + 1 for n, _ in sizes) + 1,), torch.nan, dtype=kernel.dtype)
+    ys, end = [], 1
+    for n, _ in sizes:
+        ys.append(around[end : end + m * n].view(m, n))
+        end += m * n + 1
+    x, biases = draw.numbers(m, 33), [draw.numbers(n) if biased else None for n, biased in sizes]
+    with instruction_set(vectors):
+        weights = [draw.packed(n, 33, layout).weight for n, _ in sizes]
+        kernel.several(ys, x, weights, biases)
+        for y, weight, bias in zip(ys, weights, biases, strict=True):
+            assert torch.equal(y, kernel.multiply(x, weight, bias))
+    assert around.isnan().sum() == len(sizes) + 1
+
+
+@WITH_SEVERAL
+def test_several_that_do_not_fit_together(kernel: Kernel, vectors: str | None) -> None:
+    assert kernel.several is not None
+    draw = Draw(kernel)
+    with instruction_set(vectors):
+        x, weight = draw.numbers(2, 32), draw.packed(3, 32).weight
+        fitting, wrong = torch.ones(2, 3, dtype=kernel.dtype), torch.ones(4, 3, dtype=kernel.dtype)
+        with pytest.raises(RuntimeError, match="as many"):
+            kernel.several([fitting], x, [weight, weight], [None, None])
+        with pytest.raises(RuntimeError, match="as many"):
+            kernel.several([fitting], x, [weight], [])
+        with pytest.raises(RuntimeError, match="result"):
+            kernel.several([fitting, wrong], x, [weight, weight], [None, None])
+        with pytest.raises(RuntimeError, match="share"):
+            kernel.several([fitting, fitting], x, [weight, weight], [None, None])
+    assert (fitting == 1).all() and (wrong == 1).all()
+
+
+# What is not as it must be, for x as [3, 32], a weight [20, 32], a bias [20] and the result [3, 20].
+MISFITS: dict[str, Callable[[torch.dtype], dict[str, Tensor]]] = {
+    "x with other inputs": lambda dtype: {"x": torch.ones(3, 33, dtype=dtype)},
+    "x with more dimensions": lambda dtype: {"x": torch.ones(1, 3, 32, dtype=dtype)},
+    "inputs of x apart": lambda dtype: {"x": torch.ones(32, 3, dtype=dtype).t()},
+    "x in float64": lambda dtype: {"x": torch.ones(3, 32).double()},
+    "a bias of other size": lambda dtype: {"bias": torch.ones(19, dtype=dtype)},
+    "a bias with gaps": lambda dtype: {"bias": torch.ones(40, dtype=dtype)[::2]},
+    "a bias in float64": lambda dtype: {"bias": torch.ones(20).double()},
+    "more outputs": lambda dtype: {"y": torch.ones(3, 21, dtype=dtype)},
+    "more rows": lambda dtype: {"y": torch.ones(4, 20, dtype=dtype)},
+    "one dimension": lambda dtype: {"y": torch.ones(60, dtype=dtype)},
+    "three dimensions": lambda dtype: {"y": torch.ones(1, 3, 20, dtype=dtype)},
+    "outputs apart": lambda dtype: {"y": torch.ones(20, 3, dtype=dtype).t()},
+    "outputs with gaps": lambda dtype: {"y": torch.ones(3, 40, dtype=dtype)[:, ::2]},
+    "rows with gaps": lambda dtype: {"y": torch.ones(3, 21, dtype=dtype)[:, :20]},
+    "rows in one place": lambda dtype: {"y": torch.ones(1, 20, dtype=dtype).expand(3, 20)},
+    "a result in float64": lambda dtype: {"y": torch.ones(3, 20).double()},
+    "a result of another type": lambda dtype: {"y": torch.ones(3, 20, dtype=F16 if dtype is F32 else F32)},
+}
+WEIGHT_MISFITS: dict[str, Callable[[torch.dtype], dict[str, Tensor]]] = {
+    "a weight with other inputs": lambda dtype: {"weight": torch.ones(20, 33, dtype=dtype)},
+    "a weight of one dimension": lambda dtype: {"weight": torch.ones(20, dtype=dtype)},
+    "a weight in float64": lambda dtype: {"weight": torch.ones(20, 32).double()},
+    "a weight of another type": lambda dtype: {"weight": torch.ones(20, 32, dtype=F16 if dtype is F32 else F32)},
+    "nothing to add up": lambda dtype: {"x": torch.ones(3, 0, dtype=dtype), "weight": torch.ones(20, 0, dtype=dtype)},
+}
+
+
+@WITH_CHECKS
+def test_what_does_not_fit_is_refused(kernel: Kernel, vectors: str | None) -> None:
+    """And nothing is written."""
+    assert kernel.out is not None
+    draw = Draw(kernel)
+    misfits = MISFITS | (WEIGHT_MISFITS if kernel.pack is _as_it_is else {})
+    for name, misfit in misfits.items():
+        with instruction_set(vectors):
+            given = {"y": torch.ones(3, 20, dtype=kernel.dtype), "x": draw.numbers(3, 32), "bias": draw.numbers(20)}
+            given |= {"weight": draw.packed(20, 32).weight} | misfit(kernel.dtype)
+            with pytest.raises(RuntimeError, match="linear"):
+                kernel.out(given["y"], given["x"], given["weight"], given["bias"])
+                pytest.fail(f"{name} is not refused")
+        assert (given["y"] == 1).all(), name

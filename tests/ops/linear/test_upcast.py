@@ -1,0 +1,78 @@
+"""GEMM with upcast weights: its memory, and what is served.
+
+What it has in common with other kernels is in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastgen.ops.linear import gemm, upcast
+
+pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+
+
+def test_many_rows_of_a_large_weight() -> None:
+    """More rows and lines than are taken at once."""
+    x, weight, bias = torch.randn(1100, 70).half(), torch.randn(4000, 70).half(), torch.randn(4000).half()
+    exact = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(upcast.upcast_gemm(x, weight, bias).double(), exact, atol=2e-4, rtol=2**-11 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias"), [(torch.ones(20, 5).half(), None), (torch.ones(20, 4).half(), torch.ones(2).half())]
+)
+def test_what_does_not_fit_is_refused(x: torch.Tensor, bias: torch.Tensor | None) -> None:
+    with pytest.raises(RuntimeError):
+        upcast.upcast_gemm(x, torch.ones(3, 4).half(), bias)
+
+
+def test_takes_little_memory() -> None:
+    """However large the weight and however many the rows: some lines and some rows of them."""
+    x, weight = torch.zeros(5000, 256, dtype=torch.float16), torch.zeros(8192, 256, dtype=torch.float16)
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        upcast.upcast_gemm(x, weight, None)
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert most <= 5000 * 8192 * 2 + 1024 * 256 * 4 + 1024 * 1024 * 4 + 2 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [
+        (torch.zeros(16, 4), torch.zeros(3, 4), None),
+        (torch.zeros(4, 4, 4), torch.zeros(3, 4), None),
+        (torch.zeros(0, 4), torch.zeros(3, 4), None),
+        (torch.zeros(17, 4), torch.zeros(3, 5), None),
+        (torch.zeros(17, 4), torch.zeros(4, 3).t(), None),
+        (torch.zeros(17, 4), torch.zeros(4), None),
+        (torch.zeros(17, 4), torch.zeros(3, 4), torch.zeros(4)),
+        (torch.zeros(17, 4), torch.zeros(3, 4), torch.zeros(3).double()),
+        (torch.zeros(17, 4), torch.zeros(3, 4).bfloat16(), None),
+        (torch.zeros(17, 4).double(), torch.zeros(3, 4), None),
+    ],
+)
+def test_what_it_does_not_serve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    single = (torch.float32, torch.float16)
+    x, weight, bias = (
+        tensor.to(single[1]) if tensor is not None and tensor.dtype is single[0] else tensor
+        for tensor in (x, weight, bias)
+    )
+    assert not upcast.serves(x, weight, bias)
+    good = torch.zeros(17, 4).half(), torch.zeros(3, 4).half(), torch.zeros(3).half()
+    assert upcast.serves(*good) and not upcast.serves(*(tensor.float() for tensor in good))
+
+
+def test_products_in_less_than_float32_are_left_to_torch() -> None:
+    x, weight = torch.zeros(17, 4).half(), torch.zeros(3, 4).half()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not upcast.serves(x, weight, None)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert upcast.serves(x, weight, None)
