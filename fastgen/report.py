@@ -129,6 +129,13 @@ def _untested(versions: dict[str, str]) -> Iterator[str]:
             yield f"{toolkit} {version} is outside the tested range {first} to {last}"
 
 
+def kernels() -> str:
+    """The table that chooses the kernels of linear layers, which decides about last digits."""
+    from fastgen.ops.linear import choose
+
+    return choose.backend()
+
+
 def _weights() -> list[str]:
     """What the user has to know of weights that are not those of the model."""
     from fastgen.ops.quantized_linear import unavailable

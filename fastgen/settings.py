@@ -79,7 +79,7 @@ class Settings:
             GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU where what is
             left of a call, or the calls so far, let expect that recording pays: results may differ in the last digits
             with that. "always": in the first call already. "never": the library's loop runs. With the last two, a
-            result does not depend on the calls before.
+            result of `generate` does not depend on the calls before.
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
             padding is always left out.

@@ -38,9 +38,11 @@ class Step:
 
     def __init__(self, outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._outputs, self._x, self._bias = outputs, x, bias
-        self._layer = _layer(x, weight, bias)
         # With the copy, outputs have the bits of GEMV. A result must not depend on whether there is one.
-        self._multiply = _product(outputs, x, weight, bias, None if self._layer is None else choose.GEMV)
+        may_have_copy = _may_have_copy(x, weight, bias)
+        self._multiply = _product(outputs, x, weight, bias, choose.GEMV if may_have_copy else None)
+        has_memory = may_have_copy and weight.nbytes / 4 * _FREE_MEMORY <= memory.free_host_memory()
+        self._layer: OutputLayer | None = OutputLayer.of(weight) if has_memory else None
         self._copy: largest_output.Copy | None = None  # that these estimates are from, until they are used
 
     def estimate(self) -> None:
@@ -80,17 +82,16 @@ def _product(
     return partial(_aten.addmm.out, bias, x, weight.t(), out=outputs)
 
 
-def _layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> OutputLayer | None:
-    """The weight with its copy, where that is faster: few rows, and a weight that does not stay in a cache."""
-    size = weight.numel() * weight.itemsize
+def _may_have_copy(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a copy makes this faster: few rows, and a weight that does not stay in a cache."""
     # "never" says that products are torch's own, and that nothing is copied.
-    if settings.current().packed_weights == "never" or not largest_output.serves(x, weight, bias):
-        return None
-    if x.shape[0] > _MOST_ROWS or choose.kernel_for(x, weight, bias) is None:
-        return None
-    if size < _LEAST_BYTES or size / 4 * _FREE_MEMORY > memory.free_host_memory():
-        return None
-    return OutputLayer.of(weight)
+    return (
+        settings.current().packed_weights != "never"
+        and largest_output.serves(x, weight, bias)
+        and x.shape[0] <= _MOST_ROWS
+        and weight.nbytes >= _LEAST_BYTES
+        and choose.kernel_for(x, weight, bias) is not None
+    )
 
 
 class OutputLayer(weight_copies.CopiedWeight):

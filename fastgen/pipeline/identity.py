@@ -26,6 +26,7 @@ from fastgen.memory import processor
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.loading import Loaded
 from fastgen.pipeline.settings import DataOptions
+from fastgen.report import kernels
 
 # What else cannot change the output: the model is known by its content, and the input says itself what it is.
 _FREE = {"model", "input", "output", "generation", "generation_config"}
@@ -58,6 +59,7 @@ def environment(device: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "fastgen": __version__ if patching.is_active() else "off",
+        "kernels": kernels(),
     }
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 import json
 import math
 import os
@@ -242,7 +243,10 @@ def backend() -> str:
     isa = instruction_set()
     if isa is Isa.PORTABLE:
         return f"torch's products: {_library.load('CPU') or 'no kernel for this processor'}"
-    return f"{'the profile of this machine' if _profile(isa) else 'the shipped table'}, {isa.name}"
+    profile = _profile(isa)
+    if not profile:
+        return f"the shipped table, {isa.name}"
+    return f"a profile of this machine ({hashlib.sha256(repr(profile).encode()).hexdigest()[:8]}), {isa.name}"
 
 
 _library.define("instruction_set() -> int")
