@@ -26,7 +26,7 @@ _SIZE, _COPY_BYTES = 2048, 2**28
 _CPU = torch.device("cpu")
 
 Shape = Sequence[int]
-_SEVERAL = ("fastgen::dot_linears_out", "fastgen::streamed_linears_out", "fastgen::folded_linears_out")
+_SEVERAL = ("fastgen::dot_linears_out", "fastgen::streamed_linears_out")
 
 
 class Rates(NamedTuple):
@@ -81,8 +81,7 @@ def measure_rates() -> Rates:
     a, b = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
     products: list[Callable[[], object]] = [lambda: a @ b]
     if gemm.is_available():
-        packed = gemm.pack(b)
-        products.append(lambda: gemm.packed_linear(a, packed, None, _SIZE))
+        products.append(lambda: gemm.gemm(a, b, None))
     fastest = min(seconds_of([product], _CPU) for product in products)
     return Rates(2 * _SIZE**3 / fastest, copy_bandwidth(_CPU, _COPY_BYTES))
 
@@ -94,13 +93,10 @@ def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
         return _product(*shapes[:2])
     if operator in ("aten::addmm", "aten::baddbmm"):
         return _product(*shapes[1:3])
-    if operator == "fastgen::packed_linear":
-        rows, (panels, inputs, width) = shapes[0], shapes[1]
-        return _product(rows, (inputs, panels * width))
     if operator == "fastgen::streamed_linear":
         rows, (outputs, inputs) = shapes[:2]
         return _product(rows, (inputs, outputs))
-    if operator in ("fastgen::dot_linear_out", "fastgen::streamed_linear_out", "fastgen::folded_linear_out"):
+    if operator in ("fastgen::dot_linear_out", "fastgen::streamed_linear_out"):
         _, rows, (outputs, inputs) = shapes[:3]
         return _product(rows, (inputs, outputs))
     if operator in _SEVERAL:

@@ -249,7 +249,7 @@ class Patch:
         if reason is not None:
             return reason
         try:
-            wrapper = self._find()
+            wrapper: Wrapper = self._find()
         except (ImportError, AttributeError) as error:
             if "partially initialized module" not in str(error):
                 # A release without something that the wrapper builds on: the user's own import must not fail for that.
@@ -274,7 +274,8 @@ class Patch:
             return owner, attribute, getattr(owner, attribute, _MISSING)
         return owner, attribute, vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
 
-    def _find(self) -> Wrapper:
+    def _find(self) -> Any:
+        """The function that `wrapper` names."""
         module, _, function = self.wrapper.partition(":")
         return getattr(importlib.import_module(module), function)
 

@@ -169,8 +169,8 @@ def takes_cache(forward: Function) -> Function:
         each.replace(name=cache_name()) if each.name == CACHE_NAMES[0] else each
         for each in signature.parameters.values()
     ]
-    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return renamed  # type: ignore[return-value]
+    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # of functions, too
+    return renamed  # type: ignore[return-value]  # the same one, but for a name
 
 
 # ---- what is in a K/V cache
@@ -266,7 +266,8 @@ def encoder_penalty_is_for_all_beams() -> bool:
     import torch
     from transformers.generation import logits_process
 
-    processor: Any = logits_process.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[0]]))
+    tokens: Any = torch.tensor([[0]])  # which the library calls a LongTensor
+    processor: Any = logits_process.EncoderRepetitionPenaltyLogitsProcessor(2.0, tokens)
     return processor(torch.tensor([[0], [0]]), torch.ones(2, 1))[1, 0].item() != 1
 
 

@@ -68,11 +68,10 @@ def in_a_fork(imports: str, lock: str, free: str, checks: str = "pass") -> None:
             "graph_cache._lock",
             "graph_cache._lock",
         ),
-        ("from fastgen.ops import _timings", "_timings._lock", "_timings._lock"),
         ("from fastgen.decoding.captured import program", "program.memory._lock", "program.memory._lock"),
         ("from fastgen.decoding.layers import FastLayers", "FastLayers._lock", "FastLayers._lock"),
     ],
-    ids=["a lock", "the turn", "a recording", "what is kept", "timings", "the arena", "layers"],
+    ids=["a lock", "the turn", "a recording", "what is kept", "the arena", "layers"],
 )
 def test_a_fork_finds_it_free_whichever_thread_had_it(imports: str, lock: str, tried: str) -> None:
     in_a_fork(imports, lock, f"{tried}.acquire(blocking=False)")

@@ -4,9 +4,6 @@ The model restores the held-out passages with 4 beams, unpatched and with FastGe
 precisions. In float32 the outputs must be the same. In half precision the order of a sum decides now and then, so
 what counts are the scores: "bleu fp16" is by how much FastGen's differ from unpatched in the same precision, in points
 of 100, and "same fp16" the share of outputs that do not differ at all.
-
-On a CPU, linear layers multiply as in a user's own call (`linear_products="measured"`): the pipeline's default leaves
-those in half precision to torch.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from benchmarks.machine import ROOT
 from benchmarks.measure import summary
 from benchmarks.record import Record, Target
 from benchmarks.workload import CAPTURED_STEP, Context, Workload
-from fastgen import settings
 
 _PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
 _SCORES = {"bleu": "bleu", "rouge": "rougeL"}
@@ -87,8 +83,7 @@ class HalfPrecision(Workload):
             with fastgen.disabled():
                 report = work()
         else:
-            with settings.changed(linear_products="measured", explicit=frozenset({"linear_products"})):
-                report = work()
+            report = work()
             counts = fastgen.stats().get(self._what, {})
             left = counts.get("fallback") or counts.get("not used")
             record.accelerated = bool(record.accelerated and counts.get("accelerated") and not left)

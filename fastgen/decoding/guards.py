@@ -130,7 +130,8 @@ class IdentityGuard:
         try:
             return cls(value)
         except TypeError:
-            return type(value)
+            kind: type = type(value)
+            return kind
 
     def __eq__(self, other: object) -> bool:
         mine = self._object()
@@ -169,13 +170,14 @@ class _Look:
             return value
         if isinstance(value, (type, nn.Module)):
             return IdentityGuard.of(value)
-        if not (callable(value) or hasattr(type(value), "model_type")):
-            return type(value)
+        kind: type = type(value)
+        if not (callable(value) or hasattr(kind, "model_type")):
+            return kind
         known = len(self._numbers)
         number = self._numbers.setdefault(id(value), known)
         if number != known:
-            return type(value), number
-        return (type(value), *self._parts(value))
+            return kind, number
+        return (kind, *self._parts(value))
 
     def _parts(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, partial):
@@ -372,7 +374,7 @@ class _Alike:
     is not held.
     """
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # how Python says that there is none
 
     def __init__(self, value: Any) -> None:
         self._about = _Look().about(value)

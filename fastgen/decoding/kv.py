@@ -150,43 +150,43 @@ class LayerKV:
             self._handles = None
             return keys, values
         if self._suffix is None:
-            self._store_in_suffix(keys, values)
+            self._store_in_suffix(self._beams, keys, values)
         else:
             self._suffix[0].append(keys)
             self._suffix[1].append(values)
         self._handles = None
         return self.read()
 
-    def _store_in_suffix(self, keys: Tensor, values: Tensor) -> None:
+    def _store_in_suffix(self, beams: Beams, keys: Tensor, values: Tensor) -> None:
         """Starts the suffix; a prefix that is not shared (one row per sequence already) moves into it."""
-        self._uses_ancestry = self._may_use_ancestry(keys, values)
+        self._uses_ancestry = self._may_use_ancestry(beams, keys, values)
         self._materialize_suffix = weakref.WeakMethod(self.materialize_suffix)
         if self._is_short and not self._uses_ancestry:
             self._repeat_prefix()
         if self._uses_ancestry and self._prefix is None:  # nothing came before the first position of the sequences
-            batch = self._beams.batch
+            batch = beams.batch
             self._prefix = keys[:batch, :, :0].contiguous(), values[:batch, :, :0].contiguous()
         if self._prefix is not None and not self._is_shared:
-            self._move_prefix(keys, values)
+            self._move_prefix(self._prefix, keys, values)
         else:
             self._start_suffix(keys, values, max(self._initial_capacity - keys.shape[2], 0))
 
-    def _start_suffix(self, keys: Tensor, values: Tensor, spare: int) -> None:
-        self._suffix = GrowingTensor(keys, spare), GrowingTensor(values, spare)
+    def _start_suffix(self, keys: Tensor, values: Tensor, spare: int) -> tuple[GrowingTensor, GrowingTensor]:
+        suffix = self._suffix = GrowingTensor(keys, spare), GrowingTensor(values, spare)
+        return suffix
 
-    def _move_prefix(self, keys: Tensor, values: Tensor) -> None:
+    def _move_prefix(self, prefix: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
         """The suffix is the prefix, which has a row per sequence, and these."""
-        first, self._prefix = self._prefix, None
-        self._repeated = first[0].shape[2]
-        self._start_suffix(*first, self._initial_capacity)
-        self._suffix[0].append(keys)
-        self._suffix[1].append(values)
+        self._prefix, self._repeated = None, prefix[0].shape[2]
+        suffix = self._start_suffix(*prefix, self._initial_capacity)
+        suffix[0].append(keys)
+        suffix[1].append(values)
 
-    def _may_use_ancestry(self, keys: Tensor, values: Tensor) -> bool:
+    def _may_use_ancestry(self, beams: Beams, keys: Tensor, values: Tensor) -> bool:
         """Whether reorders are to change a table, for a suffix that starts with these."""
         is_worth_sharing = self._is_shared and not self._is_short
         return (
-            self._beams.per_input > 1
+            beams.per_input > 1
             and (self._prefix is None or self._is_shared)
             and keys.dtype is torch.float32
             and attention.reads_ancestry(keys.device.type)
@@ -194,9 +194,12 @@ class LayerKV:
             and (is_worth_sharing or keys.nbytes + values.nbytes >= MIN_TABLE_BYTES * keys.shape[2])
         )
 
-    def _repeat_prefix(self) -> None:
-        per_input, self._is_short = self._beams.per_input, False
-        self._prefix = tuple(part.repeat_interleave(per_input, dim=0) for part in self._prefix)
+    def _repeat_prefix(self) -> tuple[Tensor, Tensor]:
+        """Gives a prefix that is not worth sharing one row per sequence."""
+        assert self._beams is not None and self._prefix is not None, "`expand` has found a short prefix"
+        keys, values = (part.repeat_interleave(self._beams.per_input, dim=0) for part in self._prefix)
+        self._prefix, self._is_short = (keys, values), False
+        return keys, values
 
     def prefix(self) -> tuple[Tensor, Tensor]:
         """K and V of the prompt, [batch, heads, N, dim]. ValueError if that is not all that is stored."""
@@ -216,16 +219,16 @@ class LayerKV:
         """The suffix row by row: something else than the attention operator needs it, and will again."""
         if not self._uses_ancestry:
             return
+        assert self._beams is not None and self._suffix is not None, "a table is of the suffix of beams"
         ancestry, self._uses_ancestry = self._beams.ancestry(self._suffix[0].length), False
-        own = [part.view() for part in self._suffix]
+        keys, values = (part.view() for part in self._suffix)
         if ancestry is not None:
-            own = [attention.gather_suffix(part, ancestry) for part in own]
+            keys, values = attention.gather_suffix(keys, ancestry), attention.gather_suffix(values, ancestry)
         if self._is_short:
-            self._repeat_prefix()
-            self._move_prefix(*own)
+            self._move_prefix(self._repeat_prefix(), keys, values)
             self._length_at_reorder += self._repeated
         else:
-            self._start_suffix(*own, self._initial_capacity)
+            self._start_suffix(keys, values, self._initial_capacity)
         self._handles = None
 
     def crop(self, count: int) -> None:
@@ -235,14 +238,15 @@ class LayerKV:
             ValueError: not so many were added since `expand` and the last `reorder`.
         """
         self._handles = None
-        if self._suffix is None and self._beams is None and self.stored > count:
+        if self._prefix is not None and self._suffix is None and self._beams is None and self.stored > count:
             keys, values = self._prefix
             self._prefix = keys[:, :, :-count], values[:, :, :-count]
             return
-        grown = self._suffix[0].length if self._suffix is not None else 0
+        suffix = self._suffix or ()
+        grown = suffix[0].length if suffix else 0
         if grown - count < max(self._length_at_reorder, self._repeated):
             raise ValueError(f"{count} positions cannot be forgotten: not so many were added since the last reorder")
-        for part in self._suffix:
+        for part in suffix:
             part.length -= count
 
     @property
@@ -267,8 +271,9 @@ class LayerKV:
             return suffix
         if self._beams is None or not self._is_shared:
             return prefix
-        ancestry = self._beams.ancestry(suffix.shape[2]) if self._uses_ancestry else None
-        materialize_suffix = self._materialize_suffix if self._uses_ancestry else None
+        ancestry = materialize_suffix = None
+        if suffix is not None and self._uses_ancestry:
+            ancestry, materialize_suffix = self._beams.ancestry(suffix.shape[2]), self._materialize_suffix
         return SharedKV.of(prefix, suffix, self._beams.per_input, ancestry, materialize_suffix)
 
     def reorder(self, index: Tensor) -> None:
@@ -280,7 +285,7 @@ class LayerKV:
             self._beams.update_ancestry(index, self._length_at_reorder)
             self._handles = None
             return
-        if self._moves_whole():
+        if self._moves_whole(self._suffix):
             self._beams.check(index)
             self._handles = None
             for part in self._suffix:
@@ -296,11 +301,11 @@ class LayerKV:
         for part in self._suffix:
             part.move(move.rows.to(device), move.sources.to(device), move.start + self._repeated)
 
-    def _moves_whole(self) -> bool:
+    def _moves_whole(self, suffix: tuple[GrowingTensor, GrowingTensor]) -> bool:
         """Whether a reorder moves all positions. Once it does not, it never does again."""
         if self._is_small:
-            small = not self._is_shared and max(part.nbytes for part in self._suffix) <= MAX_WHOLE_BYTES
-            self._is_small = small and self._suffix[0].view().device.type == "cpu"
+            small = not self._is_shared and max(part.nbytes for part in suffix) <= MAX_WHOLE_BYTES
+            self._is_small = small and suffix[0].view().device.type == "cpu"
         return self._is_small
 
     def keep(self, inputs: Tensor) -> None:
@@ -311,7 +316,8 @@ class LayerKV:
         if self._prefix is not None:
             kept = inputs if self._is_shared else rows
             span = _span(kept)
-            self._prefix = tuple(part[span] if span else part.index_select(0, kept) for part in self._prefix)
+            keys, values = (part[span] if span else part.index_select(0, kept) for part in self._prefix)
+            self._prefix = keys, values
         for part in self._suffix or ():
             part.keep(rows)
         self._handles = None

@@ -36,12 +36,14 @@ def recognised(operations: list[Operation]) -> list[Operation]:
     found = list(operations)
     for argmax in operations:
         scores = _chosen_from(argmax)
-        product = made_by.get(scores.storage) if isinstance(scores, Place) else None
+        if not isinstance(scores, Place):
+            continue
+        product = made_by.get(scores.storage)
         if product is None or not _is_of_rows(scores, product):
             continue
         first, last = places[id(product)], places[id(argmax)]
         *bias, x, weight = product.leaves
-        assert isinstance(scores, Place) and isinstance(weight, Place)
+        assert isinstance(weight, Place)
         changed = frozenset[int]().union(*(each.made | each.in_place for each in operations[first + 1 : last]))
         if weight.storage in written or changed & product.used:
             continue

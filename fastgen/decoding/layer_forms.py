@@ -57,6 +57,13 @@ def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> 
     )
 
 
+def weight_of(module: nn.Module) -> Tensor:
+    """The parameter of a linear layer that has one."""
+    weight = module._parameters["weight"]
+    assert weight is not None  # whoever asks has looked
+    return weight
+
+
 class Replacement:
     """What stands for the `forward` of a layer while the model generates.
 
@@ -110,7 +117,8 @@ class _LinearForm(Replacement):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._dtype, self._device = module.weight.dtype, module.weight.device.type
+        weight = weight_of(module)
+        self._dtype, self._device = weight.dtype, weight.device.type
         self._failed = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
@@ -164,9 +172,9 @@ class FloatLinear(_LinearForm):
             self._look(weight, bias)
         if weight is None or not self._is_plain:
             return None
-        weight = weight.t() if self._transposed else weight
-        kernel = choose.kernel_for(x, weight, bias)
-        return None if kernel is None else kernel.multiply(x, weight, bias)
+        by_outputs = weight.t() if self._transposed else weight
+        kernel = choose.kernel_for(x, by_outputs, bias)
+        return None if kernel is None else kernel.multiply(x, by_outputs, bias)
 
 
 class Quantization(NamedTuple):

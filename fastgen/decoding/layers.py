@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
 from fastgen.decoding import library_code, norms
-from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, Quantization, QuantizedLinear, Replacement
+from fastgen.decoding.layer_forms import (
+    FloatLinear,
+    FunctionForm,
+    Quantization,
+    QuantizedLinear,
+    Replacement,
+    weight_of,
+)
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.parameter_snapshot import is_plain
 from fastgen.interrupts import undoing
@@ -149,7 +156,7 @@ class FastLayers:
                 replacement = former
             replacement.active = True
             self._installed[module] = replacement  # first: what is noted is taken out
-            module.forward = replacement
+            vars(module)["forward"] = replacement
         self._kept = {}
 
     def _quantized_layers(self) -> list[QuantizedLinear]:
@@ -223,7 +230,7 @@ def precision_on(device: torch.device) -> str:
 
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
     """Weights in groups serve layers in half precision, too."""
-    weight = module.weight
+    weight = weight_of(module)
     is_of_type = weight.dtype in quantized_linear.types(precision, weight.device)
     if not is_of_type or not is_plain(module, weight.dtype, weight.device.type):
         return None

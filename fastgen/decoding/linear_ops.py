@@ -90,7 +90,8 @@ def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
     if panels:
         rest = [op for op in ops if not isinstance(op, PanelOp)]
         unpacked = [op.unpacked for op in panels]
-        return [PanelOps(panels, batched(unpacked), [single(op) for op in unpacked]), *batched(rest)]
+        of_weights: list[Any] = batched(unpacked)  # none of which has panels
+        return [PanelOps(panels, of_weights, [single(op) for op in unpacked]), *batched(rest)]
     for key in filter(None, map(_batch_key, ops)):
         same = [op for op in ops if _batch_key(op) == key]
         if len(same) > 1:

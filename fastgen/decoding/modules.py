@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -17,3 +18,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 found[child] = None
                 left.append(child)
     return list(found)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its first parameter is: the device of a model that is on one. The CPU for a model without any."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

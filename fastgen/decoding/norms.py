@@ -44,9 +44,10 @@ def serves(module: nn.Module, x: Any) -> bool:
     """Whether the kernel takes a layer's input here and now."""
     if not _inside.get():  # first: outside of a captured step nothing else is asked
         return False
-    weight = module.weight
+    weight = module._parameters.get("weight")
     return (
-        not torch.compiler.is_compiling()
+        weight is not None
+        and not torch.compiler.is_compiling()
         and patching.is_active()
         and type(x) is Tensor
         and x.dtype is weight.dtype
@@ -59,8 +60,9 @@ def serves(module: nn.Module, x: Any) -> bool:
 
 
 def normalise(module: nn.Module, form: Form, x: Tensor) -> Tensor:
-    eps = getattr(module, form.eps)
-    return rms_norm(x, module.weight, eps, offset=form.offset, rounds_scaled=form.rounds_scaled)
+    weight, eps = module._parameters["weight"], getattr(module, form.eps)
+    assert weight is not None, "a layer that `serves` has one"
+    return rms_norm(x, weight, eps, offset=form.offset, rounds_scaled=form.rounds_scaled)
 
 
 def form_of(module: nn.Module) -> Form | None:
@@ -79,17 +81,22 @@ def form_of(module: nn.Module) -> Form | None:
     forms = _forms.setdefault(type(module), {})
     key = weight.dtype, weight.numel(), module.training, *attributes.items()
     if key not in forms:
-        forms[key] = _probed(module, attributes, numbers[0])
+        forms[key] = _probed(module, weight, attributes, numbers[0])
     return forms[key]
 
 
 @torch.no_grad()
-def _probed(module: nn.Module, attributes: dict[str, Any], eps: str) -> Form | None:
-    """The form whose results are those of the layer, to the last bit in half precision."""
-    width, like = module.weight.numel(), {"dtype": torch.float32, "device": module.weight.device}
-    numbers = torch.arange(4 * width, **like).mul(12.9898).sin().view(4, width)  # as good as random, and no draw
-    numbers[1:] *= torch.tensor([[1.0], [30.0], [0.1]], **like)
-    numbers = numbers.to(module.weight.dtype)
+def _probed(module: nn.Module, of: Tensor, attributes: dict[str, Any], eps: str) -> Form | None:
+    """The form whose results are those of the layer, to the last bit in half precision.
+
+    Args:
+        of: its weight, of which the width, the type and the device are asked.
+    """
+    width, device = of.numel(), of.device
+    numbers = torch.arange(4 * width, dtype=torch.float32, device=device)
+    numbers = numbers.mul(12.9898).sin().view(4, width)  # as good as random, and no draw
+    numbers[1:] *= torch.tensor([[1.0], [30.0], [0.1]], dtype=torch.float32, device=device)
+    numbers = numbers.to(of.dtype)
     weight, x = numbers[0], numbers[None, 1:]  # [1, 3, width], as in a model
     try:
         # Not a copy: what hooks hold would be copied too.

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,12 @@ class Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    @staticmethod
+    def of(storage: int, tensor: Tensor) -> Place:
+        """Where a tensor lies in the storage of this number."""
+        size, stride = tuple(tensor.shape), tensor.stride()
+        return Place(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
     @property
     def end(self) -> int:
@@ -40,6 +47,12 @@ class Constant:
     """A host value, or a tensor without an address of its own."""
 
     value: Any
+
+
+def storage_of(leaf: Place | Constant | None) -> int:
+    """The storage of an argument, or of a result, that is known to be a tensor in memory of its own."""
+    assert isinstance(leaf, Place), f"{leaf} is no tensor in memory of its own"
+    return leaf.storage
 
 
 @dataclass(frozen=True)

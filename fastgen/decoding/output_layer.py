@@ -101,10 +101,10 @@ class OutputLayer(weight_copies.CopiedWeight):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self._computed = self._steps = 0
+        self._computed, self._steps = 0.0, 0
 
     def _copied(self, weight: Tensor) -> largest_output.Copy | None:
-        self._computed = self._steps = 0
+        self._computed, self._steps = 0.0, 0
         return largest_output.copy_of(weight)
 
     def find(
@@ -116,4 +116,4 @@ class OutputLayer(weight_copies.CopiedWeight):
         if self._steps == _STEPS:
             if self._computed > _MOST_COMPUTED * _STEPS * self._weight.shape[0]:
                 self._do_without()
-            self._computed = self._steps = 0
+            self._computed, self._steps = 0.0, 0

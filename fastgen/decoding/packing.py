@@ -64,8 +64,8 @@ class Packing:
         result = values.new_empty(1, self.total, query.shape[1], values.shape[3])
         begin = 0
         for texts, length in self._runs:
-            some = [_of_texts(x, begin, texts, length) for x in (query, keys, values)]
-            context = F.scaled_dot_product_attention(*some, scale=scale, enable_gqa=has_groups)
+            q, k, v = (_of_texts(x, begin, texts, length) for x in (query, keys, values))
+            context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=has_groups)
             result[0, begin : begin + texts * length].view(texts, length, *result.shape[2:]).copy_(
                 context.transpose(1, 2)
             )

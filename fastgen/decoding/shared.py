@@ -133,7 +133,8 @@ class SharedKV(torch.Tensor):
             self._full = full.transpose(-1, -2) if parts.transposed else full
         return self._full
 
-    def __repr__(self) -> str:  # the default would print the contents
+    # The default would print the contents.
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an option for them
         with torch._C.DisableTorchFunctionSubclass():
             return f"SharedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -152,7 +153,9 @@ class SharedKV(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs, arguments = kwargs or {}, func._schema.arguments
         if func._schema.is_mutable:
             given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}

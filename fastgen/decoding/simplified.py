@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from fastgen.decoding import largest_outputs
-from fastgen.decoding.operations import Constant, Operation, Place, Recording
+from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of
 from fastgen.ops import packed_attention
 
 _aten = torch.ops.aten
@@ -149,7 +149,7 @@ def _with_biases(operations: list[Operation]) -> list[Operation]:
     found: list[Operation] = []
     for each in operations:
         product = _with_bias(found[-1], each) if found else None
-        if product is not None and uses[each.leaves[0].storage] == 1:  # type: ignore[union-attr]
+        if product is not None and uses[storage_of(each.leaves[0])] == 1:
             found[-1] = product
         else:
             found.append(each)

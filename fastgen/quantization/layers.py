@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -260,7 +260,7 @@ class QuantizedLinear(QuantizedProduct, nn.Linear):  # type: ignore[override]  #
         return plain.train(self.training)
 
 
-def is_plain_embedding(module: nn.Module) -> bool:
+def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether a `QuantizedEmbedding` computes what this module does."""
     return type(module) is nn.Embedding and module.max_norm is None
 

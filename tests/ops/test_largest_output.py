@@ -95,7 +95,7 @@ def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
     lengths, errors = copy.sizes[:, :count].double()
     assert (lengths >= weight.double().norm(dim=1)).all()
     # A row is rounded by half a 127th of the largest number of each rotated group, at the most.
-    by_rounding = largest_output.grouped_linear.rotated(torch.nn.functional.pad(x, (0, -inputs % 64)), 64) / 8
+    by_rounding = largest_output.grouped.rotated(torch.nn.functional.pad(x, (0, -inputs % 64)), 64) / 8
     half = by_rounding.unflatten(1, (-1, 64)).abs().amax(dim=2).double().square().sum(dim=1).sqrt() / 254 * 8
     bound = x.double().norm(dim=1, keepdim=True) * errors + half.unsqueeze(1) * lengths * 1.001
     assert (off <= bound).all()

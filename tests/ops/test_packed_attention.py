@@ -163,18 +163,3 @@ def test_what_it_serves():
     assert not module.serves(query, keys[:, 1:], values)
     assert not module.serves(query[:1], keys, values)
     assert not module.serves(query, keys, values.transpose(1, 2).contiguous().transpose(1, 2))
-
-
-def test_is_measured_once(monkeypatch):
-    times = {"256x2x2x32": (2.0, 1.0), "512x2x2x32": (1.0, 2.0)}
-    asked: list[str] = []
-
-    def get(operator: str, key: str, count: int, measure: Any) -> tuple[float, ...]:
-        assert len(measure()) == count
-        asked.append(key)
-        return times[key]
-
-    monkeypatch.setattr(module._timings, "get", get)
-    assert module.is_faster(200, 2, 2, 32) and module.is_faster(256, 2, 2, 32)
-    assert not module.is_faster(257, 2, 2, 32) and not module.is_faster(9000, 2, 2, 32)
-    assert asked == ["256x2x2x32"] * 2 + ["512x2x2x32"] * 2

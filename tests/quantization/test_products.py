@@ -108,7 +108,7 @@ def test_float_activations(
         return
     # Columns, and so sums, in the order of the numbers.
     order = torch.arange(inputs) if weight.order is None else weight.order
-    expected = gemm.packed_linear(x.float()[..., order], gemm.pack(meant[:, order]), bias.float(), 37)
+    expected = gemm.gemm(x.float()[..., order], meant[:, order], bias.float())
     assert torch.equal(y, expected.to(dtype))
 
 
@@ -141,7 +141,7 @@ def test_blocks_have_the_bits_of_packed_products(name: str, used: list[bool]) ->
     packed, meant = products.pack(read), dequantized(read, torch.float32)
     for rows in (1, 5, 29):
         x = torch.randn(rows, 3 * kind.numbers)
-        expected = gemm.packed_linear(x, gemm.pack(meant), None, 37)
+        expected = gemm.gemm(x, meant, None)
         assert torch.equal(products.multiply(x, packed, None), expected)
         rounded = products.multiply(x, packed, None, "int8")
         torch.testing.assert_close(rounded, expected, rtol=0, atol=0.02 * float((x.abs() @ meant.abs().t()).max()))

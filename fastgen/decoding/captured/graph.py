@@ -157,7 +157,7 @@ class Graph:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, function: Callable[[], None]) -> None:
+    def capture(self, function: Callable[[], object]) -> None:
         """Captures what `function` starts on the device. It is not executed.
 
         Raises:
@@ -235,7 +235,7 @@ def _no_collection() -> Iterator[None]:
         yield
 
 
-def capturable(function: Callable[[], None]) -> Callable[[], None]:
+def capturable(function: Callable[[], object]) -> Callable[[], None]:
     """The function, with numbers that become tensors made on the device."""
 
     def run() -> None:

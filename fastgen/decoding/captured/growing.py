@@ -69,7 +69,7 @@ class Growing:
 
     def note(self, view: Tensor, storage: torch.UntypedStorage) -> None:
         """`view` is what a program that `serves` has of this storage; it follows the buffer, if there is one."""
-        folded = self._folded(storage, Place(0, view.dtype, tuple(view.shape), view.stride(), view.storage_offset()))
+        folded = self._folded(storage, Place.of(0, view))
         if folded is not None:
             self._views.setdefault(storage._cdata, []).append((weakref.ref(view), folded))
 

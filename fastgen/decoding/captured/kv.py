@@ -242,18 +242,20 @@ class StaticKV:
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""
+        key_cache, value_cache = self._suffix
         for number, position in enumerate(self._state.positions):
-            kv_write(keys[:, :, number], values[:, :, number], *self._suffix, position)
+            kv_write(keys[:, :, number], values[:, :, number], key_cache, value_cache, position)
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor]:
         """What stands for K and V of all rows: `SharedKV`s, [rows, heads, length, dim]."""
         suffix = self._suffix or (None, None)
         ancestry = self._state.ancestry if self._suffix else None
-        return tuple(
+        keys, values = (
             SharedKV.of(prefix, own, self._state.per_input, ancestry, reader=self)
             for prefix, own in zip(self._prefix, suffix, strict=True)
         )
+        return keys, values
 
     def materialize(self, inputs: int, length: int, new: int = 0, at_end: bool = False) -> tuple[Tensor, Tensor]:
         """What is stored of the first inputs as ordinary tensors, [rows, heads, length + new, dim].

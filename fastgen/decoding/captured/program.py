@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 from fastgen.decoding import arena, largest_outputs, linear_ops, output_layer, panel_copies
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.recording import record, tensors_in
-from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
+from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of, with_out
 from fastgen.decoding.simplified import simplified
 from fastgen.ops import _plan, _team, elementwise, top_two
 
@@ -42,7 +42,7 @@ class Program:
         self._chunks: set[arena.Chunk] = set()
         self.follows = False
 
-    def capture(self, function: Callable[[], Any]) -> None:
+    def capture(self, function: Callable[[], object]) -> None:
         """Records what `function` does. What it writes is undone.
 
         Raises:
@@ -91,7 +91,7 @@ class _Compiler:
         found: list[Callable[[], object] | panel_copies.PanelOps] = []
         works = (work for group in self._groups for work in linear_ops.batched([self._work(each) for each in group]))
         for are_small, alike in itertools.groupby(works, lambda work: isinstance(work, list)):
-            some = list(alike)
+            some: list[Any] = list(alike)
             found += [elementwise.bound(list(itertools.chain.from_iterable(some)))] if are_small else some
         return found
 
@@ -100,12 +100,12 @@ class _Compiler:
         function = operation.function
         results: list[Any] = [place and self._value(place) for place in operation.fresh]
         if function is largest_outputs.ESTIMATE:
-            layer = self._layers[operation.fresh[0].storage] = output_layer.Step(*results, *args)
+            layer = self._layers[storage_of(operation.fresh[0])] = output_layer.Step(*results, *args)
             return partial(layer.estimate)
         if function is largest_outputs.LARGEST:
-            return partial(self._layers[operation.leaves[0].storage].find, *results)
+            return partial(self._layers[storage_of(operation.leaves[0])].find, *results)
         if function is largest_outputs.TOP_TWO:
-            return partial(self._layers[operation.leaves[2].storage].find_two, *args[:2], *args[3:5])
+            return partial(self._layers[storage_of(operation.leaves[2])].find_two, *args[:2], *args[3:5])
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
         ]

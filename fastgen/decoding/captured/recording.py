@@ -219,16 +219,16 @@ class _Recorder(TorchDispatchMode):
     def _lift(self, func: Any, args: tuple) -> Tensor:
         """A tensor of host values, made by torch for `x[i] = number` or for a list of indices: frozen."""
         (lifted,) = args
-        self.recording.frozen.add(self._number(lifted.untyped_storage()))
-        self._host.add(_key(lifted))
+        storage = lifted.untyped_storage()
+        self.recording.frozen.add(self._number(storage))
+        self._host.add(storage._cdata)
         return func(lifted)
 
     def _place(self, leaf: Any) -> Place | Constant:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return Constant(leaf)
         assert not leaf.is_conj() and not leaf.is_neg(), "lazy conjugates are not recorded"
-        number = self._number(leaf.untyped_storage())
-        return Place(number, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset())
+        return Place.of(self._number(leaf.untyped_storage()), leaf)
 
     def _allocate(self, tensor: Tensor) -> Place | None:
         if tensor.untyped_storage()._cdata in self._numbers:

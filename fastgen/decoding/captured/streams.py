@@ -44,7 +44,9 @@ class StreamKV(Tensor):
         raise CannotBeCaptured(ONE_TENSOR)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         raise CannotBeCaptured(ONE_TENSOR)
 
 

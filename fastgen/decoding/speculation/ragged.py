@@ -69,13 +69,14 @@ class RaggedKV(StaticKV):
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         heads, capacity = self._suffix[0].shape[1:3]
-        caches = [_in_one_row(part, self._tokens.rows) for part in self._suffix]
-        kv_write(keys[:, :, 0], values[:, :, 0], *caches, self._tokens.places(heads * capacity))
+        key_cache, value_cache = (_in_one_row(part, self._tokens.rows) for part in self._suffix)
+        kv_write(keys[:, :, 0], values[:, :, 0], key_cache, value_cache, self._tokens.places(heads * capacity))
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor]:
         parts = zip(self._prefix, self._suffix, strict=True)
-        return tuple(SharedKV.of(*part, 1, reader=self, queries=self._tokens.rows) for part in parts)
+        keys, values = (SharedKV.of(*part, 1, reader=self, queries=self._tokens.rows) for part in parts)
+        return keys, values
 
     def _equals_lengths(self, mask: Tensor) -> bool:
         by_token: Any = copy.copy(self)

@@ -31,17 +31,17 @@ class RowLengths(Tensor):
     Anything that does not come through `__torch_function__` raises: there are no numbers in the tensor itself.
 
     Attributes:
-        values: [rows, *shape].
+        by_row: [rows, *shape].
         bounds: what all rows are not longer than, of which the host knows bounds; None for what was made of it.
     """
 
-    values: Tensor
+    by_row: Tensor
     bounds: SymbolicLength | None
 
     @staticmethod
-    def of(values: Tensor, bounds: SymbolicLength | None = None) -> RowLengths:
-        made = Tensor._make_wrapper_subclass(RowLengths, values.shape[1:], dtype=values.dtype, device=values.device)
-        made.values, made.bounds = values, bounds
+    def of(by_row: Tensor, bounds: SymbolicLength | None = None) -> RowLengths:
+        made = Tensor._make_wrapper_subclass(RowLengths, by_row.shape[1:], dtype=by_row.dtype, device=by_row.device)
+        made.by_row, made.bounds = by_row, bounds
         return made
 
     @classmethod
@@ -51,13 +51,13 @@ class RowLengths(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.result_type:
-            return func(*(x.values if isinstance(x, RowLengths) else x for x in args))
+            return func(*(x.by_row if isinstance(x, RowLengths) else x for x in args))
         if len(args) == 2 and type(args[1]) is int and isinstance(args[0], RowLengths) and args[0].bounds is not None:
             bounds = func(args[0].bounds, args[1])
             if type(bounds) is bool:
                 return bounds
             if isinstance(bounds, SymbolicLength):
-                return RowLengths.of(func(args[0].values, args[1]), bounds)
+                return RowLengths.of(func(args[0].by_row, args[1]), bounds)
         flat, structure = _pytree.tree_flatten((args, kwargs))
         ordinary = (x for x in flat if isinstance(x, Tensor) and not isinstance(x, RowLengths))
         states = [x.dim() for x in ordinary if x.dim() >= _DIMENSIONS_OF_STATES + (not x.is_floating_point())]
@@ -79,12 +79,12 @@ class RowLengths(Tensor):
             return func(*args, **kwargs)
 
         with torch._C.DisableTorchFunctionSubclass():
-            found = torch.vmap(run)(*(flat[place].values for place in ours))
+            found = torch.vmap(run)(*(flat[place].by_row for place in ours))
         return RowLengths.of(found)
 
     def _of_own_row(self, dimensions: int) -> Tensor:
         """An ordinary tensor of so many dimensions, of which the first are the rows: each with what is its own."""
-        values = self.values
+        values = self.by_row
         values = values.reshape(values.shape[0], *[1] * (dimensions - values.dim() + 1), *values.shape[1:])
         if values.shape[1] == 1:
             return values[:, 0]
@@ -93,5 +93,7 @@ class RowLengths(Tensor):
         return values.diagonal(dim1=0, dim2=1).movedim(-1, 0)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         raise CannotBeCaptured(f"{func} of a length that is another one for each row")

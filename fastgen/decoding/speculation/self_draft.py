@@ -18,14 +18,17 @@ from torch import Tensor, nn
 
 from fastgen import caches
 from fastgen.decoding import layer_forms, layers
+from fastgen.decoding.modules import device_of
 from fastgen.decoding.parameter_snapshot import is_plain
 from fastgen.locks import forkable_lock
 from fastgen.ops import largest_output, quantized_linear
 from fastgen.ops.linear import as_rows, grouped
-from fastgen.ops.linear.grouped import PackedWeight
 
 # Bytes of a number, without its share of a scale; and the part of the free memory that copies may take.
 _BYTES, _MOST_MEMORY = {"int8": 1.0, "int4": 0.5}, 0.5
+
+# What `quantized_linear.pack` makes.
+_Packed = quantized_linear.PackedWeight | quantized_linear.TiledWeight | quantized_linear.LinedWeight
 
 
 class OtherLogits(Exception):
@@ -55,24 +58,20 @@ class DraftWeights:
         self.versions = versions(model)
         self._form = precision, group_size
         self._products: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
-        self._packed: dict[int, object] = {}  # by weight: tied ones are packed once
+        self._packed: dict[int, _Packed] = {}  # by weight: tied ones are packed once
         self._left: list[tuple[nn.Module, Tensor, bool]] = []  # what is to be copied; whether it is stored by inputs
+        device = device_of(model)
         for module in model.modules():
-            transposed = kinds.get(type(module))
-            if transposed is None or not is_plain(module, module.weight.dtype, model.device.type):
+            transposed, weight = kinds.get(type(module)), module._parameters.get("weight")
+            if transposed is None or weight is None or not is_plain(module, weight.dtype, device.type):
                 continue
-            weight = module._parameters["weight"]
-            if (
-                weight is None
-                or weight.numel() < layers.MIN_QUANTISED
-                or weight.dtype not in quantized_linear.types(precision, weight.device)
-            ):
+            if weight.numel() < layers.MIN_QUANTISED or weight.dtype not in quantized_linear.types(precision, device):
                 continue
             self._left.append((module, weight, transposed))
         if not self._left:
             raise ValueError("the model has no weights to draft with in few bits")
         numbers = sum({id(weight): weight.numel() for _, weight, _ in self._left}.values())
-        if numbers * _BYTES[precision] > _MOST_MEMORY * layer_forms.free_memory(model.device):
+        if numbers * _BYTES[precision] > _MOST_MEMORY * layer_forms.free_memory(device):
             raise ValueError("too little memory is free for a copy of the weights in few bits")
         self._head = next((each for each in self._left if each[0] is head), None)
         self._left = [each for each in self._left if each[0] is not head]
@@ -195,7 +194,7 @@ def versions(model: nn.Module) -> int:
     return sum(parameter._version for parameter in model.parameters() if not parameter.is_inference())
 
 
-def _multiply(packed: PackedWeight, module: nn.Module, x: Tensor) -> Tensor:
+def _multiply(packed: _Packed, module: nn.Module, x: Tensor) -> Tensor:
     return quantized_linear.quantized_linear(x, packed, module._parameters.get("bias"))
 
 

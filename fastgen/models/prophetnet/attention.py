@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from fairseq.incremental_decoding_utils import with_incremental_state
+from fairseq.incremental_decoding_utils import FairseqIncrementalState
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
@@ -64,8 +64,7 @@ def distance_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> T
     return torch.where(distance < exact, distance, far)
 
 
-@with_incremental_state
-class NgramSelfAttention(nn.Module):
+class NgramSelfAttention(FairseqIncrementalState, nn.Module):
     """Self-attention of all streams at once.
 
     Args:
@@ -145,7 +144,7 @@ class NgramSelfAttention(nn.Module):
             self._set_input_buffer(incremental_state, saved)
 
     def _get_input_buffer(self, incremental_state: dict[str, Any] | None) -> dict[str, Tensor] | None:
-        return self.get_incremental_state(incremental_state, "attn_state")  # type: ignore[attr-defined]
+        return FairseqIncrementalState.get_incremental_state(self, incremental_state, "attn_state")
 
     def _set_input_buffer(self, incremental_state: dict[str, Any], buffer: dict[str, Tensor]) -> None:
-        self.set_incremental_state(incremental_state, "attn_state", buffer)  # type: ignore[attr-defined]
+        FairseqIncrementalState.set_incremental_state(self, incremental_state, "attn_state", buffer)

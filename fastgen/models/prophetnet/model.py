@@ -27,7 +27,7 @@ class ProphetNetEncoder(FairseqEncoder):
     def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
         self.register_buffer("version", torch.Tensor([3]))
-        dim, pad = embed_tokens.embedding_dim, embed_tokens.padding_idx
+        dim, pad = embed_tokens.embedding_dim, int(dictionary.pad())
         self.padding_idx = pad
         self.max_source_positions = args.max_source_positions
         self.embed_tokens = embed_tokens
@@ -82,7 +82,10 @@ class ProphetNetDecoderLayer(TransformerDecoderLayerBase):
         self._num_buckets = args.num_buckets
         super().__init__(TransformerConfig.from_namespace(args))
         # Its published name, and still the first: states of optimizers are in the order of parameters.
-        self._modules = {"ngram_self_attn": self._modules.pop("self_attn"), **self._modules}
+        self._modules: dict[str, nn.Module | None] = {
+            "ngram_self_attn": self._modules.pop("self_attn"),
+            **self._modules,
+        }
         self.normalize_before = self.need_attn = False
 
     @property
@@ -100,7 +103,7 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
     def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
         self.register_buffer("version", torch.Tensor([3]))
-        dim, pad = embed_tokens.embedding_dim, embed_tokens.padding_idx
+        dim, pad = embed_tokens.embedding_dim, int(dictionary.pad())
         self.ngram = args.ngram
         self.num_buckets = args.num_buckets
         self.relative_max_distance = args.relative_max_distance
@@ -112,11 +115,12 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         self.ngram_input_embed = nn.Embedding(args.ngram, dim)
         self.emb_layer_norm = LayerNorm(dim)
         self.dropout_module = FairseqDropout(args.dropout, module_name=type(self).__name__)
-        self.layers = nn.ModuleList(ProphetNetDecoderLayer(args) for _ in range(args.decoder_layers))
+        layers = [ProphetNetDecoderLayer(args) for _ in range(args.decoder_layers)]
+        self.layers = nn.ModuleList(layers)
         self.output_projection = nn.Linear(dim, len(dictionary), bias=False)
         self.apply(init_bert_params)
-        for layer in self.layers:
-            nn.init.xavier_uniform_(layer.ngram_self_attn.in_proj.weight)
+        for layer in layers:
+            nn.init.xavier_uniform_(layer.self_attn.in_proj.weight)
         if args.share_decoder_input_output_embed:
             self.output_projection.weight = embed_tokens.weight
             store_as(self, {"output_projection.weight": "embed_tokens.weight"})

@@ -31,12 +31,12 @@ def load(model: nn.Module, path: str, load_sep: bool) -> None:
     if not isinstance(state, dict) or not all(name in state for name in names):
         raise ValueError(f"{path} holds no ProphetNet weights: {names[0]} is missing")
     state = dict(state)
-    for part in _PARTS:
-        side = getattr(model, part)
+    sides = {part: getattr(model, part) for part in _PARTS}
+    for part, side in sides.items():
         tokens, positions = f"{part}.embed_tokens.weight", f"{part}.embed_positions.weight"
         state[tokens] = _fit_tokens(state[tokens], side.dictionary, load_sep)
         state[positions] = _fit_positions(state[positions], side.embed_positions.num_embeddings)
-    if model.decoder.embed_tokens is model.encoder.embed_tokens:
+    if sides["decoder"].embed_tokens is sides["encoder"].embed_tokens:
         state["decoder.embed_tokens.weight"] = state["encoder.embed_tokens.weight"]
     model.load_state_dict(state)
 

@@ -64,11 +64,11 @@ def _own(call: Call, module: Any, query: Tensor, state: State) -> tuple[Tensor, 
     return call.extend(module, state, _heads(module, keys), _heads(module, values))
 
 
-def _of_source(call: Call, module: Any, key: Tensor, state: State) -> tuple[Tensor, Tensor]:
+def _of_source(call: Call, module: Any, key: Tensor | None, state: State) -> tuple[Tensor, Tensor]:
     """K and V of the encoder output, made at the first step."""
     layer, is_new = call.layer(module, state)
     if is_new:
-        if key.shape[1] != call.beams.batch:
+        if key is None or key.shape[1] != call.beams.batch:
             raise Unsupported("the encoder output does not have a row for each source")
         layer.extend(_heads(module, module.k_proj(key)).contiguous(), _heads(module, module.v_proj(key)).contiguous())
         if call.is_expanded:

@@ -41,7 +41,6 @@ class Call:
         pad: the token that stands for none.
         attentions: `id` of each attention module whose K/V are kept here.
         initial_capacity: positions to allocate for at first.
-        beams: the sources that are left, and the beam ancestry of their sequences; known from before the first step on.
         is_expanded: whether each sequence has a row of its own. Before, there is one for all sequences of a source.
         prefill: the tokens that every sequence of a source begins with, when they are run at once.
         prefilled: where the K/V of these tokens go while they run.
@@ -54,10 +53,10 @@ class Call:
     pad: int
     attentions: set[int]
     initial_capacity: int
-    beams: Beams | None = None
     prefill: Prefill | None = None
     is_expanded: bool = False
     prefilled: State | None = None
+    _beams: Beams | None = None
     _layers: list[LayerKV] = field(default_factory=list)
     _masks: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _tokens: Tensor | None = None
@@ -68,6 +67,22 @@ class Call:
     def entered(cls, call: Call | None) -> AbstractContextManager[None]:
         """Inside this block `call` is the current one; None for a call of the original code."""
         return held(cls._active, call)
+
+    @property
+    def beams(self) -> Beams:
+        """The sources that are left, and the beam ancestry of their sequences; known from before the first step on.
+
+        Raises:
+            Unsupported: there is no step yet.
+        """
+        if self._beams is None:
+            raise Unsupported("attention of a decoder before its first step")
+        return self._beams
+
+    def begin(self, rows: int) -> None:
+        """The loop begins, with so many rows; further calls change nothing."""
+        if self._beams is None:
+            self._beams = Beams(rows // self.per_input, self.per_input)
 
     def expand(self) -> None:
         """From now on each sequence has a row of its own."""
@@ -124,8 +139,10 @@ class Call:
         """
         self._has_padding |= padding is not None
         if self._has_padding and self._own_mask is None:
-            mask = torch.zeros(self._tokens.shape, dtype=dtype, device=self._tokens.device)
-            self._own_mask = mask.masked_fill_(self._tokens.eq(self.pad), float("-inf"))[:, None, None, :]
+            tokens = self._tokens
+            assert tokens is not None, "outside of a step, the prefix has a mask of its own"
+            mask = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
+            self._own_mask = mask.masked_fill_(tokens.eq(self.pad), float("-inf"))[:, None, None, :]
         return self._own_mask
 
     def source_mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:

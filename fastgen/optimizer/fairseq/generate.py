@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fastgen import counters, interrupts, patching
 from fastgen.decoding import host_memory
-from fastgen.decoding.beams import Beams
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.randomness import RandomState
 from fastgen.ops._library import warn_if_missing
@@ -104,8 +103,7 @@ def reorder_encoder_out(
     call: Call, wrapped: Any, ensemble: Any, encoder_outs: list[Any] | None, new_order: Tensor
 ) -> list[Any]:
     """Wrapper of `EnsembleModel.reorder_encoder_out`: one row per source is enough for the source's K/V."""
-    if call.beams is None:
-        call.beams = Beams(new_order.shape[0] // call.per_input, call.per_input)
+    call.begin(new_order.shape[0])
     return encoder_outs if encoder_outs is not None else []
 
 

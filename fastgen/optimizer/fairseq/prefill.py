@@ -24,9 +24,9 @@ class Prefill:
         self.prefix = prefix
         self.steps = prefix.shape[1]  # of the loop, in which the prefix decides
         self._per_input = per_input
-        # Log-probabilities: of each token of the prefix, [sources, P], and of all tokens behind it, [sources, V].
-        self._of_prefix: Tensor | None = None
-        self._behind: Tensor | None = None
+        # Log-probabilities: of each token of the prefix, [sources, P], and of all tokens behind it, [sources, V]. `run`
+        # finds them.
+        self._of_prefix = self._behind = torch.empty(prefix.shape[0], 0)
 
     @classmethod
     def of(cls, generator: Any, bos: int, prefix: Tensor | None, max_len: int) -> Prefill | None:

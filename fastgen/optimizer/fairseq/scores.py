@@ -123,7 +123,7 @@ def step(
         Scores, words and sequences of the candidates, [sources, candidates] each, the best first.
     """
     _, sequences, words = lprobs.shape
-    if step == 0 or lprobs.dtype is not torch.float32 or lprobs.device.type != "cpu":
+    if step == 0 or scores is None or lprobs.dtype is not torch.float32 or lprobs.device.type != "cpu":
         return NotImplemented
     count = min(candidate_multiple * sequences, sequences * words - 1)  # so that padding is never among them
     best, indices = best_candidates(lprobs.reshape(-1, words), scores[:, :, step - 1], count)

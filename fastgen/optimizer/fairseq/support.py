@@ -82,7 +82,7 @@ def _model_unsupported(model: Any, generator: Any) -> str | None:
         return "a scripted model"
     decoder = getattr(model, "decoder", None)
     kind = next((kind for kind in _KINDS if isinstance(decoder, kind)), None)
-    if kind is None:
+    if decoder is None or kind is None:
         return f"{type(decoder if decoder is not None else model).__name__} is not a Transformer decoder"
     for name in _DECODER_METHODS:
         if getattr(type(decoder), name, None) is not getattr(kind, name, None) or name in vars(decoder):
@@ -98,7 +98,11 @@ def _layer_unsupported(layer: Any, self_attention: type, beam_size: int) -> str 
         return f"{type(layer).__name__} has a forward pass of its own"
     if getattr(layer, "cross_self_attention", False):
         return "self-attention over the source"
-    for attention, expected in ((layer.self_attn, self_attention), (layer.encoder_attn, MultiheadAttention)):
+    attentions: tuple[tuple[Any, type[Any]], ...] = (
+        (layer.self_attn, self_attention),
+        (layer.encoder_attn, MultiheadAttention),
+    )
+    for attention, expected in attentions:
         if attention is None:
             continue
         if type(attention) is not expected or {"forward", "extend"} & vars(attention).keys():

@@ -69,7 +69,7 @@ def _encode(
             encoder = call.model.get_encoder()
             if type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder):
                 groups = _groups(call, encoder, ids, mask, config)
-    if not groups:
+    if not groups or mask is None:
         return wrapped(ids, model_kwargs, model_input_name, config)
     call.has_intervened = True  # until the groups are put together: the library's own encoder could have made that
     result: dict[str, Any] = {}
@@ -127,7 +127,8 @@ def _prefill_groups(
     cache = releases.cache_in(model_kwargs)
     layers = cache.layers  # empty, or none yet
     stored: list[tuple[Tensor, ...]] = []
-    logits = outputs = None
+    logits: Tensor | None = None
+    outputs: Any = None
     for rows, positions in groups:
         part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in _PER_POSITION}
         cache.layers = copy.deepcopy(layers)

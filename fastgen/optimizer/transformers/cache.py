@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import (
@@ -24,19 +24,28 @@ from fastgen.decoding.kv import LayerKV
 from fastgen.decoding.shared import CannotBeCaptured
 
 
+class _Store(Protocol):
+    """A store of K and V of one layer, as a layer of the library's looks at it."""
+
+    @property
+    def length(self) -> int: ...
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class StoredLayer(releases.CacheLayerNames, CacheLayerMixin):
     """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
 
-    def __init__(self, kv: Any) -> None:
+    def __init__(self, kv: _Store) -> None:
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
         self.kv = kv
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # the library only reads it
         return self.kv.read()[0] if self.kv.length else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # the library only reads it
         return self.kv.read()[1] if self.kv.length else None
 
     def lazy_initialization(self, *args: Any) -> None:
@@ -51,6 +60,7 @@ class SharedLayer(StoredLayer):
     """
 
     is_compileable = False
+    kv: LayerKV
 
     def __init__(self, initial_capacity: int, window: int | None = None) -> None:
         super().__init__(LayerKV(initial_capacity, window))
@@ -96,6 +106,7 @@ class StepLayer(StoredLayer):
     is_compileable = True
     is_sliding = False
     is_initialized = True
+    kv: StaticKV
 
     def __init__(self, kv: StaticKV, seen: torch.Tensor | int | Callable[[], torch.Tensor | int]) -> None:
         super().__init__(kv)
@@ -118,7 +129,7 @@ class StepLayer(StoredLayer):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return self.kv.length, 0
 
-    def get_seq_length(self) -> torch.Tensor | int:
+    def get_seq_length(self) -> torch.Tensor | int:  # type: ignore[override]  # as of the library's static layer
         return self._seen() if callable(self._seen) else self._seen
 
     def capacity(self) -> int:
@@ -137,7 +148,7 @@ class StepCache(StaticCache):
     drops_last = True
 
     def __init__(self, layers: list[StepLayer]) -> None:
-        Cache.__init__(self, layers=layers)  # StaticCache's makes layers of its own
+        Cache.__init__(self, layers=[*layers])  # StaticCache's makes layers of its own
 
 
 class StoreInCache:
@@ -160,8 +171,10 @@ class StoreInCache:
         ]
         # From here on nothing can fail: the cache is changed whole or not at all.
         for (part, _, replicate), layers in zip(self._saved, shared, strict=True):
-            part.layers = layers
-            part.layer_class_to_replicate = partial(SharedLayer, initial_capacity) if replicate is not None else None
+            part.layers = [*layers]
+            if replicate is not None:
+                make = partial(SharedLayer, initial_capacity)
+                part.layer_class_to_replicate = make  # type: ignore[assignment]  # the library only calls it
 
     @staticmethod
     def _shared(layer: Any, per_input: int, initial_capacity: int) -> SharedLayer:
@@ -180,7 +193,7 @@ class StoreInCache:
             layer.kv.expand(beams)
 
     def _layers(self) -> Iterator[SharedLayer]:
-        return (layer for part in _parts(self.cache) for layer in part.layers)
+        return (layer for part in _parts(self.cache) for layer in _shared_layers(part.layers))
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Goes on with the given inputs of those that are there, [n] in ascending order."""
@@ -197,7 +210,7 @@ class StoreInCache:
     def hold(self, *stored: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Takes what the captured step has stored, of self- and of cross-attention, for who gets the cache."""
         for part, layers in zip(_parts(self.cache), stored, strict=False):
-            for layer, kv in zip(part.layers, layers, strict=False):
+            for layer, kv in zip(_shared_layers(part.layers), layers, strict=False):
                 layer.kv.hold(*kv)
 
     def restore(self) -> None:
@@ -210,11 +223,20 @@ class StoreInCache:
         shared = [part.layers for part, _, _ in self._saved]
         self.restore()
         for (_, layers, replicate), filled in zip(self._saved, shared, strict=True):
-            for index, layer in enumerate(filled):
-                if index == len(layers):
+            for index, layer in enumerate(_shared_layers(filled)):
+                if replicate is not None and index == len(layers):
                     layers.append(replicate())
+                librarys = layers[index]
+                assert isinstance(librarys, DynamicLayer), "what `unsupported` lets through"
                 if layer.kv.length:
-                    _fill(layers[index], layer.kv)
+                    _fill(librarys, layer.kv)
+
+
+def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer]:
+    """The layers of a cache, or of a part of one, that has the store in it."""
+    shared = [layer for layer in layers if isinstance(layer, SharedLayer)]
+    assert len(shared) == len(layers), "somebody else has put layers into the cache"
+    return shared
 
 
 def _fill(layer: DynamicLayer, kv: LayerKV) -> None:
@@ -231,7 +253,7 @@ def _window(layer: Any) -> int | None:
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
 
-def _parts(cache: Cache) -> list[DynamicCache]:
+def _parts(cache: Cache) -> list[Cache]:
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
@@ -266,7 +288,7 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
         if part.layer_class_to_replicate not in (None, DynamicLayer):
             return f"the cache makes layers of type {part.layer_class_to_replicate.__name__}"
         for layer in part.layers:
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            if type(layer) is not DynamicLayer and type(layer) is not DynamicSlidingWindowLayer:
                 return f"the cache has layers of type {type(layer).__name__}"
             if releases.records_past(layer):
                 return "the cache records its past states"
@@ -278,7 +300,7 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
                 # make up for reading more, and with several, not for a suffix that is longer than the window.
                 if per_input == 1 or to_generate > window:
                     return releases.Usual("more positions than the sliding window")
-            if layer.get_seq_length() == 0:
+            if layer.keys is None or layer.values is None or layer.get_seq_length() == 0:
                 continue
             if type(layer) is DynamicSlidingWindowLayer:
                 return "the cache passed in has a sliding window"
@@ -297,18 +319,19 @@ def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
 
 
 def cache_of(
-    own: list[StaticKV],
-    cross: list[StaticKV],
-    seen: torch.Tensor,
+    own: Sequence[StaticKV],
+    cross: Sequence[StaticKV],
+    seen: torch.Tensor | int,
     of_rows: Callable[[], torch.Tensor] | None = None,
 ) -> Cache:
     """A cache with layers of self-attention and of cross-attention, which may be none; `seen` as of `StepLayer`.
 
     With `of_rows` that is what positions are computed from. Masks are made for the longest row, whose `seen` is.
     """
-    cache = StepCache([StepLayer(kv, seen if of_rows is None else of_rows) for kv in own])
+    cache: Cache = StepCache([StepLayer(kv, seen if of_rows is None else of_rows) for kv in own])
     if cross:
-        cache = EncoderDecoderCache(cache, StepCache([StepLayer(kv, partial(_prefix_capacity, kv)) for kv in cross]))
+        of_source = StepCache([StepLayer(kv, partial(_prefix_capacity, kv)) for kv in cross])
+        cache = EncoderDecoderCache(cache, of_source)
     if of_rows is not None:
         setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: seen)
     return cache

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
@@ -41,7 +41,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 # Activations that pass over their input operation by operation, and the one operation that they are.
-_ACTIVATIONS = {NewGELUActivation: _gelu_tanh}
+_ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {NewGELUActivation: _gelu_tanh}
 
 
 def fast_layers(model: Any) -> FastLayers:

@@ -43,8 +43,7 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
     )
 
 
-def _compaction(model: Any = None) -> BatchCompaction | None:
-    call = Call.current(model)
+def _compaction(call: Call | None) -> BatchCompaction | None:
     return call.compaction if call is not None and patching.is_active() else None
 
 
@@ -53,7 +52,7 @@ def prepare_inputs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
     if releases.has_former_names(kwargs):  # of a model's own, which calls this one
         wrapped = patching.on_behalf(wrapped)
     inputs = wrapped(*args, **kwargs)
-    compaction = _compaction(model)
+    compaction = _compaction(Call.current(model))
     return inputs if compaction is None else compaction.select(inputs)
 
 
@@ -70,16 +69,17 @@ def update_kwargs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[
 def stopping_criteria(wrapped: Any, criteria: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Wrapper of `StoppingCriteriaList.__call__`."""
     done = wrapped(*args, **kwargs)
-    compaction = _compaction()
-    if compaction is not None and not compaction.note_criteria(criteria, done):
-        Call.current().compaction = None  # from the first step on, before anything has left
+    call = Call.current()
+    compaction = _compaction(call)
+    if call is not None and compaction is not None and not compaction.note_criteria(criteria, done):
+        call.compaction = None  # from the first step on, before anything has left
     return done
 
 
 def early_stop(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Wrapper of `GenerationMixin._check_early_stop_heuristic`, which ends each step of a beam search."""
     may_improve = wrapped(*args, **kwargs)
-    compaction = _compaction()
+    compaction = _compaction(Call.current())
     if compaction is not None and {"is_sent_finished", "beam_scores", "early_stopping"} <= kwargs.keys():
         compaction.note_search(may_improve, kwargs["is_sent_finished"], kwargs["beam_scores"], kwargs["early_stopping"])
     return may_improve

@@ -138,7 +138,8 @@ def rows_depend_on_each_other(model: Any) -> bool:
     """Whether what the model says of one input depends on which others are in the batch, or on how long they are."""
     holders = {}
     for module in model.modules():
-        kind, own = type(module), vars(module)
+        kind: type = type(module)
+        own = vars(module)
         if kind.__module__.startswith("torch.ao."):
             return True  # dynamically quantised layers have one scale for all rows
         if not _COUPLING.isdisjoint(own) or _class_has(kind, *_COUPLING):

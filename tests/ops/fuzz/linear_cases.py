@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops.linear import grouped as grouped
+from fastgen.ops.linear import choose, grouped
 from tests.ops import quantized_reference
 from tests.ops.fuzz import cases
 from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, same, size, untouched
@@ -59,29 +59,20 @@ def _several(rng: random.Random, make: Any) -> list[Any]:
     return [make() for _ in range(rng.choice((1, 1, 2, 3)))]
 
 
-@of("pack_linear")
-def pack_linear(rng: random.Random) -> Case:
-    weight = _weight(rng, size(rng, 100, 0), size(rng, 100))
-    outputs, inputs = weight.shape
-
-    def check(args: list[Any], packed: Tensor) -> None:
-        lines = packed.transpose(1, 2).reshape(-1, inputs)
-        same(lines[:outputs], weight.contiguous())
-        assert not lines[outputs:].any()
-
-    return Case([weight], check)
+@of("instruction_set")
+def instruction_set(rng: random.Random) -> Case:
+    return Case([], lambda args, found: choose.Isa(found))
 
 
-@of("packed_linear", "streamed_linear")
-def linear(rng: random.Random, name: str) -> Case:
+@of("streamed_linear")
+def linear(rng: random.Random) -> Case:
     x, inputs, outputs = _layer(rng)
     weight, bias = _weight(rng, outputs, inputs), maybe(rng, torch.randn(outputs))
     wanted = _product(x, weight, bias)
-    given = [x, _ops.pack_linear(weight), bias, outputs] if name == "packed_linear" else [x, weight, bias]
-    return Case(given, lambda args, y: near(y, wanted, 2e-5))
+    return Case([x, weight, bias], lambda args, y: near(y, wanted, 2e-5))
 
 
-@of("streamed_linear_out", "folded_linear_out", "dot_linear_out", "split_linear_out")
+@of("streamed_linear_out", "dot_linear_out", "split_linear_out")
 def linear_out(rng: random.Random, name: str) -> Case:
     dtype = rng.choice(_FLOATING) if name == "dot_linear_out" else torch.float32
     x, inputs, outputs = _layer(rng, dtype)
@@ -92,7 +83,7 @@ def linear_out(rng: random.Random, name: str) -> Case:
     return Case(given, lambda args, _: near(args[0], wanted, tolerance), refused)
 
 
-@of("streamed_linears_out", "folded_linears_out", "dot_linears_out")
+@of("streamed_linears_out", "dot_linears_out")
 def linears_out(rng: random.Random, name: str) -> Case:
     dtype = rng.choice(_FLOATING) if name == "dot_linears_out" else torch.float32
     x, inputs, _ = _layer(rng, dtype)
@@ -119,8 +110,6 @@ def _weights_of(
         return _weight(rng, outputs, inputs), bias
     if dtype is torch.float32 and by_inputs and min(outputs, inputs) > 1:  # so that the strides say it
         return torch.randn(inputs, outputs).t(), bias
-    if dtype is torch.float32:
-        dtype = rng.choice(_FLOATING)
     return rows_apart(torch.randn(outputs, inputs).to(dtype), rng), bias
 
 

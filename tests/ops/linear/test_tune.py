@@ -135,7 +135,7 @@ def test_a_run_gives_the_profile_that_chooses(cache: Path, capsys: pytest.Captur
     (machine, profile), *others = json.loads(cache.read_text()).items()
     assert machine == choose.machine(isa) and not others
     assert set(profile) == {"float32 rows", "float32 columns", "float32 panels", "bfloat16 rows", "float16 rows"}
-    assert choose.backend() == f"the profile of this machine, {isa.name}"
+    assert choose.backend().startswith("a profile of this machine (")
     for name, row in profile.items():
         key = choose._key(name)
         for m in (1, 2, 9, 10, 30, 1000):

@@ -79,7 +79,7 @@ def _from_numpy() -> list[Any]:
     """Scalars, as in losses and learning rates, and arrays. NumPy 2 has moved what makes them."""
     found: list[Any] = [numpy.dtype, numpy.ndarray, *_classes("numpy.dtypes")]
     for value in (numpy.float64(0), numpy.zeros(0)):
-        function = value.__reduce__()[0]
+        function: Any = value.__reduce__()[0]
         found += [(function, f"{package}.multiarray.{function.__name__}") for package in ("numpy.core", "numpy._core")]
     return found
 

@@ -54,7 +54,7 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target) if finder is not self else None
             if spec is not None and hasattr(spec.loader, "get_code"):
-                spec.loader = _Loader(spec.loader)
+                spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # a proxy of one
                 return spec
         return None
 
@@ -63,8 +63,9 @@ class _Loader(wrapt.ObjectProxy):
     """The module's own loader, but `import dataclasses` gives the module `_for_configs`."""
 
     def exec_module(self, module: ModuleType) -> None:
-        loader = self.__wrapped__
-        module.__loader__ = module.__spec__.loader = loader  # type: ignore[union-attr]
+        loader = module.__loader__ = self.__wrapped__
+        if module.__spec__ is not None:
+            module.__spec__.loader = loader
         names = vars(module)
         names["__builtins__"] = {**vars(builtins), "__import__": _import}
         try:
@@ -92,7 +93,7 @@ def _dataclass(cls: Any = None, /, **options: Any) -> Any:
 def _hash_by_identity(cls: type) -> None:
     # A hash of its own is one that the decorator, which comes afterwards, leaves alone.
     if "__hash__" not in vars(cls):
-        cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+        cls.__hash__ = object.__hash__  # type: ignore[assignment]  # taken for that of an instance
 
 
 _for_configs = ModuleType("dataclasses")

@@ -121,7 +121,7 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None or not spec.has_location or not _is_example(spec.origin):
             return None
-        spec.loader = _Loader(spec.loader)
+        spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # a proxy of one
         return spec
 
 
@@ -182,7 +182,7 @@ def _value(node: ast.expr) -> tuple[Any, int]:
             values, items = _values(elements)
             return _CONTAINERS[type(node)](values), items
         case ast.Dict(keys=keys, values=elements) if None not in keys:
-            names, count = _values(keys)  # type: ignore[arg-type]
+            names, count = _values(key for key in keys if key is not None)
             values, items = _values(elements)
             return dict(zip(names, values, strict=True)), count + items
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:

@@ -72,7 +72,8 @@ class Decoding:
     """One call with a captured step, after its prefill."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
-        self._call, self._model = call, call.model
+        assert call.store is not None, "the prefill was accelerated"
+        self._call, self._model, self._store = call, call.model, call.store
         self._config = arguments["generation_config"]
         self._processors = arguments["logits_processor"]
         self._per_input = max(self._config.num_beams, self._config.num_return_sequences)
@@ -195,15 +196,14 @@ class Decoding:
         sequences = search.results(*count)
         if not config.return_dict_in_generate:
             return sequences
-        store = self._call.store
         if self._call.returns_cache:
-            store.hold(*step.stored())
+            self._store.hold(*step.stored())
         found: dict[str, Any] = {name: tuple(kept) for name, kept in self._kept.items()}
         if isinstance(search, BeamSearch):
             found["beam_indices"] = search.result_indices(*count)
             found["sequences_scores"] = search.result_scores(*count) if config.output_scores else None
         output = _OUTPUTS[isinstance(search, BeamSearch), self._model.config.is_encoder_decoder]
-        return output(sequences=sequences, **releases.with_cache(store.cache), **found)
+        return output(sequences=sequences, **releases.with_cache(self._store.cache), **found)
 
     def _keep(self, made: dict[str, Tensor]) -> None:
         for name, tensor in made.items():
@@ -315,7 +315,7 @@ class Decoding:
         """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
         self._has_released = True
         self._calls.end()
-        self._call.store.release()
+        self._store.release()
         self._prompt.own.clear()
         self._prompt.cross.clear()
 
@@ -354,13 +354,16 @@ class Decoding:
         return found if self._prompt.cross else found._replace(source=self._needed.source)
 
     def _new_step(self) -> CapturedStep:
-        made = None
-        if self._key.processors is not None:
-            vocabulary = self._prompt.logits.shape[-1]
-            bucket = processors.Bucket(self._model.device, self._key.batch, self._key.per_input, vocabulary)
-            made = [processors.captured(processor, bucket, self._lengths) for processor in self._processors]
-            if None in made:
+        if self._key.processors is None:
+            return self._step_with(None)
+        vocabulary = self._prompt.logits.shape[-1]
+        bucket = processors.Bucket(self._model.device, self._key.batch, self._key.per_input, vocabulary)
+        made: list[CapturedProcessor] = []
+        for processor in self._processors:
+            captured = processors.captured(processor, bucket, self._lengths)
+            if captured is None:
                 raise CannotBeCaptured("a processor does not fit into its buffers")
+            made.append(captured)
         return self._step_with(made)
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> CapturedStep:
@@ -378,7 +381,7 @@ class Decoding:
     def _make_prompt(self) -> Prompt:
         tokens = self._input_ids[:: self._per_input]
         inputs, length = tokens.shape
-        own, cross = layers_of(self._call.store.cache)
+        own, cross = layers_of(self._store.cache)
         self._windows = [layer.window for layer in own]
         if not all(layer.kv.length for layer in own):
             raise CannotBeCaptured("a layer of the cache that the model does not use")

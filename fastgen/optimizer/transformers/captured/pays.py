@@ -46,7 +46,7 @@ class Ledger:
         self.eager: dict[int, float] = {}
         self.replayed: dict[int, float] = {}
         self._spent: Counter[Key] = Counter()  # steps of calls of a key that had no recording
-        self._idled: Counter[Key] = Counter()  # seconds that rows have idled in calls of a key
+        self._idled: dict[Key, float] = {}  # seconds that rows have idled in calls of a key
         self._tokens: float | None = None  # of calls that may end at any token, on the average
 
     @classmethod
@@ -90,7 +90,7 @@ class Ledger:
             return None
         if records:
             steps = max(certain, self._expected(most))
-            lost = self._idled[key] + steps * self._idle(key.rows, larger.rows)
+            lost = self._idled.get(key, 0.0) + steps * self._idle(key.rows, larger.rows)
             return larger if lost < self.recording else None
         eager = self.eager.get(min(self.eager, key=lambda rows: abs(rows - key.rows), default=0))
         return larger if eager is not None and self.replayed[larger.rows] < eager else None
@@ -98,7 +98,7 @@ class Ledger:
     def note_idle(self, key: Key, larger: Key, steps: int) -> None:
         """A call of `key` has made so many steps of `larger`."""
         caches.limit(self._idled)
-        self._idled[key] += steps * self._idle(key.rows, larger.rows)
+        self._idled[key] = self._idled.get(key, 0.0) + steps * self._idle(key.rows, larger.rows)
 
     def _idle(self, rows: int, larger: int) -> float:
         """Seconds that the rows more take in a step: at the most, as a step reads all weights whatever its rows."""

@@ -201,8 +201,8 @@ def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> _Signed:
     if not hasattr(processor, releases.GROUPED_BIASES):
         # Releases that go through the sequences one by one compare their whole length with that of the input.
         return _Signed((rewritten.SequenceBias, tuple(items), 1))
-    lengths = list(dict.fromkeys(len(sequence) for sequence, _ in items))
-    return _Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: lengths.index(len(item[0])))), 0))
+    groups = list(dict.fromkeys(len(sequence) for sequence, _ in items))
+    return _Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: groups.index(len(item[0])))), 0))
 
 
 def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep: Any) -> _Signed:

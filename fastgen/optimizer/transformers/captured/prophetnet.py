@@ -15,6 +15,9 @@ from transformers.models.prophetnet.modeling_prophetnet import compute_relative_
 from fastgen import releases
 from fastgen.decoding.captured.symbolic_length import SymbolicLength
 
+# What the positions of a step carry: the buckets of all layers.
+_BUCKETS = "_fastgen_buckets"
+
 
 def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `ProphetNetPositionalEmbeddings.forward(inputs_shape, device, ...)`, with a K/V cache."""
@@ -29,12 +32,12 @@ def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: di
 
 def attend(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `ProphetNetNgramSelfAttention.forward`, whose arguments the decoder passes by name."""
-    cache, position_ids = releases.cache_in(kwargs), kwargs.get("position_ids")
+    cache = releases.cache_in(kwargs)
     length = cache.get_seq_length() if cache is not None else None
     if isinstance(length, SymbolicLength):
         rows = kwargs["hidden_states"].shape[0]
         keys = cache.get_mask_sizes(1, module.layer_idx)[0]
-        kwargs = {**kwargs, **_buckets(module, position_ids, rows, keys)}
+        kwargs = {**kwargs, **_buckets(module, kwargs["position_ids"], rows, keys)}
     return wrapped(*args, **kwargs)
 
 
@@ -44,7 +47,7 @@ def _buckets(module: Any, position_ids: Tensor, rows: int, keys: int) -> dict[st
     That of a position behind the step's is the one of its own, as it is that of the predicting streams' own position.
     All layers have the same; they go with the tensor that all layers get.
     """
-    found = getattr(position_ids, "_fastgen_buckets", None)
+    found = getattr(position_ids, _BUCKETS, None)
     if found is None:
         relative_positions = torch.arange(keys + 1, device=position_ids.device) - position_ids
         main, predicting = (
@@ -55,5 +58,5 @@ def _buckets(module: Any, position_ids: Tensor, rows: int, keys: int) -> dict[st
             "main_relative_position_buckets": main.expand(rows, 1, -1),
             "predict_relative_position_buckets": predicting.expand(rows, 1, -1),
         }
-        position_ids._fastgen_buckets = found  # type: ignore[attr-defined]
+        setattr(position_ids, _BUCKETS, found)
     return found

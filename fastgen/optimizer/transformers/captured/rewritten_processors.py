@@ -133,7 +133,7 @@ class _AtSomePositions(_OfTokens):
         self._when = when
         self._bound = torch.zeros((), dtype=torch.int64, device=bucket.device)
 
-    def refresh(self, tokens: tuple[int, ...], bound: int) -> bool:  # type: ignore[override]
+    def refresh(self, tokens: tuple[int, ...], bound: int) -> bool:
         if not self._take(tokens):
             return False
         self._bound.fill_(bound)
@@ -220,7 +220,7 @@ class RepetitionPenalty(CapturedProcessor):
             counts = counts & (positions - step.start >= ignored.unsqueeze(1))
         return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
 
-    def refresh(self, penalty: float, ignored: Tensor | None) -> bool:  # type: ignore[override]
+    def refresh(self, penalty: float, ignored: Tensor | None) -> bool:
         if ignored is not None and not self._ignored_rows.refill(ignored):
             return False
         self._penalty.fill(penalty)
@@ -252,7 +252,7 @@ class EncoderRepetitionPenalty(_EncoderTokens):
         super().__init__(bucket, width)
         self._penalty, self._all_rows = _Number(bucket), all_rows
 
-    def refresh(self, tokens: Tensor, penalty: float) -> bool:  # type: ignore[override]
+    def refresh(self, tokens: Tensor, penalty: float) -> bool:
         self._penalty.fill(penalty)
         return super().refresh(tokens)
 
@@ -276,7 +276,7 @@ class LengthPenalty(_OfTokens):
         self._start = torch.zeros((), dtype=torch.int64, device=bucket.device)
         self._factors = torch.zeros(steps, dtype=torch.float32, device=bucket.device)
 
-    def refresh(self, tokens: tuple[int, ...], start: int, factor: float) -> bool:  # type: ignore[override]
+    def refresh(self, tokens: tuple[int, ...], start: int, factor: float) -> bool:
         if not self._take(tokens):
             return False
         self._start.fill_(start)
@@ -414,7 +414,7 @@ class Eta(CapturedProcessor):
         self._epsilon = torch.zeros((), device=bucket.device)
         self._filter_value, self._keep = filter_value, keep
 
-    def refresh(self, epsilon: Tensor) -> bool:  # type: ignore[override]
+    def refresh(self, epsilon: Tensor) -> bool:
         self._epsilon.copy_(epsilon)
         return True
 

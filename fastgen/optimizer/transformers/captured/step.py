@@ -161,7 +161,7 @@ class CapturedStep:
         sizes_of_kept = key.rows, prompt.logits.shape[-1]
         self._kept = {name: torch.zeros(sizes_of_kept, dtype=torch.float32, device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
-        self._stops: Tensor | None = None
+        self._stops = torch.zeros(0, dtype=torch.bool, device=device)
         self._flag = graph.LateFlag(device, 0 if key.waits_for_host else _LATE)
         self._start = 0  # where the sequences begin in their buffers
         # Of the call: its inputs, and the positions that the prefill has stored in each layer.
@@ -175,8 +175,8 @@ class CapturedStep:
     def _new_search(self, *sizes: Any, samples: bool, growing: Growing | None) -> BeamSearch | RowSearch:
         if self.key.early_stopping is None:
             return RowSearch(*sizes, samples=samples, growing=growing)
-        options = {"samples": samples, "sorts": samples and releases.sorts_drawn_candidates(), "growing": growing}
-        return BeamSearch(*sizes, early_stopping=self.key.early_stopping, **options)
+        sorts, stops = samples and releases.sorts_drawn_candidates(), self.key.early_stopping
+        return BeamSearch(*sizes, early_stopping=stops, samples=samples, sorts=sorts, growing=growing)
 
     @property
     def is_captured(self) -> bool:
@@ -238,6 +238,7 @@ class CapturedStep:
             if (width := self._width_of(name)) != buffer.shape[1]:
                 larger = buffer.new_zeros(len(buffer), width)
                 larger[:, : buffer.shape[1]] = buffer
+                assert self._growing is not None, "a key without sizes is one of buffers that grow"
                 self._growing.exchange(buffer, larger)
         self._move_bounds()
         if not self.follows:
@@ -272,12 +273,13 @@ class CapturedStep:
             raise ValueError("inputs of this step can only begin together")
         # First: it refuses what does not fit, and nothing has been changed then.
         self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, inputs=inputs, **options)
-        for kv, stored in zip(self._own, prompt.own, strict=True):
-            dropped = prompt.stored - stored[0].shape[2]
-            span = ((bound - dropped).clamp(min=0) for bound in prompt.span)
-            kv.load(*stored, *span, at_end=not self.key.source_in_front, inputs=inputs)
-        for kv, stored in zip(self._cross, prompt.cross, strict=True):
-            kv.load(*stored, *prompt.cross_span, at_end=False, inputs=inputs)
+        for kv, (keys, values) in zip(self._own, prompt.own, strict=True):
+            dropped = prompt.stored - keys.shape[2]
+            starts, ends = ((bound - dropped).clamp(min=0) for bound in prompt.span)
+            kv.load(keys, values, starts, ends, at_end=not self.key.source_in_front, inputs=inputs)
+        for kv, (keys, values) in zip(self._cross, prompt.cross, strict=True):
+            assert prompt.cross_span is not None, "what is stored of the encoder's output has a span"
+            kv.load(keys, values, *prompt.cross_span, at_end=False, inputs=inputs)
         for name, buffer in self._inputs.items():
             self._fill(name, buffer.view(key.batch, key.per_input, -1)[inputs].flatten(0, 1), prompt.tensors[name])
         if inputs == slice(None):
@@ -429,7 +431,7 @@ class CapturedStep:
             self.search.running_tokens[:rows, end] = self.search.tokens.view(-1)[:rows] = self._last
             self._last = None
 
-    def _capture(self, part: Callable[[], None]) -> graph.Graph | Program:
+    def _capture(self, part: Callable[[], object]) -> graph.Graph | Program:
         if self._growing is not None:
             self._growing.lengths = self._lengths_in_positions()
         made = graph.new(self.device, self._growing)
@@ -458,9 +460,9 @@ class CapturedStep:
         self._state.take_over(other._state, rows)
         self._measure()
         for name, buffer in self._inputs.items():
-            old = other._inputs[name][rows]
+            given = other._inputs[name][rows]
             buffer.zero_()
-            buffer[:, : old.shape[1]] = old
+            buffer[:, : given.shape[1]] = given
             if self._grows(name):
                 self._extend(buffer)
         self._most_new = max(self._most_new, other._most_new)

@@ -62,7 +62,8 @@ class _Model:
         self.names = list(inspect.signature(type(model).forward).parameters)[1:]
         stacks = [(module, way) for module in model.modules() if (way := way_of(module)) is not None]
         only_encodes = len(stacks) == 1 and "decoder_input_ids" not in self.names
-        self._stack, self.way = (weakref.ref(stacks[0][0]), stacks[0][1]) if only_encodes else (lambda: None, "")
+        self._stack: Callable[[], Any] = weakref.ref(stacks[0][0]) if only_encodes else lambda: None
+        self.way = stacks[0][1] if only_encodes else ""
         self.reading: dict[Hashable, str] = {}
         self.sees_embeddings: set[Hashable] = set()
         self.gives_states = model.base_model is model
@@ -301,7 +302,7 @@ def _padding_mask(given: dict[str, Any]) -> Tensor | None:
 def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor, padding: str) -> str | None:
     """Why a call with padding is left to the original code."""
     config, values = model.config, given["attention_mask"]
-    inputs = [given.get(name) for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
+    inputs = [given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
     if len(inputs) != 1 or inputs[0].shape[: values.dim()] != values.shape or inputs[0].device.type != "cpu":
         return "inputs that are not a token for each number of the mask"
     if values.dtype is not torch.bool and not bool(((values == 0) | (values == 1)).all()):

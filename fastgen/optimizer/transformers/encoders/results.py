@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -57,7 +58,7 @@ def _mapped(part: Any, function: Callable[[Tensor], Tensor], seen: set[int]) -> 
     if isinstance(part, list):
         _put(part, dict(enumerate(part)), part.__setitem__, function, seen)
     elif isinstance(part, Mapping):
-        _put(part, dict(part), lambda *entry: part.__setitem__(*entry), function, seen)  # type: ignore[attr-defined]
+        _put(part, dict(part), partial(_set_item, part), function, seen)
     elif (attributes := _attributes(part)) is not None:
         _put(part, attributes, lambda *entry: setattr(part, *entry), function, seen)
     else:
@@ -84,6 +85,10 @@ def _put(
                 put(name, made)
             except (AttributeError, TypeError) as error:
                 raise Unknown(f"a result of type {type(owner).__name__} that cannot be changed") from error
+
+
+def _set_item(owner: Any, name: Any, made: Any) -> None:
+    owner[name] = made
 
 
 def _attributes(part: Any) -> dict[str, Any] | None:

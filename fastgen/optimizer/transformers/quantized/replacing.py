@@ -117,9 +117,9 @@ class Replaced:
 
     def dequantize(self, model: Any, dtype: torch.dtype | str) -> None:
         """Puts plain layers with the same weights, in this dtype, in their place, tied as they were."""
-        if isinstance(dtype, str):  # as the library notes it in a configuration
-            dtype = getattr(torch, dtype)
-        self._unpack(model, list(quantized_layers(model)), dtype)
+        # A name is what the library notes in a configuration.
+        kind: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self._unpack(model, list(quantized_layers(model)), kind)
 
     def unpack(self, model: Any, layers: Collection[nn.Module]) -> None:
         """The same for some of them, and those that have their weights."""

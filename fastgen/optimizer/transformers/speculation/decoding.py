@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from fastgen import counters, releases, settings
 from fastgen.decoding.beams import rows_of
@@ -197,7 +197,8 @@ class SpeculativeDecoding(Decoding):
         As in the library, an encoder of its own: it may be another one than that of this model.
         """
         config = call.model.config.get_text_config(decoder=True)
-        kwargs, cache = dict(self._model_kwargs), DynamicCache(config=config)
+        kwargs = dict(self._model_kwargs)
+        cache: Cache = DynamicCache(config=config)
         if source is not None:
             # Of sounds there is no mask, and of tokens one that the library has made where none was given.
             masks = {
@@ -316,12 +317,12 @@ class SpeculativeDecoding(Decoding):
         return step
 
     def _make_positions(self, rows: int) -> Positions:
-        put = None if self._streamer is None else self._put
+        put = None if self._streamer is None else partial(self._put, self._streamer)
         return Positions(rows, self._stops if self._criteria else None, put, bool(self._eos), self._records())
 
-    def _put(self, tokens: Tensor) -> None:
+    def _put(self, streamer: Any, tokens: Tensor) -> None:
         with self._users():
-            self._streamer.put(tokens)
+            streamer.put(tokens)
 
     def _follow(self, step: SpeculativeStep) -> Progress:
         """The first token has been chosen, or a check is done."""
@@ -347,12 +348,13 @@ class SpeculativeDecoding(Decoding):
         limit = self._prompt.new_tokens + step.search.prompt_capacity - 1
         most = limit - decisive(lengths[row] for row in rows)
         available = self._draft.available(step, rows, min(most, step.key.width - 1))
-        if step.key.draft.is_ragged:  # what a row cannot use is for others
+        is_ragged = step.key.draft.is_ragged
+        if available is not None and is_ragged:  # what a row cannot use is for others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
         self._length = drafted = pace.choose(step, rows, most, available)
         before = time.perf_counter()
         if drafted:
-            if step.key.draft.is_ragged:
+            if available is not None and is_ragged:
                 self._draft.cut(pace.shares(step, rows, available, drafted))
             self._start(step, partial(self._draft.propose, step, self._model, drafted))
         self._start(step, partial(step.check, self._model, drafted))
@@ -395,11 +397,10 @@ class Assistant(Decoding):
     def begin(self, kept: AssistantStep | None, of: SpeculativeStep) -> AssistantStep:
         """Its step on the sequences of another one: the one that is kept, if it fits."""
         self._of = of
-        if kept is None or kept.key != self._key:
-            kept = self._new_step()
-        assert isinstance(kept, AssistantStep), "what `_step_with` makes"
-        kept.begin(self._prompt, self._fill())
-        return kept
+        step = kept if kept is not None and kept.key == self._key else self._new_step()
+        assert isinstance(step, AssistantStep), "what `_step_with` makes"
+        step.begin(self._prompt, self._fill())
+        return step
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> AssistantStep:
         return AssistantStep(self._key, self._prompt, made, self._sizes(), self._of)

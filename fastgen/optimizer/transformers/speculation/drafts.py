@@ -38,7 +38,6 @@ class Draft:
     """Drafts tokens for the rows of one call.
 
     Attributes:
-        kind: what of it is frozen in a captured step.
         is_model: it draws its tokens where the model does.
         has_buffers: it works on the step's own buffers, so that there must be no other step later.
         schedule: how many tokens to draft, where the user has said it.
@@ -48,13 +47,17 @@ class Draft:
             whether or not others follow: it takes about as long as a plain call whose step is not recorded.
     """
 
-    kind: Hashable
     is_model = True
     is_prepared = False
     recorded_at_once_from: int | None = None
     schedule: Schedule | None = None
     threshold: float = 0.0
     has_buffers = False
+
+    @property
+    def kind(self) -> Hashable:
+        """What of it is frozen in a captured step."""
+        raise NotImplementedError
 
     def ready(self) -> AbstractContextManager[Any]:
         """To be entered before the call takes its turn: what may wait for calls of other threads, which wait too."""
@@ -152,7 +155,10 @@ class EarlyExitDraft(Draft):
 
     def __init__(self, model: Any, count: int) -> None:
         self._base, self._count = getattr(model, model.base_model_prefix), count
-        self.kind = "early exit", count
+
+    @property
+    def kind(self) -> Hashable:
+        return "early exit", self._count
 
     def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
         for _ in range(count):

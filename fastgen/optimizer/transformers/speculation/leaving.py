@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from fastgen.optimizer.transformers.captured.step import Key
 from fastgen.optimizer.transformers.speculation.pace import costs_of
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, lengths_of
 
-_missed: weakref.WeakKeyDictionary[Any, Counter[Key]] = weakref.WeakKeyDictionary()
+_missed: weakref.WeakKeyDictionary[Any, dict[Key, float]] = weakref.WeakKeyDictionary()
 
 
 def smaller_key(step: SpeculativeStep) -> Key | None:
@@ -71,9 +70,9 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
     if kept is not None:
         rounds = min(tokens, settings.STEPS_OF_A_CALL) * step.key.rows / step.tokens_of(length)
         return saved * rounds > kept.seconds_of_move
-    missed = _missed.setdefault(model, Counter())
+    missed = _missed.setdefault(model, {})
     caches.limit(missed)
-    missed[key] += max(saved, 0.0)  # type: ignore[assignment]
+    missed[key] = missed.get(key, 0.0) + max(saved, 0.0)
     if missed[key] < step.seconds_of_first_runs:
         return False
     del missed[key]  # should the step be dropped, it has to pay again

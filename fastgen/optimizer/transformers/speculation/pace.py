@@ -52,7 +52,8 @@ def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]
 
     Those of checks that have not run for long are left out: what they take follows from the others.
     """
-    verify, draft = {}, {}
+    verify: dict[int, float] = {}
+    draft: dict[int, float] = {}
     for step in steps:
         for part in step.times:
             if (found := step.seconds(part)) is not None and not step.is_old(part):
@@ -217,8 +218,9 @@ class Pace:
 
     def gains(self) -> bool | None:
         """Whether the call has taken less time than a plain one; None if nobody knows, as in one that has measured."""
-        is_known = isinstance(self._chooser, DraftLength) and not self._has_measured
-        return self._chooser.gain >= LEAST_GAIN if is_known else None
+        if not isinstance(self._chooser, DraftLength) or self._has_measured:
+            return None
+        return self._chooser.gain >= LEAST_GAIN
 
     def _is_known(self, step: SpeculativeStep) -> bool:
         """Whether it is known what a round of the first kind takes."""

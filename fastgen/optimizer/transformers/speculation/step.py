@@ -61,7 +61,7 @@ class _Part:
         self._device, self._warms_up = device, warms_up
         self.captured: graph.Graph | Program | None = None
 
-    def __call__(self, function: Callable[[], None]) -> bool:
+    def __call__(self, function: Callable[[], object]) -> bool:
         """Runs it, as `function` while it is not captured; says whether that took as long as it will from now on.
 
         The function is not kept: it has the model, which would never be freed then.
@@ -148,7 +148,13 @@ class SpeculativeStep(CapturedStep):
         if self.has_own_lengths:
             # The step holds the cache: it would never be freed at once if the cache held the step.
             step = weakref.ref(self)
-            return cache_of(own, self._cross, bounded, lambda: step()._lengths_of_rows(state, bounded))
+
+            def lengths_of_rows() -> Tensor:
+                holder = step()
+                assert holder is not None, "a step that runs is there"
+                return holder._lengths_of_rows(state, bounded)
+
+            return cache_of(own, self._cross, bounded, lengths_of_rows)
         return cache_of(own, self._cross, bounded)
 
     @property
@@ -284,7 +290,7 @@ class SpeculativeStep(CapturedStep):
         width = drafted + 1
         self._run_part(width, self._caches[width], lambda: self._check(model, width))
 
-    def _run_part(self, positions: int, cache: Cache, function: Callable[[], None]) -> None:
+    def _run_part(self, positions: int, cache: Cache, function: Callable[[], object]) -> None:
         """In the very first step, where all rows are as long as each other, masks may be looked at.
 
         On a GPU each part runs before it is captured: kernels are compiled then.
@@ -298,7 +304,7 @@ class SpeculativeStep(CapturedStep):
             for kv in kvs:
                 kv.host_may_wait = False
 
-    def _run_and_time(self, positions: int, function: Callable[[], None]) -> None:
+    def _run_and_time(self, positions: int, function: Callable[[], object]) -> None:
         if positions not in self._made:
             self._made[positions] = _Part(self.device, self._is_first or self.device.type != "cpu")
         known = self.times_of(positions)
@@ -437,9 +443,10 @@ class SpeculativeStep(CapturedStep):
             processors: all by default.
         """
         scores, processors = logits.float(), self.processors if processors is None else processors
-        tokens = self._tokens_at(ahead) if processors else None
-        for processor in processors or ():
-            scores = processor(scores, tokens)
+        if processors:
+            tokens = self._tokens_at(ahead)
+            for processor in processors:
+                scores = processor(scores, tokens)
         return scores
 
     def _tokens_at(self, ahead: Tensor | int) -> StepTokens:
