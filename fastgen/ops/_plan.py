@@ -32,8 +32,6 @@ OPERATORS = frozenset(
         "dot_linear_out",
         "dot_linears_out",
         "elementwise",
-        "folded_linear_out",
-        "folded_linears_out",
         "grouped_linear_out",
         "grouped_linears_out",
         "kv_write",

@@ -1,4 +1,4 @@
-// Takes a tensor out of the processor's caches. The schema is defined in fastgen/ops/linear.py.
+// Takes a tensor out of the processor's caches. The schema is defined in fastgen/ops/linear/tune.py.
 #include "checks.h"
 
 #include <torch/csrc/stable/library.h>

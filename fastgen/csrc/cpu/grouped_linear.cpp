@@ -1,4 +1,4 @@
-// Linear layers on weights of 4 or 8 bits in groups. The schemas are defined in fastgen/ops/grouped_linear.py.
+// Linear layers on weights of 4 or 8 bits in groups. The schemas are defined in fastgen/ops/linear/grouped.py.
 //
 // A weight is stored in panels of 32 outputs. A line of a panel holds four inputs of each of its outputs, a byte each, or
 // eight, four bits each: so the instructions that multiply bytes (AVX-512 VNNI and the like) add up as many outputs as a

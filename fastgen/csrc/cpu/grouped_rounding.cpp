@@ -1,5 +1,5 @@
 // Rows and weights that are rounded to 4 or 8 bits in groups of inputs, for the products of grouped_linear.cpp. The schemas
-// are defined in fastgen/ops/grouped_linear.py.
+// are defined in fastgen/ops/linear/grouped.py.
 //
 // Groups of a row and of a weight may be rotated first: both are multiplied with the Hadamard matrix H of the group's size n,
 // and the row with 1 / n, too. Their product stays the same, because H times its transpose is n. A number that is larger than

@@ -2,7 +2,7 @@
 //
 // The codes of a weight become floats in the registers, exactly those of the unpacked weight, and are multiplied with all rows
 // of a tile, which are laid out as in cpu/narrow_linear.cpp. So few rows wait for memory alone, and many rows for multiply-adds
-// alone. The result is that of `packed_linear` with the unpacked weight to the last bit, whatever the number of rows.
+// alone. The result is that of GEMM on the unpacked weight to the last bit, whatever the number of rows.
 #include "float16.h"
 #include "grouped_linear/products.h"
 #include "grouped_linear/target.h"

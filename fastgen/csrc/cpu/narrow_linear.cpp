@@ -1,12 +1,12 @@
 // Linear layers in float32 for the rows of a decoding step, with a weight of 16 bits in panels. The
-// schemas are defined in fastgen/ops/narrow_linear.py.
+// schemas are defined in fastgen/ops/linear/panels.py.
 //
 // A panel holds as many outputs as a vector has floats, for all inputs, in the order of their use. Its numbers are widened
 // in the registers, and each is multiplied with all rows of a tile: so few rows wait for memory alone, which is read as a
 // few streams, and many rows wait for multiply-adds alone. Rows are laid out so that those of an input are next to each
 // other; each thread does that for itself, because what another one has just written takes long to fetch.
 //
-// The result is that of `packed_linear` with the widened weight to the last bit, whatever the number of rows.
+// The result is that of GEMM on the widened weight to the last bit, whatever the number of rows.
 #include "bfloat16.h"
 #include "checks.h"
 #include "float16.h"

@@ -79,6 +79,16 @@ GEMV, GEMM = KERNELS["gemv"], KERNELS["gemm"]
 # What the table calls torch's own product, and the packed copy of 16 bits.
 TORCH, PANELS = "torch", "panels"
 
+# Which kernels serve, those for fewer rows first. In float32, torch's product is none of them: there, the bits of a row
+# depend on the other rows.
+Key = tuple[torch.dtype, Layout]
+SERVE: Mapping[Key, Sequence[str]] = {
+    (torch.float32, Layout.ROWS): ("gemv", "gemm", "bf16x3"),
+    (torch.float32, Layout.COLUMNS): ("gemv", "gemm"),
+    (torch.float32, Layout.PANELS): (PANELS, "gemm", "bf16x3"),
+    (torch.bfloat16, Layout.ROWS): ("gemv", TORCH, "upcast"),
+    (torch.float16, Layout.ROWS): ("gemv", TORCH, "upcast"),
+}
 # Up to how many rows which kernel is the fastest. A row of the table ends with the one for all others.
 Row = Sequence[tuple[float, str]]
 _REST = math.inf
@@ -87,7 +97,6 @@ _FLOAT_ROWS: Row = ((8, "gemv"), (_REST, "gemm"))
 _FLOAT_COLUMNS: Row = ((1, "gemv"), (_REST, "gemm"))
 _FLOAT_PANELS: Row = ((panels.MAX_ROWS, PANELS), (_REST, "gemm"))
 _UPCAST: Row = ((16, "gemv"), (_REST, "upcast"))
-Key = tuple[torch.dtype, Layout]
 TABLE: Mapping[Isa, Mapping[Key, Row]] = {
     Isa.PORTABLE: {},
     Isa.AVX2: {
@@ -209,7 +218,7 @@ def _profile(isa: Isa) -> dict[Key, Row]:
     path = profile_path()
     try:
         found = json.loads(path.read_text())[machine(isa)] if path is not None else {}
-        return {_key(name): _row(row) for name, row in found.items()}
+        return {_key(name): _row(_key(name), row, isa) for name, row in found.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
 
@@ -219,12 +228,19 @@ def _key(name: str) -> Key:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype], Layout(layout)
 
 
-def _row(row: Any) -> Row:
-    """Raises ValueError for what is no row of the table."""
+def _row(key: Key, row: Any, isa: Isa) -> Row:
+    """Raises ValueError for what is no row of the table, or names a kernel that does not serve there."""
     found = [(_REST if most is None else float(most), str(name)) for most, name in row]
-    if not found or found[-1][0] != _REST or any(name not in (*KERNELS, TORCH, PANELS) for _, name in found):
+    if not found or found[-1][0] != _REST or not all(serves(name, key, most, isa) for most, name in found):
         raise ValueError(f"no row of a table: {row!r}")
     return found
+
+
+def serves(name: str, key: Key, m: float, isa: Isa) -> bool:
+    """Whether a kernel of this name serves up to M rows."""
+    if name not in SERVE[key] or (name == "bf16x3" and isa is not Isa.AMX):
+        return False
+    return name != "gemv" or m <= gemv.MAX_ROWS[key[0]]
 
 
 def forget() -> None:

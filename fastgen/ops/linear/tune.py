@@ -24,23 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import choose, gemv, panels
-from fastgen.ops.linear.choose import KERNELS, PANELS, TORCH, Isa, Key, Layout
+from fastgen.ops.linear import choose, panels
+from fastgen.ops.linear.choose import KERNELS, PANELS, SERVE, TORCH, Isa, Key, Layout
 
 # M that are measured, and [N, K] of the weights.
 _ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 128, 256)
 _SHAPES = ((768, 768), (3072, 768), (768, 3072))
 # Rounds of each; bytes of the weights that a round goes through, so that no cache holds them.
 _ROUNDS, _BYTES = 5, 2**25
-# Which kernels serve, those for fewer rows first. In float32, torch's product is none of them: there, the bits of a row
-# depend on the other rows.
-_KEYS: dict[Key, tuple[str, ...]] = {
-    (torch.float32, Layout.ROWS): ("gemv", "gemm", "bf16x3"),
-    (torch.float32, Layout.COLUMNS): ("gemv", "gemm"),
-    (torch.float32, Layout.PANELS): (PANELS, "gemm"),
-    (torch.bfloat16, Layout.ROWS): ("gemv", TORCH, "upcast"),
-    (torch.float16, Layout.ROWS): ("gemv", TORCH, "upcast"),
-}
 Seconds = dict[str, float]
 
 
@@ -56,7 +47,7 @@ def main() -> int:
     print(
         f"Measuring {choose.machine(isa)} with {torch.get_num_threads()} threads: about a minute. Let nothing else run."
     )
-    profile = {_name(key): table(names, measured(key, isa)) for key, names in _KEYS.items()}
+    profile = {_name(key): table(names, measured(key, isa)) for key, names in SERVE.items()}
     for name, row in profile.items():
         print(f"{name:18}", ", ".join(_words(*each) for each in row))
     try:
@@ -73,7 +64,7 @@ def measured(key: Key, isa: Isa) -> dict[int, Seconds]:
     """For each M, the seconds that each kernel takes for one weight of every shape, all shapes together."""
     found: dict[int, Seconds] = {}
     for m in _ROWS:
-        names = [name for name in _KEYS[key] if _is_there(name, key, m, isa)]
+        names = [name for name in SERVE[key] if choose.serves(name, key, m, isa)]
         shapes = [_shortest(names, key, m, *shape) for shape in _SHAPES]
         found[m] = {name: sum(seconds[name] for seconds in shapes) for name in names}
     return found
@@ -130,12 +121,6 @@ def _name(key: Key) -> str:
 
 def _words(most: int | None, name: str) -> str:
     return f"{name} beyond" if most is None else f"{name} up to {most} rows"
-
-
-def _is_there(name: str, key: Key, m: int, isa: Isa) -> bool:
-    if name == "gemv":
-        return m <= gemv.MAX_ROWS[key[0]]
-    return name != "bf16x3" or isa is Isa.AMX
 
 
 @torch.no_grad()

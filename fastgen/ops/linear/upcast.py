@@ -24,17 +24,19 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
     All are of one type, float16 or bfloat16. Where a user lets torch round the operands in float32, it serves none.
     """
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    return is_exact and gemm.is_available() and x.numel() > 0 and _fit(x, weight, bias)
+
+
+def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     others = (weight,) if bias is None else (weight, bias)
     return (
-        all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
-        and x.dtype in _TYPES
-        and torch.get_float32_matmul_precision() == "highest"
+        x.dtype in _TYPES
+        and all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
         and weight.dim() == 2
         and weight.stride(1) == 1
         and x.shape[-1:] == weight.shape[1:]
-        and x.numel() > 0
-        and (bias is None or bias.shape == weight.shape[:1])
-        and gemm.is_available()
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
     )
 
 
@@ -55,7 +57,15 @@ def upcast_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def upcast_gemm_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Writes the result to y, [M, N], for x as [M, K]."""
+    """Writes the result to y, [M, N], for x as [M, K].
+
+    Raises:
+        RuntimeError: shapes, strides or dtypes do not fit together.
+    """
+    if not (
+        x.dim() == y.dim() == 2 and x.shape[0] == y.shape[0] and y.shape[1] == weight.shape[0] and _fit(x, weight, bias)
+    ):
+        raise RuntimeError("upcast_gemm: x must be [M, K], the weight [N, K], the bias [N], of float16 or bfloat16")
     count = max(_BLOCK_BYTES // (4 * weight.shape[1]), _LEAST_OUTPUTS)
     widened = weight.new_empty(min(count, weight.shape[0]), weight.shape[1], dtype=torch.float32)
     for rows, result in zip(x.split(_BLOCK_ROWS), y.split(_BLOCK_ROWS), strict=True):

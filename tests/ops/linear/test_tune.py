@@ -153,10 +153,9 @@ def test_a_run_gives_the_profile_that_chooses(cache: Path, capsys: pytest.Captur
 @needs_kernels
 def test_every_kernel_that_serves_is_measured() -> None:
     for isa in (Isa.AVX2, choose.instruction_set()):
-        for key, names in tune._KEYS.items():
+        for key, names in choose.SERVE.items():
             found = tune.measured(key, isa)
             assert list(found) == [1, 9, 30]
-            assert all(seconds > 0 for each in found.values() for seconds in each.values())
             expected = [name for name in names if name != "bf16x3" or isa is Isa.AMX]
             assert list(found[1]) == expected and list(found[30]) == [name for name in expected if name != "gemv"]
 

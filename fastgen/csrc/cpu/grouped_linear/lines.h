@@ -1,4 +1,4 @@
-// How the codes of a panel lie in memory (fastgen/ops/grouped_linear.py).
+// How the codes of a panel lie in memory (fastgen/ops/linear/grouped.py).
 #pragma once
 
 #include "rows.h"

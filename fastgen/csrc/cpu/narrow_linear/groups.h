@@ -22,7 +22,7 @@ FASTGEN_INLINE Vector load_factor(const void* from, int64_t at, bool is_half) {
 }
 
 // Those of a vector of outputs, `at` the first of them. All of it is exact, but for zeros with scales of many digits, which
-// are not served (fastgen/ops/grouped_linear.py).
+// are not served (fastgen/ops/linear/grouped.py).
 FASTGEN_INLINE Factors load_factors(const Weight& weight, int64_t at) {
   if (weight.multiples != nullptr) {
     const Place of = place(weight, at);
@@ -132,7 +132,7 @@ FASTGEN_INLINE void add_set(const float* x, const uint8_t* set, int64_t apart, c
 }
 
 // sums[kRows][kVectors] += x[inputs][kRows] times outputs of a panel, from `first` on. The products of some inputs are summed
-// among themselves first, in the order in which `packed_linear` sums them: the result has the same bits.
+// among themselves first, in the order in which GEMM on the unpacked weight sums them: the result has the same bits.
 template <int kBits, int kRows, int kVectors>
 FASTGEN_TARGET void tile(const float* x, const Weight& weight, int64_t panel, int64_t first, int64_t apart, int64_t inputs,
                          Vector* sums) {

@@ -62,7 +62,7 @@ FASTGEN_INLINE void add_line(const float* x, const uint8_t* line, int64_t apart,
 }
 
 // sums[kRows][kPanels] += x[inputs][kRows] times kPanels panels, which are `apart`. The products of some inputs are summed
-// among themselves first, in the order in which `packed_linear` sums them: the result has the same bits.
+// among themselves first, in the order in which GEMM on the unpacked weight sums them: the result has the same bits.
 template <class Type, int kRows, int kPanels>
 FASTGEN_TARGET void tile(const float* x, const uint8_t* panel, int64_t apart, int64_t inputs, Vector* sums) {
   static_assert(kDepth % kLineInputs == 0, "sums are of whole lines");
