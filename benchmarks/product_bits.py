@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -46,14 +47,15 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Product]]:
         yield "streamed f32, columns", lambda x: gemm.gemm(x, columns, bias)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16")):
         cast, own = weight.to(dtype), bias.to(dtype)
-        yield f"dot {name}", _where(gemv.serves, gemv.gemv, cast, own, dtype)
+        yield f"dot {name}", _of(gemv.gemv, cast, own, most=gemv.MAX_ROWS[dtype])
         if dtype == torch.float32:
             continue
-        yield f"widened {name}", _where(upcast.serves, upcast.upcast_gemm, cast, own, dtype)
+        yield f"widened {name}", _of(upcast.upcast_gemm, cast, own, least=gemv.MAX_ROWS[dtype] + 1)
         if panels.is_available():
             packed = panels.pack(cast)
             yield f"narrow {name}", lambda x, packed=packed: panels.panels_gemm(x, packed, bias, n)
-    yield "bf16x3", _where(bf16x3.serves, bf16x3.bf16x3_gemm, weight, bias, torch.float32)
+    if bf16x3.is_available():
+        yield "bf16x3", _of(bf16x3.bf16x3_gemm, weight, bias, least=bf16x3.MIN_ROWS)
     for precision in ("bf16", "int8", "int4"):
         if quantized_linear.unavailable(precision) is None:
             kept = quantized_linear.pack(weight, precision, 32)
@@ -67,14 +69,15 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Product]]:
             yield name, partial(grouped.grouped_linear, weight=groups, bias=bias, floats=floats)
 
 
-def _where(
-    serves: Callable[..., bool], product: Callable[..., Tensor], weight: Tensor, bias: Tensor, dtype: torch.dtype
+def _of(
+    product: Callable[..., Tensor], weight: Tensor, bias: Tensor, least: int = 1, most: float = math.inf
 ) -> Product:
+    """The product for `least` to `most` rows, in the weight's type."""
+
     def run(x: Tensor) -> Tensor:
-        cast = x.to(dtype)
-        if not serves(cast, weight, bias):
+        if not least <= x.shape[0] <= most:
             raise NotImplementedError
-        return product(cast, weight, bias)
+        return product(x.to(weight.dtype), weight, bias)
 
     return run
 

@@ -22,22 +22,6 @@ from fastgen.ops.linear import as_rows, with_shape_of
 MIN_ROWS = 8
 
 
-def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is a kernel for these: rows [..., inputs], [outputs, inputs] and [outputs] of float32."""
-    others = (weight,) if bias is None else (weight, bias)
-    return (
-        all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in (x, *others))
-        and weight.dim() == 2
-        and x.shape[-1:] == weight.shape[1:]
-        and x.numel() >= MIN_ROWS * x.shape[-1] > 0
-        and weight.stride(1) == 1
-        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
-        # Where the user allows products of fewer bits, torch has faster ones.
-        and torch.get_float32_matmul_precision() == "highest"
-        and is_available()
-    )
-
-
 def is_available() -> bool:
     """Whether there is a kernel in this process, for this processor."""
     return _library.has_kernel("fastgen::split_linear_out") and _runs(torch.backends.cpu.get_cpu_capability())

@@ -19,21 +19,6 @@ from fastgen.ops.linear import as_rows, with_shape_of
 MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
 
 
-def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is a kernel for these: few rows [..., K], [N, K] and [N], all of one type."""
-    others = (weight,) if bias is None else (weight, bias)
-    return (
-        all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
-        and x.dtype in MAX_ROWS
-        and weight.dim() == 2
-        and x.shape[-1:] == weight.shape[1:]
-        and 0 < x.numel() <= MAX_ROWS[x.dtype] * x.shape[-1]
-        and (weight.stride(1) == 1 or (weight.stride(0) == 1 and x.dtype is torch.float32))
-        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
-        and is_available()
-    )
-
-
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process."""

@@ -19,15 +19,6 @@ _BLOCK_BYTES, _LEAST_OUTPUTS = 2**20, 64
 _BLOCK_ROWS = 1024
 
 
-def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are for it: rows [..., K], [N, K] and [N].
-
-    All are of one type, float16 or bfloat16. Where a user lets torch round the operands in float32, it serves none.
-    """
-    is_exact = torch.get_float32_matmul_precision() == "highest"
-    return is_exact and gemm.is_available() and x.numel() > 0 and _fit(x, weight, bias)
-
-
 def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     others = (weight,) if bias is None else (weight, bias)
     return (
