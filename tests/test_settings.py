@@ -8,6 +8,7 @@ import pytest
 import fastgen
 from fastgen import settings
 from fastgen.pipeline import generate_dataset
+from fastgen.pipeline.generation import Generate
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_a_block_counts_for_threads_in_its_context_and_what_is_changed_in_it_sta
 @pytest.mark.parametrize(("given", "used"), [({}, "fixed"), ({"linear_products": "measured"}, "measured")])
 def test_a_data_set_keeps_what_the_user_has_asked_for(defaults, monkeypatch, given, used):
     fastgen.enable(**given)
-    monkeypatch.setitem(generate_dataset.__globals__, "run", lambda *_: settings.current().linear_products)
+    monkeypatch.setattr(Generate, "run", lambda run: settings.current().linear_products)
     assert generate_dataset("model", "input", "output") == used
 
 

@@ -19,8 +19,8 @@ from fastgen.decoding.captured import graph
 from fastgen.ops import linear
 from fastgen.ops import triton as operators
 from fastgen.pipeline import generate_dataset
-from fastgen.pipeline.loading import load
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.generation.loading import load
 from tests.pipeline import tiny
 from tests.pipeline.children import finished, in_child
 

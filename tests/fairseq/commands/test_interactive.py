@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastgen import patching, settings
+from fastgen.pipeline import RunReport
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import ROOT, both_interactive, configuration, printed
@@ -92,7 +93,7 @@ def test_processes_of_several_gpus_keep_the_options(world, monkeypatch, options)
             products=settings.current().linear_products,
             disabled=os.environ.get("FASTGEN_DISABLE"),
         )
-        return pipeline.Report()
+        return RunReport(seconds=dict.fromkeys(("load", "generate", "finish"), 0.0))
 
     def spawn(fn, args, nprocs, join):
         main, cfg, kwargs = pickle.loads(pickle.dumps(args))
