@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from fastgen import counters, memory, patching
+from fastgen import counters, patching
 from fastgen.counters import CAPTURED_STEP, DRAFTS, GENERATE, Drafts
 from fastgen.decoding.captured import graph
 from fastgen.decoding.randomness import RandomState
@@ -327,10 +328,16 @@ def _peak_memory(device: torch.device) -> Callable[[], int | None]:
         # What earlier calls freed goes back to the system first, or it would hide what this one needs.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
-        resident = memory.entry("/proc/self/status", "VmRSS")
+        resident = psutil.Process().memory_info().rss
     except (OSError, AttributeError):
         return lambda: None  # not Linux with glibc
-    return lambda: max(memory.entry("/proc/self/status", "VmHWM") - resident, 0)
+    return lambda: max(_high_water_mark() - resident, 0)
+
+
+def _high_water_mark() -> int:
+    """Bytes. psutil does not tell it on Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
 def _first_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
+# psutil does not know the limits of containers.
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # The limit of a control group, what it uses, and the part of its statistics that the kernel gives back when asked.
 # First the names of version 2, then those of version 1.
@@ -46,28 +48,17 @@ def free_host_memory() -> int:
     return max(left, 0)
 
 
-def entry(path: str, name: str) -> int:
-    """Bytes that a file such as /proc/meminfo gives for `name`. Raises OSError where there is none."""
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in {path}")
-
-
 @functools.cache
 def processor() -> str:
-    """The processor's name, as the operating system gives it."""
+    """The processor's name, as the operating system gives it, and psutil does not."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
 
 def _available() -> int:
-    with contextlib.suppress(OSError, ValueError):
-        return entry("/proc/meminfo", "MemAvailable")
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        # Nothing tells what is free: assume half of the memory.
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(psutil.Error, OSError):
+        return int(psutil.virtual_memory().available)
     return 2**32
 
 

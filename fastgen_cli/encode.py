@@ -1,20 +1,22 @@
-"""What `fastgen-embed` and `fastgen-classify` have in common."""
+"""`fastgen-embed` and `fastgen-classify`, each with MODEL INPUT OUTPUT: a vector, or labels and scores, for every text
+of a data set.
+
+Exit status: 0 all records done, 1 some were skipped (or the first bad one stopped a --strict run), 2 the run could not
+be set up, 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from fastgen.counters import ENCODER
-from fastgen_cli.options import Parser, add_options
-from fastgen_cli.over_data import ended, run_over_data
-from fastgen_cli.shared import allow_interrupts, interrupts_end, renamed, reported, standard_streams
-
-if TYPE_CHECKING:
-    from fastgen.pipeline.encoding.options import EncodeOptions
+from fastgen.pipeline.encoding import Classify, Embed
+from fastgen.pipeline.run import DataRun
+from fastgen_cli.options import Parser, data_parser, of_the_run
+from fastgen_cli.shared import SETUP, command, fail, renamed, run_over_data
 
 _EPILOG = """\
 inputs:   .txt (or any other name): a text a line; .jsonl, .csv, .tsv, .parquet: --input-column; the name of a data set
@@ -34,56 +36,68 @@ class Command:
     """One of the two commands."""
 
     program: str
+    run: type[DataRun]
     description: str
     outputs: str
     """What is written, for the page of help."""
-    options: type[EncodeOptions]
-    run: Callable[..., Any]
 
 
-def build_parser(command: Command, shows_all: bool = False) -> Parser:
+EMBED = Command(
+    "fastgen-embed",
+    Embed,
+    """\
+Write a vector for every text of a data set, in input order.
+
+  fastgen-embed sentence-transformers/all-MiniLM-L6-v2 texts.txt vectors.npy
+  fastgen-embed sentence-transformers/all-MiniLM-L6-v2 questions.csv vectors.parquet --input-column question
+""",
+    """\
+outputs:  .npy: an array, whose row n is the vector of record n (NaN for a skipped one); .jsonl and .parquet: id, input,
+          vector, input_tokens, truncated, without the skipped records; - is standard output (.jsonl)
+vectors:  are made as the model's sentence-transformers files say (modules.json); without these, of the mean of the
+          tokens' vectors
+""",
+)
+CLASSIFY = Command(
+    "fastgen-classify",
+    Classify,
+    """\
+Write labels and scores for every text of a data set, in input order.
+
+  fastgen-classify distilbert/distilbert-base-uncased-finetuned-sst-2-english reviews.csv labels.csv --input-column text
+  fastgen-classify cross-encoder/ms-marco-MiniLM-L6-v2 pairs.tsv scores.jsonl --input-column query --pair-column passage
+""",
+    """\
+outputs:  .jsonl and .parquet: id, input, label, score, labels, scores, input_tokens, truncated; .csv: id, input, label,
+          score, and with --top-k label_2, score_2, ...; without the skipped records; - is standard output (.jsonl)
+""",
+)
+
+
+def embed(arguments: Sequence[str] | None = None) -> int:
+    """`fastgen-embed MODEL INPUT OUTPUT ...`; returns the exit status."""
+    return command(EMBED.program, arguments, partial(_run, EMBED))
+
+
+def classify(arguments: Sequence[str] | None = None) -> int:
+    """`fastgen-classify MODEL INPUT OUTPUT ...`; returns the exit status."""
+    return command(CLASSIFY.program, arguments, partial(_run, CLASSIFY))
+
+
+def build_parser(of: Command, shows_all: bool = False) -> Parser:
     """The parser. A destination is a field of the command's options."""
-    from fastgen import __version__
-
-    parser = Parser(
-        prog=command.program,
-        usage="%(prog)s MODEL INPUT OUTPUT [options]",
-        description=command.description,
-        epilog=command.outputs + _EPILOG,
-        shows_all=shows_all,
-    )
-    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
-    parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
-    parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
-    parser.add_usual(command.program, partial(build_parser, command), __version__)
-    add_options(parser, command.options)
-    group = parser.add_argument_group("FastGen")
-    group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
-    group.add_argument(
-        "--debug", action="store_true", help=parser.about("show the traceback of an error", is_rare=True)
-    )
-    return parser
+    build = partial(build_parser, of)
+    return data_parser(of.program, of.description, of.outputs + _EPILOG, of.run.options, build, shows_all)
 
 
-def run_command(command: Command, arguments: Sequence[str] | None) -> int:
-    """The command line; returns the exit status."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    with standard_streams(), interrupts_end(command.program):
-        return reported(command.program, lambda: _run(command, words), debug="--debug" in words)
+def _run(of: Command, words: Sequence[str]) -> int:
+    given = vars(build_parser(of).parse_args(renamed(of.program, words)))
+    settings = of.run.options(**of_the_run(given))
+    return run_over_data(of.program, words, of.run(settings), ENCODER)
 
 
-def _run(command: Command, words: Sequence[str]) -> int:
-    import fastgen
-
-    given = vars(build_parser(command).parse_args(renamed(command.program, words)))
-    given.pop("debug", None)
-    if given.pop("no_fastgen", False):
-        fastgen.disable()
-    settings = command.options(**given)
-    report = run_over_data(command.program, words, settings, lambda: command.run(settings, begins=allow_interrupts))
-    if report.truncated:
-        print(
-            f"{command.program}: {report.truncated} of {report.samples} inputs were cut: see --max-length",
-            file=sys.stderr,
-        )
-    return ended(command.program, report, settings, ENCODER)
+if __name__ == "__main__":
+    _COMMANDS = {"embed": embed, "classify": classify}
+    if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
+        sys.exit(fail("python -m fastgen_cli.encode", f"give one of {', '.join(_COMMANDS)}", SETUP))
+    sys.exit(_COMMANDS[sys.argv[1]](sys.argv[2:]))

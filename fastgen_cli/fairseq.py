@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastgen.counters import OF_FAIRSEQ
 from fastgen_cli.shared import (
@@ -26,14 +26,15 @@ from fastgen_cli.shared import (
     acceleration,
     allow_interrupts,
     check_stream,
+    command,
     fail,
-    interrupts_end,
     model_of_its_own,
     renamed,
-    reported,
-    standard_streams,
     timing_line,
 )
+
+if TYPE_CHECKING:
+    from fastgen.pipeline import RunReport
 
 GENERATE, INTERACTIVE, EVAL_LM = "fastgen-generate-for-fairseq", "fastgen-interactive-for-fairseq", "fastgen-eval-lm"
 GENERATE_ANY = "fastgen-generate"
@@ -94,10 +95,12 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
 
 def _is_checkpoint(name: str) -> bool:
     """Whether this names checkpoints, several of them separated as in a search path: files that torch has saved."""
+    paths = [Path(part) for part in name.split(os.pathsep)]
+    if not all(path.suffix in (".pt", ".pth", ".ckpt") and path.is_file() for path in paths):
+        return False
     from fastgen.pipeline.fairseq.files import saved_by_torch
 
-    paths = [Path(part) for part in name.split(os.pathsep)]
-    return all(path.suffix in (".pt", ".pth", ".ckpt") and path.is_file() and saved_by_torch(path) for path in paths)
+    return all(map(saved_by_torch, paths))
 
 
 def _is_data(name: str) -> bool:
@@ -121,8 +124,8 @@ def _dictionaries_of(checkpoint: str) -> str:
 
 def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, output: str, overwrite: bool) -> None:
     """Runs a command of FairSeq's with its lines in a work file, and makes the output from what it printed."""
-    from fastgen.pipeline.fairseq.command import log_to
     from fastgen.pipeline.fairseq.files import Records
+    from fastgen.pipeline.fairseq.run import log_to
 
     check_stream("stdout", output == "-")
     allow_interrupts()
@@ -130,13 +133,13 @@ def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, o
     records = Records(output, overwrite)
     try:
         report = run(cfg, own.postprocess_workers, records.lines, records.keep)
-        records.finish(report.sources)
+        records.finish(report.samples + report.skipped)
     finally:
         if records.close():
             print(f"{GENERATE_ANY}: what was finished is in {records.partial}", file=sys.stderr)
     _summary(cfg, report)
-    if report.score is not None:
-        print(report.score, file=sys.stderr)
+    for note in report.notes:
+        print(note, file=sys.stderr)
     _say_whether_accelerated(cfg)
 
 
@@ -146,9 +149,7 @@ def _command(
     make_parser: Callable[[], argparse.ArgumentParser],
     run: Callable[[Any, argparse.Namespace], None],
 ) -> int:
-    words = sys.argv[1:] if arguments is None else list(arguments)
-
-    def work() -> int:
+    def work(words: Sequence[str]) -> int:
         import fastgen
         from fastgen import settings
         from fastgen.fairseq import missing, silence
@@ -168,8 +169,7 @@ def _command(
             run(cfg, own)
         return DONE
 
-    with standard_streams(), interrupts_end(program):
-        return reported(program, work, debug="--debug" in words)
+    return command(program, arguments, work)
 
 
 def _parse(
@@ -301,22 +301,21 @@ def _evaluate(cfg: Any, own: argparse.Namespace) -> None:
     fairseq.evaluate(cfg)
 
 
-def _summary(cfg: Any, report: Any) -> None:
-    left_out = report.sources - report.sentences
-    if left_out > 0:
+def _summary(cfg: Any, report: RunReport) -> None:
+    if report.skipped > 0:
         print(
-            f"{left_out} of {report.sources} sources were left out: too long, in another shard, or in a last batch "
-            "that fairseq-fixed drops (--required-batch-size-multiple 1 keeps it)",
+            f"{report.skipped} of {report.samples + report.skipped} sources were left out: too long, in another shard, "
+            "or in a last batch that fairseq-fixed drops (--required-batch-size-multiple 1 keeps it)",
             file=sys.stderr,
         )
     if cfg.common_eval.quiet:
         return
-    timing = report.timing
-    rate = 1 / timing.wall if timing.wall else 0.0
+    seconds = report.seconds
     print(
-        f"{report.sentences} sentences, {report.tokens} tokens in {timing.wall:.1f} s: "
-        f"{report.sentences * rate:.2f} sentences/s, {report.tokens * rate:.1f} tokens/s (and {report.load:.1f} s to "
-        f"load)\n{timing_line(timing.waiting_for_input * rate, timing.waiting_for_output * rate, report.finish)}",
+        f"{report.samples} sentences, {report.tokens} tokens in {seconds['generate']:.1f} s: "
+        f"{report.samples_per_second:.2f} sentences/s, {report.tokens_per_second:.1f} tokens/s (and "
+        f"{seconds['load']:.1f} s to load)\n"
+        + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"]),
         file=sys.stderr,
     )
 

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastgen.counters import GENERATE
-from fastgen.pipeline import generation_fields
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.generation import Generate, RunOptions
+from fastgen.pipeline.generation import options as generation_options
 from fastgen_cli import fairseq
-from fastgen_cli.options import Parser, add_options
-from fastgen_cli.over_data import ended, run_over_data
-from fastgen_cli.shared import UsageError, allow_interrupts, interrupts_end, renamed, reported, standard_streams
+from fastgen_cli.options import Parser, data_parser, of_the_run
+from fastgen_cli.shared import UsageError, command, renamed, run_over_data
 
 PROGRAM = "fastgen-generate"
 
@@ -66,34 +65,9 @@ _METAVARS = {"bool": "true|false", "int": "N", "float": "X", "str": "TEXT", "jso
 _WORDS = ("true", "false", "none", "null", "never")
 
 
-class _Parser(Parser):
-    generation: Any  # the group of generation options
-
-
-def build_parser(shows_all: bool = False) -> _Parser:
+def build_parser(shows_all: bool = False) -> Parser:
     """The parser. A destination is a field of `RunOptions`, or with `--` before it one of `GenerationConfig`."""
-    from fastgen import __version__
-
-    parser = _Parser(
-        prog=PROGRAM,
-        usage="%(prog)s MODEL INPUT OUTPUT [options]",
-        description=_EXAMPLES,
-        epilog=_EPILOG,
-        shows_all=shows_all,
-    )
-    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
-    parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
-    parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
-    parser.add_usual(PROGRAM, build_parser, __version__)
-    add_options(parser, RunOptions)
-    group = parser.add_argument_group("FastGen")
-    group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
-    for dtype in ("fp16", "bf16"):
-        about = parser.about(f"the same as --dtype {dtype}", is_rare=True)
-        group.add_argument(f"--{dtype}", dest="dtype", action="store_const", const=dtype, help=about)
-    group.add_argument(
-        "--debug", action="store_true", help=parser.about("show the traceback of an error", is_rare=True)
-    )
+    parser = data_parser(PROGRAM, _EXAMPLES, _EPILOG, RunOptions, build_parser, shows_all, dtypes=("fp16", "bf16"))
     parser.generation = parser.add_argument_group(
         "generation",
         "Every field of GenerationConfig is an option. Where one is not given, the model's own value applies."
@@ -104,26 +78,26 @@ def build_parser(shows_all: bool = False) -> _Parser:
         metavar="FILE",
         help=parser.about("JSON file of fields; options override it", is_rare=True),
     )
-    for name in generation_fields.TYPES:
+    for name in generation_options.TYPES:
         _add_generation(parser, name)
     return parser
 
 
-def _add_generation(parser: _Parser, name: str) -> None:
+def _add_generation(parser: Parser, name: str) -> None:
     """The option of a field of `GenerationConfig`."""
 
     def convert(text: str) -> Any:
         try:
-            return generation_fields.parse(name, text)
+            return generation_options.parse(name, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     option = "--" + name.replace("_", "-")
-    types = generation_fields.TYPES.get(name, ())
+    types = generation_options.TYPES.get(name, ())
     metavar = "|".join(word for kind, word in _METAVARS.items() if kind in types) or "VALUE"
     said = parser.about("", is_rare=name not in _USUAL)
     parser.generation.add_argument(option, dest=option, type=convert, metavar=metavar, help=said)
-    if generation_fields.is_flag(name):
+    if generation_options.is_flag(name):
         parser.generation.add_argument(
             f"--no-{option[2:]}", dest=option, action="store_const", const=False, help=argparse.SUPPRESS
         )
@@ -163,13 +137,13 @@ def normalise(arguments: Sequence[str], flags: set[str]) -> list[str]:
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings and the generation options of a command line. Raises `UsageError`."""
     parser = build_parser()
-    flags = {"--" + name.replace("_", "-") for name in generation_fields.TYPES if generation_fields.is_flag(name)}
+    flags = {"--" + name.replace("_", "-") for name in generation_options.TYPES if generation_options.is_flag(name)}
     words = renamed(PROGRAM, normalise(arguments, flags))
     for word in itertools.takewhile(lambda word: word != "--", words):
         option = word.partition("=")[0]
         if option.startswith("--") and option not in parser._option_string_actions:
             name = option[2:].replace("-", "_")
-            if not generation_fields.is_field(name):
+            if not generation_options.is_field(name):
                 near = difflib.get_close_matches(option, list(parser._option_string_actions), n=1)
                 raise UsageError(f"unknown option {option}" + (f": did you mean {near[0]}?" if near else ""))
             _add_generation(parser, name)
@@ -184,29 +158,16 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-
-    def work() -> int:
-        of_fairseq = fairseq.recognised(words)
-        return _run(words) if of_fairseq is None else of_fairseq()
-
-    with standard_streams(), interrupts_end(PROGRAM):
-        return reported(PROGRAM, work, debug="--debug" in words)
+    return command(PROGRAM, arguments, _run)
 
 
 def _run(words: Sequence[str]) -> int:
-    import fastgen
-    from fastgen.pipeline import run
-
+    of_fairseq = fairseq.recognised(words)
+    if of_fairseq is not None:
+        return of_fairseq()
     given, generation = parse(words)
-    given.pop("debug", None)
-    if given.pop("no_fastgen", False):
-        fastgen.disable()
-    settings = RunOptions(generation=generation, **given)
-    report = run_over_data(PROGRAM, words, settings, lambda: run(settings, begins=allow_interrupts))
-    if report.metrics and not (settings.quiet and settings.score_path):
-        print("  ".join(f"{name} {score:.2f}" for name, score in report.metrics.items()), file=sys.stderr)
-    return ended(PROGRAM, report, settings, GENERATE)
+    run = Generate(RunOptions(generation=generation, **of_the_run(given)))
+    return run_over_data(PROGRAM, words, run, GENERATE)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import fastgen
+from fastgen import __version__
 from fastgen_cli.shared import UsageError
 
 
@@ -17,6 +19,9 @@ class Parser(argparse.ArgumentParser):
     Args:
         shows_all: whether its page of help has all options, and what follows them.
     """
+
+    generation: argparse._ArgumentGroup
+    """The group of generation options, in the command that has some."""
 
     def __init__(self, *, shows_all: bool, epilog: str, **options: Any) -> None:
         more = "More options, and what the formats, errors and resuming are like: --help-all"
@@ -33,12 +38,17 @@ class Parser(argparse.ArgumentParser):
         """The help of an option."""
         return help if self.shows_all or not is_rare else argparse.SUPPRESS
 
-    def add_usual(self, program: str, build: Callable[[bool], Parser], version: str) -> None:
+    def add_usual(self, build: Callable[[bool], Parser]) -> None:
         """The options that every command has: pages of help, the version, and completion for shells."""
-        self.add_argument("--version", action="version", version=f"{program} {version}")
+        self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
         self.add_argument("--help-all", nargs=0, action=_HelpAll, build=build, help="this page, with all options")
         about = 'print what completes this command in a shell: eval "$(... --print-completion bash)"'
         self.add_argument("--print-completion", choices=_SHELLS, action=_Completion, build=build, help=about)
+
+    def add_debug(self, group: argparse._ActionsContainer) -> None:
+        group.add_argument(
+            "--debug", action="store_true", help=self.about("show the traceback of an error", is_rare=True)
+        )
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -74,6 +84,44 @@ class _HelpAll(_OfAllOptions):
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> NoReturn:
         self._build(True).print_help()
         parser.exit()
+
+
+def data_parser(
+    program: str,
+    description: str,
+    epilog: str,
+    options: type,
+    build: Callable[[bool], Parser],
+    shows_all: bool,
+    dtypes: Sequence[str] = (),
+) -> Parser:
+    """The parser of a command over a data set. A destination is the name of a field of the options.
+
+    Args:
+        dtypes: those that are options of their own as well.
+    """
+    usage = "%(prog)s MODEL INPUT OUTPUT [options]"
+    parser = Parser(prog=program, usage=usage, description=description, epilog=epilog, shows_all=shows_all)
+    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
+    parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
+    parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
+    parser.add_usual(build)
+    add_options(parser, options)
+    group = parser.add_argument_group("FastGen")
+    group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
+    for dtype in dtypes:
+        about = parser.about(f"the same as --dtype {dtype}", is_rare=True)
+        group.add_argument(f"--{dtype}", dest="dtype", action="store_const", const=dtype, help=about)
+    parser.add_debug(group)
+    return parser
+
+
+def of_the_run(given: dict[str, Any]) -> dict[str, Any]:
+    """The options of the run in a command line of `data_parser`. FastGen is switched off if that asks for it."""
+    given.pop("debug", None)
+    if given.pop("no_fastgen", False):
+        fastgen.disable()
+    return given
 
 
 def add_options(parser: Parser, declared: type) -> None:

@@ -6,7 +6,6 @@ Exit status: 0 done, 2 the run could not be done, 130 interrupted.
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +13,7 @@ from pathlib import Path
 from fastgen.counters import GENERATE
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
 from fastgen_cli.options import Parser, add_options
-from fastgen_cli.shared import (
-    DONE,
-    INTERRUPTED,
-    acceleration,
-    allow_interrupts,
-    fail,
-    interrupts_end,
-    reported,
-    standard_streams,
-)
+from fastgen_cli.shared import DONE, INTERRUPTED, acceleration, allow_interrupts, command, fail, to_continue
 
 PROGRAM = "fastgen-quantize"
 
@@ -46,8 +36,6 @@ status:   0 done, 2 the run could not be done, 130 interrupted
 
 def build_parser(shows_all: bool = False) -> Parser:
     """The parser. A destination is a field of `QuantizeOptions`."""
-    from fastgen import __version__
-
     parser = Parser(
         prog=PROGRAM,
         usage="%(prog)s MODEL OUT [--calibration FILE] [options]",
@@ -57,18 +45,15 @@ def build_parser(shows_all: bool = False) -> Parser:
     )
     parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, hub name, or GGUF file")
     parser.add_argument("output", metavar="OUT", help="directory to write")
-    parser.add_usual(PROGRAM, build_parser, __version__)
+    parser.add_usual(build_parser)
     add_options(parser, QuantizeOptions)
-    about = parser.about("show the traceback of an error", is_rare=True)
-    parser.add_argument("--debug", action="store_true", help=about)
+    parser.add_debug(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    with standard_streams(), interrupts_end(PROGRAM):
-        return reported(PROGRAM, lambda: _run(words), debug="--debug" in words)
+    return command(PROGRAM, arguments, _run)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -80,8 +65,7 @@ def _run(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if not options.partial.exists():
             raise
-        again = shlex.join(["--resume", *(word for word in words if word != "--resume")])
-        return fail(PROGRAM, f"interrupted; to continue: {PROGRAM} {again}", INTERRUPTED)
+        return fail(PROGRAM, to_continue(PROGRAM, words), INTERRUPTED)
     if report is None:
         print(f"{PROGRAM}: all blocks were done before: {options.output} is complete", file=sys.stderr)
     elif not options.quiet:

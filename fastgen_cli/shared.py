@@ -1,18 +1,23 @@
-"""What the commands have in common: exit statuses, errors on one line, interrupts, and closed streams."""
+"""What the commands have in common: exit statuses, errors on one line, interrupts, closed streams, what is said."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastgen import patching
-from fastgen.counters import ENCODER, Outcome
+from fastgen.counters import ENCODER, Drafts, Outcome
+
+if TYPE_CHECKING:
+    from fastgen.pipeline import RunReport
+    from fastgen.pipeline.run import DataRun
 
 DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
 
@@ -27,6 +32,13 @@ class Ended(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+def command(program: str, arguments: Sequence[str] | None, work: Callable[[Sequence[str]], int]) -> int:
+    """A command, from the words of its line, by default those of the process, to its exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    with standard_streams(), interrupts_end(program):
+        return reported(program, lambda: work(words), debug="--debug" in words)
 
 
 def fail(program: str, message: str, status: int) -> int:
@@ -209,4 +221,71 @@ def timing_line(input_share: float, output_share: float, finish: float) -> str:
     return (
         f"the model waited {100 * input_share:.2f} % of the time for input and {100 * output_share:.2f} % for "
         f"post-processing; finishing took {finish:.2f} s more"
+    )
+
+
+def run_over_data(program: str, words: Sequence[str], run: DataRun, entry_point: str) -> int:
+    """Runs, and says on standard error how it went: its speed, what was left out, and whether FastGen accelerated it.
+
+    Args:
+        words: the command line, with which an interrupted run is continued.
+        entry_point: what the calls of the model are counted under.
+
+    Returns:
+        the exit status.
+
+    Raises:
+        Ended: after an interrupt that leaves work behind.
+    """
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    settings = run.settings
+    check_stream("stdin", settings.from_stdin)
+    check_stream("stdout", settings.to_stdout)
+    try:
+        with model_of_its_own():
+            report = run.run(begins=allow_interrupts)
+    except KeyboardInterrupt:
+        if settings.to_stdout or not settings.partial_path.exists():
+            raise
+        raise Ended(to_continue(program, words), INTERRUPTED) from None
+    if report.resumed_samples and not report.batches:
+        say(f"{program}: all records were done before: the output is complete")
+    elif not settings.quiet:
+        say(_summary(report))
+    if report.metrics and not (settings.quiet and settings.written_beside().get("the score path")):
+        say("  ".join(f"{name} {score:.2f}" for name, score in report.metrics.items()))
+    if report.truncated:
+        say(f"{program}: {report.truncated} of {report.samples} inputs were cut: see --max-length")
+    if report.skipped:
+        where = f": see {report.errors_file}" if report.errors_file else ""
+        say(f"{program}: {report.skipped} of {report.skipped + report.samples} records skipped{where}")
+    if report.batches and not settings.quiet:
+        where = "standard output" if settings.to_stdout else settings.output
+        skipped = f", {report.skipped} skipped" if report.skipped else ""
+        say(
+            f"{where}: {report.samples} records{skipped} in {report.seconds['generate']:.1f} s, "
+            f"{report.tokens_per_second:.1f} tokens/s; {acceleration(report.fastgen['stats'], entry_point)}"
+        )
+    return SKIPPED if report.skipped else DONE
+
+
+def to_continue(program: str, words: Sequence[str]) -> str:
+    """What is said after an interrupt that leaves work behind."""
+    again = shlex.join(["--resume", *(word for word in words if word != "--resume")])
+    return f"interrupted; to continue: {program} {again}"
+
+
+def _summary(report: RunReport) -> str:
+    seconds = report.seconds
+    resumed = f", {report.resumed_samples} of them from before" if report.resumed_samples else ""
+    memory = f", peak memory {report.peak_memory_bytes / 2**30:.2f} GiB" if report.peak_memory_bytes else ""
+    drafts = Drafts.between({}, report.fastgen.get("stats", {}))
+    return (
+        f"{report.samples} samples{resumed} in {seconds['generate']:.1f} s: {report.samples_per_second:.2f} samples/s, "
+        f"{report.tokens_per_second:.1f} tokens/s (and {seconds['load']:.1f} s to load){memory}\n"
+        + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"])
+        + (f"\n{drafts}" if drafts else "")
     )

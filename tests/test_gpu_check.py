@@ -101,14 +101,14 @@ class TestWithAnImaginedGpu:
     def test_what_is_missing_costs_a_line_or_its_stage(self, check, monkeypatch, capsys):
         installed = gpu_check.is_installed
         monkeypatch.setattr(
-            gpu_check, "is_installed", lambda name: name not in ("datasets", "psutil") and installed(name)
+            gpu_check, "is_installed", lambda name: name not in ("datasets", "transformers") and installed(name)
         )
         stages = [Stage(name, 100, lambda seconds: Outcome(PASSED)) for name in ("times", "benchmarks")]
         status, written = check(stages)
         said = capsys.readouterr().out
         assert "datasets is not installed: data sets by name" in said
         assert status == 1 and written["stages"]["times"]["state"] == PASSED
-        assert written["stages"]["benchmarks"]["detail"] == "cannot run without psutil"
+        assert written["stages"]["benchmarks"]["detail"] == "cannot run without transformers"
 
     def test_an_interruption(self, check):
         def interrupted(seconds):

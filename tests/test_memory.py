@@ -80,3 +80,12 @@ def test_statistics_are_read_only_where_a_limit_is_near(tmp_path: Path, member_o
 
 def test_on_this_machine() -> None:
     assert 2**20 < memory.free_host_memory() < 2**50
+
+
+def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing() -> None:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(memory, "_CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", nothing)
+    assert memory.free_host_memory() == 4 * GIB

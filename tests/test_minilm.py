@@ -18,7 +18,7 @@ from benchmarks.retrieval import nearest
 from fastgen import settings
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import quantized_linear
-from fastgen_cli import embed
+from fastgen_cli.encode import embed
 
 TOLERANCE = 1e-5
 DATA = Path(__file__).parents[1] / "examples/data"
@@ -153,7 +153,7 @@ def _embedded(folder: Path, target: Path) -> list[Any]:
     for name, texts in PAIRS.items():
         file, out = target / f"{name}.txt", target / f"{name}.npy"
         file.write_text("\n".join(texts) + "\n")
-        assert embed.main([str(word) for word in (folder, file, out, "--device", "cpu", "--quiet")]) == 0
+        assert embed([str(word) for word in (folder, file, out, "--device", "cpu", "--quiet")]) == 0
         found.append(np.load(out))
     return found
 

@@ -29,7 +29,7 @@ tests/equivalence/test_versions.py tests/equivalence/test_transparent.py tests/e
 """.split()
 # They need a compiler, or what is beside the package in its repository.
 LEFT_OUT = "test_compiler.py triton test_package.py".split()
-TOOLS = "pytest pytest-xdist pytest-timeout hypothesis psutil gguf compressed-tensors".split()
+TOOLS = "pytest pytest-xdist pytest-timeout hypothesis gguf compressed-tensors".split()
 SHOW = """
 import platform, torch, transformers
 print("Python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)

@@ -53,9 +53,9 @@ NEEDED = {
     "pytest": ("kernels", "equivalence"),
     "hypothesis": ("kernels", "equivalence"),
     "wrapt": ("kernels", "equivalence", "memcheck", "times", "benchmarks"),
+    "psutil": ("kernels", "equivalence", "memcheck", "times", "benchmarks"),
     "setuptools": ("build",),
     "transformers": ("equivalence", "benchmarks"),
-    "psutil": ("benchmarks",),
 }
 OPTIONAL = {
     "triton": "the Triton kernels are neither tested nor measured",

@@ -120,7 +120,7 @@ class Ablation(Workload):
                 file.writelines(f"{text}\n" for text in tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
     def _pipeline(self, model: Any, tokenizer: Any, path: Path, out: Path, batch: int) -> None:
-        from fastgen.pipeline.run import generate_dataset
+        from fastgen.pipeline import generate_dataset
 
         generate_dataset(
             model, path, out, tokenizer=tokenizer, generation=self._options(), batch_size=batch, quiet=True,

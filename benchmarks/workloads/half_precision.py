@@ -67,7 +67,7 @@ class HalfPrecision(Workload):
         self, way: str, dtype: str, metrics: tuple[str, ...], folder: Path, context: Context, record: Record
     ) -> tuple[list[str], dict[str, float]]:
         """The outputs and their scores."""
-        from fastgen.pipeline.run import generate_dataset
+        from fastgen.pipeline import generate_dataset
 
         out = folder / f"{way}-{dtype}.txt"
         options: dict[str, Any] = {"metrics": metrics, "reference": str(self.references)} if metrics else {}

@@ -1,7 +1,8 @@
 """Running a model over a data set: reading, batch planning, the asynchronous stages, ordered writing.
 
-`generate_dataset` is the whole of it in one call; `fastgen-generate` is its command line. Importing this package
-imports neither torch nor transformers.
+`run.py` is the run, `records.py` what goes through it; `generation/`, `encoding/`, `quantizing/` and `fairseq/` hold
+what differs between commands. `generate_dataset` is the whole of it in one call; `fastgen-generate` is its command
+line. Importing this package imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import warnings
 from typing import Any
 
 from fastgen.pipeline.errors import PipelineError, SetupError, StrictError
-from fastgen.pipeline.run import generate_dataset, run
-from fastgen.pipeline.running import RunReport
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.generation import RunOptions, generate_dataset
+from fastgen.pipeline.run import RunReport
 
-__all__ = ["PipelineError", "RunOptions", "RunReport", "SetupError", "StrictError", "generate_dataset", "run"]
+__all__ = ["PipelineError", "RunOptions", "RunReport", "SetupError", "StrictError", "generate_dataset"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.readers import LONGEST_TEXT, CsvSource, JsonLinesSource, Source, open_source
-from fastgen.pipeline.records import BadRecord, Problem, Record, Row
+from fastgen.pipeline.records import Problem, Record, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions
 
 _MISSING = object()
@@ -99,7 +99,7 @@ class Inputs:
             "limit": self._limit,
         }
 
-    def __iter__(self) -> Iterator[Record | BadRecord]:
+    def __iter__(self) -> Iterator[Record]:
         references = _references(self.references) if self.references else None
         name = self.references.name if self.references else ""
         reference = None
@@ -113,7 +113,7 @@ class Inputs:
         if references and self._limit is None and next(references, None) is not None:
             raise SetupError(_mismatch(name, f"more than {position + 1}", position + 1))
 
-    def _record(self, position: int, row: Row, reference: str | None) -> Record | BadRecord:
+    def _record(self, position: int, row: Row, reference: str | None) -> Record:
         identity: Any = position
         if self._ids:
             identity = field_of(row.fields, self._ids)
@@ -138,7 +138,7 @@ class Inputs:
             reason = _not_text(reference)
             problem = Problem("bad-reference", f"column {self._references!r}: {reason}") if reason else None
         if problem is not None:
-            return BadRecord(position, row.line, identity, problem)
+            return Record(position, row.line, identity, problem=problem)
         return Record(position, row.line, identity, text, reference, pair, messages, kept)
 
     def _kept_of(self, row: Row) -> tuple[tuple[Any, ...] | None, Problem | None]:

@@ -26,11 +26,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.digests import digest
+from fastgen.pipeline.batches import Resumed, Window
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
 from fastgen.pipeline.layouts import GENERATION, dumps, encode
-from fastgen.pipeline.planner import Resumed, Window
-from fastgen.pipeline.records import BadRecord, Result
+from fastgen.pipeline.readers import digest
+from fastgen.pipeline.records import Record, Result
 
 VERSION = 2
 Values = Mapping[str, Any]
@@ -70,7 +70,7 @@ class Collector:
         self.close(window.start)
         self.end = window.start + window.count
         self._window, self._complete, self._batches, self._results = window, False, set(), {}
-        return self._keep(window, [bad.result() for bad in window.bad])
+        return self._keep(window, [bad.error() for bad in window.bad])
 
     def add(self, window: int, index: int, results: list[Result]) -> list[Result]:
         """Take the results of a batch; all records of the window are returned with its last batch."""
@@ -281,7 +281,7 @@ class Journal:
 
     def window(self, window: Window) -> None:
         self._end = window.start + window.count
-        self._append({"window": {**vars(window), "bad": [bad.result() for bad in window.bad]}})
+        self._append({"window": {**vars(window), "bad": [bad.error() for bad in window.bad]}})
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
         self._append({"batch": {"window": window, "index": index, "results": results}})
@@ -350,7 +350,7 @@ def _is_result(value: Any, good: Sound) -> bool:
 
 def _window(entry: Mapping[str, Any]) -> Window:
     known = {name: entry[name] for name in ("index", "start", "count", "batches")}
-    return Window(**known, bad=[BadRecord.of(bad) for bad in entry["bad"]])
+    return Window(**known, bad=[Record.of_error(bad) for bad in entry["bad"]])
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -368,7 +368,9 @@ def _short(value: Any) -> str:
 
 def lock(handle: BinaryIO, path: Path) -> None:
     """Lock a file that is open until it is closed. Raises `SetupError` where another run has the lock."""
-    # Without POSIX, or on a file system without locks, as some network mounts are, two runs are not told apart.
+    # Without POSIX, or on a file system without locks, as some network mounts are, two runs are not told apart. The
+    # package filelock refuses such a mount, or leaves a file there that outlives a kill; in older releases it empties
+    # the file that it locks, which is the journal itself.
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 

@@ -1,13 +1,11 @@
-"""Loading: a model, its tokenizer and its generation config, checked before anything is generated."""
+"""Loading a model and its tokenizer, checked before anything is done with them."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
+import json
 import logging
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.errors import SetupError, check_installed, explained, one_line
-from fastgen.pipeline.generation_fields import DRAFTS, check_names, check_values, read_generation_file, read_json_object
+from fastgen.pipeline.errors import SetupError, explained, one_line
 from fastgen.pipeline.readers import quiet_hub
-from fastgen.pipeline.settings import DataOptions, RunOptions
+from fastgen.pipeline.settings import DataOptions
 
 _ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}
 
@@ -38,48 +35,6 @@ class Loaded(ABC):
     @abstractmethod
     def decisive(self) -> dict[str, Any]:
         """What else decides the output, beside the model, the tokenizer and the options."""
-
-
-@dataclass
-class LoadedModel(Loaded):
-    """A model ready to generate, with all that the other stages need to know about it."""
-
-    generation: Any
-    prefix: str
-    encoder_decoder: bool
-    positions: int | None
-    """The most tokens that an input may have; None where the model does not say."""
-    pad_id: int = 0
-    chat_template: str | None = None
-    """What inputs are put into, where they are conversations."""
-
-    @property
-    def asks_for_drafts(self) -> bool:
-        return any(getattr(self.generation, name, None) is not None for name in DRAFTS)
-
-    def decisive(self) -> dict[str, Any]:
-        fields = self.generation.to_dict().items()
-        generation = {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}
-        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
-        if "strftime_now" in (self.chat_template or ""):  # the prompts of another day are others
-            template["date"] = time.strftime("%Y-%m-%d")
-        return {"generation": generation, **template}
-
-
-def load(settings: RunOptions) -> LoadedModel:
-    """Load model and tokenizer and make the generation config. Raises `SetupError` where any of it is damaged."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    import fastgen.models.unilm  # noqa: F401 - makes its type known to the classes above
-
-    def kind(config: Any) -> Any:
-        # The library goes on without a generation config that is damaged.
-        if file := file_of(settings.model, "generation_config.json"):
-            read_json_object(file, "the generation config")
-        return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-    model, tokenizer = read_model(settings, kind, settings.seed)
-    return prepare(model, tokenizer, settings)
 
 
 def read_model(
@@ -201,6 +156,19 @@ def file_of(model: str, name: str) -> Path | None:
     return Path(path) if isinstance(path, str | Path) and Path(path).exists() else None
 
 
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises `SetupError` where it cannot be read or is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SetupError(f"cannot read {what} {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SetupError(f"{what} {path} is not valid JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise SetupError(f"{what} {path} is not a JSON object")
+    return values
+
+
 def _check_weights(found: Mapping[str, Any], settings: DataOptions, needed: Mapping[str, str], unused: str) -> None:
     """Raises `SetupError` where the files have too few weights, or weights that the model has no place for."""
     if settings.allow_missing_weights:
@@ -228,47 +196,6 @@ def check_path(name: str, gguf: bool = False) -> None:
         raise SetupError(f"model {name}: no such directory")
     if path.is_file() and not (gguf and is_gguf(name)):
         raise SetupError(f"model {name} is a file: give the directory written by save_pretrained, or a hub name")
-
-
-def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
-    """Decide everything about a model that is in memory already."""
-    encoder_decoder = bool(model.config.is_encoder_decoder)
-    if encoder_decoder and settings.task == "text-generation":
-        raise SetupError(f"model {settings.model} is an encoder-decoder: task text-generation needs a decoder-only one")
-    task_options = _task(model.config, settings)
-    generation = _generation_config(model, settings, task_options, _languages(tokenizer, settings))
-    pad_id = _pad_id(tokenizer, generation)
-    if generation.pad_token_id is None:
-        generation.pad_token_id = pad_id
-    check_values(generation)
-    with explained("the generation options do not fit together"):
-        generation.validate()
-    if not settings.to_text or (generation.num_beams or 1) > 1:
-        generation = _without_drafts(generation)  # there are none for calls that return scores, and for beams
-    # On the model as well: what is None here would otherwise be filled in from the model's own defaults. FastGen leaves
-    # a model whose defaults ask for drafts to the library, which refuses batches then.
-    model.generation_config = _without_drafts(generation)
-    prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
-    positions = _input_limit(model.config, generation)
-    template = _chat_template(tokenizer, settings) if settings.chat else None
-    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id, template)
-
-
-def _chat_template(tokenizer: Any, settings: RunOptions) -> str:
-    check_installed("jinja2", "--chat")
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise SetupError(f"{settings.model} has no chat template: leave out --chat ({one_line(error)})") from error
-
-
-def _without_drafts(generation: Any) -> Any:
-    """A copy that asks for none."""
-    plain = copy.deepcopy(generation)
-    for name in DRAFTS:
-        if hasattr(plain, name):
-            setattr(plain, name, None)
-    return plain
 
 
 def choose_device(name: str | None) -> Any:
@@ -302,133 +229,3 @@ def quiet_transformers(quiet: bool) -> None:
     for handler in logging.getLogger("transformers").handlers:
         if not any(getattr(known, "func", None) is _once for known in handler.filters):
             handler.addFilter(functools.partial(_once, set()))
-
-
-def _task(config: Any, settings: RunOptions) -> dict[str, Any]:
-    """What the model's `task_specific_params` lists for the task."""
-    listed = getattr(config, "task_specific_params", None) or {}
-    name = settings.task
-    if name == "translation" and settings.src_lang and settings.tgt_lang:
-        pair = f"translation_{settings.src_lang}_to_{settings.tgt_lang}"
-        name = pair if pair in listed else name
-    if name == "auto":
-        return {}
-    known = ("text2text", "text-generation", "translation", "summarization")
-    if name not in known and name not in listed and not name.startswith("translation_"):
-        raise SetupError(f"unknown task {name!r}: choose from {', '.join(['auto', *known, *listed])}")
-    return dict(listed.get(name, {}))
-
-
-def _languages(tokenizer: Any, settings: RunOptions) -> dict[str, Any]:
-    """Set the languages of a multilingual tokenizer; the options that make the model write the target language."""
-    if not (settings.src_lang or settings.tgt_lang) or not hasattr(tokenizer, "src_lang"):
-        # Models for one pair of languages, or told by a prefix, have nothing to set.
-        return {}
-    codes = getattr(tokenizer, "lang_code_to_id", None) or {}
-
-    def token_of(lang: str) -> int:
-        with contextlib.suppress(AttributeError, KeyError):
-            return int(tokenizer.get_lang_id(lang))
-        if lang in codes:
-            return int(codes[lang])
-        token = tokenizer.convert_tokens_to_ids(lang)
-        if token is None or token == tokenizer.unk_token_id:
-            known = list(codes) or [t for t in getattr(tokenizer, "additional_special_tokens", []) if "_" in t]
-            some = f" (it knows {', '.join(map(str, known[:6]))}, ...)" if known else ""
-            raise SetupError(f"the tokenizer does not know the language {lang!r}{some}")
-        return int(token)
-
-    if settings.src_lang:
-        token_of(settings.src_lang)
-        tokenizer.src_lang = settings.src_lang
-    if not settings.tgt_lang:
-        return {}
-    target = token_of(settings.tgt_lang)
-    # The first mBART starts the decoder with the language; all later models force it as the first token.
-    starts_with_language = type(tokenizer).__name__ in ("MBartTokenizer", "MBartTokenizerFast")
-    return {"decoder_start_token_id" if starts_with_language else "forced_bos_token_id": target}
-
-
-def _generation_config(model: Any, settings: RunOptions, task: dict[str, Any], languages: dict[str, Any]) -> Any:
-    """The model's own, then the task's, the languages', the file's and the options', the last word last."""
-    generation = copy.deepcopy(model.generation_config)
-    # Older models list things for a task that are no generation options (its prefix, a vocabulary).
-    values = {name: value for name, value in task.items() if name != "prefix" and hasattr(generation, name)} | languages
-    if settings.generation_config:
-        values |= read_generation_file(settings.generation_config)
-    values |= check_names(settings.generation, "the generation options")
-    for name, value in values.items():
-        with explained(f"generation option {name}={value!r}"):
-            setattr(generation, name, _as_config(name, value))
-    if not settings.to_text:
-        # Scores of the sequences; the distributions they come from are let go at every step.
-        generation.output_scores = True
-        generation.return_dict_in_generate = True
-    return generation
-
-
-def _as_config(name: str, value: Any) -> Any:
-    """A dictionary as the object that the library wants in its place."""
-    from transformers.generation import configuration_utils as classes
-
-    if isinstance(value, dict) and name == "compile_config":
-        return classes.CompileConfig(**value)
-    if isinstance(value, dict) and name == "watermarking_config":
-        synth = "ngram_len" in value
-        return (classes.SynthIDTextWatermarkingConfig if synth else classes.WatermarkingConfig)(**value)
-    return value
-
-
-def _pad_id(tokenizer: Any, generation: Any) -> int:
-    """A token to pad with: what is padded is masked, so any will do where the model has none."""
-    end = generation.eos_token_id
-    end = end[0] if isinstance(end, list | tuple) and end else end
-    for candidate in (generation.pad_token_id, tokenizer.pad_token_id, end, tokenizer.eos_token_id):
-        if isinstance(candidate, int) and candidate >= 0:
-            return candidate
-    return 0
-
-
-def _input_limit(config: Any, generation: Any) -> int | None:
-    """How many tokens an input may have."""
-    if config.is_encoder_decoder:
-        text = config.get_text_config(encoder=True)
-        for name in ("max_encoder_position_embeddings", "max_position_embeddings"):
-            value = getattr(text, name, None)
-            if isinstance(value, int) and value > 0:
-                follows = getattr(config, "target_follows_source", False)
-                target = generation.max_new_tokens or (generation.max_length or 21) - 1
-                return _positions_left(value, target) if follows else value
-        # T5 and its kin: positions are relative and have no end.
-        return None
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    limits = []
-    if isinstance(positions, int) and positions > 0:
-        # What is generated takes positions as well.
-        limits.append(_positions_left(positions, generation.max_new_tokens or 1))
-    if generation.max_new_tokens is None and generation.max_length is not None:
-        limits.append(_positions_left(generation.max_length, 1))
-    return min(limits) if limits else None
-
-
-def _positions_left(positions: int, target: int) -> int:
-    if positions <= target:
-        raise SetupError(f"the model has {positions} positions: {target} new tokens leave none for an input")
-    return positions - target
-
-
-def depends_on_padding(loaded: LoadedModel) -> bool:
-    """Whether options are set whose effect in the library changes with the padding of a batch.
-
-    A total length counts the padding of decoder-only prompts, and a repetition penalty applies to the padding token.
-    With such options only inputs of one length share a batch, so that a record's result is its own.
-    """
-    generation = loaded.generation
-    penalties = {generation.encoder_repetition_penalty}
-    if not loaded.encoder_decoder:
-        total = generation.max_new_tokens is None and generation.max_length is not None
-        shortest = generation.min_new_tokens is None and bool(generation.min_length)
-        if total or shortest:
-            return True
-        penalties.add(generation.repetition_penalty)
-    return not penalties <= {None, 1.0}

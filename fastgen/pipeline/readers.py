@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import itertools
 import json
 import logging
@@ -19,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.digests import digest
 from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained, one_line
 from fastgen.pipeline.records import Problem, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
@@ -376,3 +376,12 @@ def _check_start(path: str, start: bytes) -> None:
     found = next((name for name, pattern in _ENCODINGS.items() if pattern.match(start)), None)
     if found:
         raise SetupError(f"{path} is {found}: convert it to UTF-8 (iconv -f {found} -t UTF-8)")
+
+
+def digest(path: Path) -> str:
+    """Of all bytes of a file, as hexadecimal digits: what an input is known by, and an output that was put in place."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as handle:
+        while chunk := handle.read(CHUNK):
+            found.update(chunk)
+    return found.hexdigest()

@@ -1,8 +1,8 @@
-"""The data of the stages before the model: rows as they are stored, and the records made of them."""
+"""What goes through a run: a row as it is stored, the record made of it, and the record's result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """One input. `position` counts records from 0; `line` is its line or row in the file, counted from 1."""
+    """One input, from the reader to the model. `position` counts from 0; `line` is its line or row in the file, from 1.
+
+    One that is skipped has a problem, and nothing else beside position, line and id.
+    """
 
     position: int
     line: int
     id: Any
-    text: str
+    text: str = ""
     reference: str | None = None
     pair: str | None = None
     """The second text, for a command that takes two."""
@@ -43,24 +46,29 @@ class Record:
     """A conversation, of which `text` is the last message."""
     kept: tuple[Any, ...] | None = None
     """The values of the columns to keep, in their order."""
+    problem: Problem | None = None
+    """Why it is skipped."""
+    ids: Sequence[int] = ()
+    """Its tokens, once it has been tokenised."""
+    others: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """What else the model gets for each token, such as which of two texts it is of."""
+    truncated: bool = False
+    """Whether tokens were cut off, because the model does not take so many."""
 
-    def skipped(self, problem: Problem) -> BadRecord:
-        return BadRecord(self.position, self.line, self.id, problem)
+    def skipped(self, problem: Problem) -> Record:
+        return Record(self.position, self.line, self.id, problem=problem)
 
+    def named(self) -> Result:
+        """The beginning of its result."""
+        return {"position": self.position, "line": self.line, "id": self.id}
 
-@dataclass(frozen=True)
-class BadRecord:
-    """An input that is skipped."""
-
-    position: int
-    line: int
-    id: Any
-    problem: Problem
+    def error(self) -> Result:
+        """The result of one that is skipped."""
+        assert self.problem is not None
+        return self.named() | {"error": self.problem.kind, "message": self.problem.message}
 
     @classmethod
-    def of(cls, result: Result) -> BadRecord:
-        return cls(result["position"], result["line"], result["id"], Problem(result["error"], result["message"]))
-
-    def result(self) -> Result:
-        named = {"position": self.position, "line": self.line, "id": self.id}
-        return named | {"error": self.problem.kind, "message": self.problem.message}
+    def of_error(cls, result: Result) -> Record:
+        """The record that was skipped with a result."""
+        problem = Problem(result["error"], result["message"])
+        return cls(result["position"], result["line"], result["id"], problem=problem)

@@ -1,149 +1,356 @@
-"""A run from end to end: check everything that can be checked, load the model, work, and sum up."""
+"""One run, whatever the command: check all that can be checked, load the model, work in stages, and sum up.
+
+    Run       these steps in their order, and the report
+    DataRun   a run over the records of a data set, which keeps a journal
+
+What differs between commands is in `generation/`, `encoding/` and `fairseq/`: each has subclasses of these.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import platform
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
-from functools import partial
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from fastgen import settings as process_settings
-from fastgen.pipeline.batches import BatchResult
-from fastgen.pipeline.errors import SetupError
+import fastgen
+from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, Resumed, Rules, Window, plan
+from fastgen.pipeline.errors import SetupError, StrictError
+from fastgen.pipeline.identity import environment, identity
 from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.layouts import Generation
-from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
-from fastgen.pipeline.memory import automatic_batch
-from fastgen.pipeline.model import Decoder, Encoder, ModelStage, RawOutput
-from fastgen.pipeline.postprocess import Outcome, PostprocessJob, PostProcessor, Processor, Texts, default_workers
-from fastgen.pipeline.records import Result
-from fastgen.pipeline.running import Job, Results, RunReport, open_output, run_through
-from fastgen.pipeline.settings import RunOptions
-from fastgen.pipeline.writers import check_free
+from fastgen.pipeline.layouts import Layout
+from fastgen.pipeline.loading import Loaded, check_path
+from fastgen.pipeline.progress import Progress
+from fastgen.pipeline.records import Record, Result
+from fastgen.pipeline.settings import DataOptions
+from fastgen.pipeline.stages import Timing, run_stages
+from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, check_free, write_json
 
-_USUAL_LENGTH = 512  # tokens
-
-
-def generate_dataset(
-    model: str | os.PathLike[str] | Any,
-    input: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    tokenizer: Any = None,
-    **options: Any,
-) -> RunReport:
-    """Runs a model over a data set and writes its outputs, in input order.
-
-        generate_dataset("facebook/bart-large-cnn", "articles.jsonl", "summaries.jsonl", input_column="article",
-                         generation={"num_beams": 4, "no_repeat_ngram_size": 3}, batch_size=16)
-
-    Detokenising and metrics start worker processes, so a script that asks for them needs the usual
-    `if __name__ == "__main__":` (or `workers=0`). After a KeyboardInterrupt, `resume=True` continues.
-
-    Args:
-        model: a directory or hub name, or a model in memory.
-        input: a file, a data set, or "-" for standard input.
-        output: the file to write, or "-" for standard output.
-        tokenizer: that of a model in memory; otherwise it is loaded with the model.
-        **options: the fields of `RunOptions`; `generation` holds options of `generate`.
-
-    Returns:
-        What the run did: counts, seconds, metrics.
-
-    Raises:
-        SetupError: something given cannot work.
-        StrictError: the first bad record, under `strict`.
-        PipelineError: a file cannot be written.
-    """
-    in_memory = not isinstance(model, str | os.PathLike)
-    name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
-    settings = RunOptions(
-        model=name, input=os.fspath(input), output=os.fspath(output), **process_settings.renamed(options)
-    )
-    if in_memory and tokenizer is None:
-        raise SetupError("a model in memory needs its tokenizer")
-    return run(settings, model if in_memory else None, tokenizer)
+_RESUMED_ELSEWHERE = (
+    "resumed in another environment ({}): the last digits of numbers, and outputs whose best two candidates are nearly "
+    "equal, may not be those of a run without interruption"
+)
+Results = Callable[[], list[Result]]
+"""The results of a batch, which may have to be waited for."""
 
 
-def run(
-    settings: RunOptions, model: Any = None, tokenizer: Any = None, begins: Callable[[], None] = lambda: None
-) -> RunReport:
-    """Do what the settings say.
+@dataclass
+class RunReport:
+    """What a run did. Counts are of the whole output; rates and seconds are of this run, which may have resumed one."""
+
+    samples: int = 0
+    """Records in the output."""
+    skipped: int = 0
+    """Records that were bad, and are in the error file."""
+    tokens: int = 0
+    """Generated tokens, of all returned sequences; of a command that does not generate, those of the inputs."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The value of each metric that was asked for, by name, on the scale of the package that computes it."""
+    metrics_samples: int = 0
+    """Records that the metrics are over."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """`load`: imports and model; `generate`: from the first record read to the last batch out of the model;
+    `model`: spent in calls of the model; `waiting_for_input` and `waiting_for_output`: the model stage had nothing
+    to do, or could not hand over what it had done; `finish`: from then until the output was in place."""
+    samples_per_second: float = 0.0
+    """Records of this run over the seconds of `generate`."""
+    tokens_per_second: float = 0.0
+    """The same of tokens."""
+    waiting_for_input_share: float = 0.0
+    """The part of `generate`, 0 to 1, in which the model waited for input."""
+    waiting_for_output_share: float = 0.0
+    """The part in which it waited for what comes behind it."""
+    resumed_samples: int = 0
+    """Records that an interrupted run had finished."""
+    batches: int = 0
+    """Calls of the model."""
+    batch_size: int = 0
+    """Rows in a batch, at most."""
+    max_tokens: int | None = None
+    """Input tokens in a batch, at most; None without a limit."""
+    out_of_memory: int = 0
+    """How many batches did not fit in memory and were split."""
+    truncated: int = 0
+    """How many inputs were cut to what the model takes, in a command that counts them."""
+    peak_memory_bytes: int | None = None
+    """The largest resident set of the process, worker processes not counted."""
+    peak_device_memory_bytes: int | None = None
+    """The most that torch had allocated on the GPU; None on a CPU."""
+    model: str = ""
+    """The directory or name that it was loaded from."""
+    device: str = ""
+    """Where it ran."""
+    dtype: str = ""
+    """The type of its weights."""
+    errors_file: str | None = None
+    """The file of skipped records, or None if there are none."""
+    notes: list[str] = field(default_factory=list)
+    """What else there is to know, such as that the run was resumed in another environment."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Releases of Python, torch, Transformers and FastGen."""
+    fastgen: dict[str, Any] = field(default_factory=dict)
+    """What `fastgen.stats()` counted, under `stats`."""
+
+
+class Run(ABC):
+    """A run of a command, once. A subclass says what the command does at each step."""
+
+    def __init__(self) -> None:
+        # What this run has done; one that was resumed had done more before.
+        self.samples = self.tokens = self.batches = 0
+        self.model_seconds = 0.0
+        self.closing = contextlib.ExitStack()
+        """What is closed at the end, however that comes."""
+
+    def run(self, begins: Callable[[], None] = lambda: None) -> RunReport:
+        """Everything, from the checks to the report. What is finished is kept whatever happens to the rest.
+
+        Args:
+            begins: called when all is checked and loaded, and the first output is about to be written.
+        """
+        start = time.perf_counter()
+        with self.closing:
+            self.check()
+            self.load()
+            begins()
+            self.begin()
+            loading = time.perf_counter() - start
+            timing = self.process()
+            finishing = time.perf_counter()
+            self.finish()
+            finish = time.perf_counter() - finishing + timing.draining
+            share = 1 / timing.wall if timing.wall else 0.0
+            report = dataclasses.replace(
+                self.report(),
+                seconds={
+                    "load": loading,
+                    "generate": timing.wall,
+                    "model": self.model_seconds,
+                    "waiting_for_input": timing.waiting_for_input,
+                    "waiting_for_output": timing.waiting_for_output,
+                    "finish": finish,
+                },
+                samples_per_second=self.samples * share,
+                tokens_per_second=self.tokens * share,
+                waiting_for_input_share=timing.waiting_for_input * share,
+                waiting_for_output_share=timing.waiting_for_output * share,
+                batches=self.batches,
+                peak_memory_bytes=_peak_memory(),
+            )
+            self.complete(report)
+        return report
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises `SetupError` where the run cannot work, as far as that is known before anything slow is imported."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Loads the model, and makes ready what works with it. Raises `SetupError` where it cannot be used."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Opens the output, and starts what works on it."""
+
+    @abstractmethod
+    def process(self) -> Timing:
+        """Puts everything through the stages, and counts it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Does what is left to do when all batches are recorded."""
+
+    @abstractmethod
+    def report(self) -> RunReport:
+        """What the run did, without what `run` knows."""
+
+    @abstractmethod
+    def complete(self, report: RunReport) -> None:
+        """Writes what is written last."""
+
+
+class DataRun(Run):
+    """A run over the records of a data set. Its output and its journal are `Output`, its records `Record`.
 
     Args:
         model, tokenizer: in memory; otherwise those that the settings name are loaded.
-        begins: called when all is checked and loaded, and the first file is about to be written.
     """
-    start = time.perf_counter()
-    check_free(settings)
-    settings = dataclasses.replace(settings, metrics=resolve_metrics(settings))
-    detokenizer = None if settings.detokenizer == "none" else settings.detokenizer
-    work = PostprocessJob(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
-    work.check()
-    if model is None:
-        check_path(settings.model, gguf=True)
-    inputs = Inputs(settings)
-    has_reference = bool(settings.reference or settings.reference_column)
-    layout = Generation(inputs.kept, settings.output_column, has_reference, settings.token_ids)
-    workers = default_workers() if settings.workers is None else settings.workers
-    with closing(PostProcessor(partial(Processor, work), workers if work.any else 0)) as post:
-        loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
-        begins()
-        job = Job(
-            loaded,
-            layout,
-            Encoder(loaded, settings),
-            ModelStage(loaded, settings),
-            _Texts(Decoder(loaded, settings), post),
-            partial(_batch_size, loaded, settings),
-            {"equal_lengths": depends_on_padding(loaded)},
+
+    options: ClassVar[type[DataOptions]]
+    """The class of its settings."""
+
+    # What a subclass sets when it has checked and loaded.
+    loaded: Loaded
+    layout: Layout
+    tokenise: Callable[[Sequence[Record]], list[Record]]
+    """Turns texts into token ids, in a thread ahead of the model."""
+    stage: BatchStage[Any]
+    results: Callable[[BatchResult[Any]], Results]
+    """Begins to turn what the model returned into results, in a thread behind it. Failed rows are left out."""
+    rules: Mapping[str, Any]
+    """How batches are cut, beside their size: arguments of `Rules`."""
+
+    def __init__(self, settings: Any, model: Any = None, tokenizer: Any = None) -> None:
+        super().__init__()
+        self.settings, self.model, self.tokenizer = settings, model, tokenizer
+        self._notes: list[str] = []
+
+    @classmethod
+    def over(cls, model: Any, input: Any, output: Any, tokenizer: Any, options: dict[str, Any]) -> RunReport:
+        """A run of a function of the library: paths may be objects, and the model may be in memory."""
+        in_memory = not isinstance(model, str | os.PathLike)
+        name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
+        settings = cls.options(model=name, input=os.fspath(input), output=os.fspath(output), **options)
+        if in_memory and tokenizer is None:
+            raise SetupError("a model in memory needs its tokenizer")
+        return cls(settings, model if in_memory else None, tokenizer).run()
+
+    def check(self) -> None:
+        check_free(self.settings)
+        self.check_packages()
+        if self.model is None:
+            check_path(self.settings.model, gguf=True)
+        self.inputs = Inputs(self.settings)
+
+    def check_packages(self) -> None:
+        """Raises `SetupError` where a package is not installed that an option needs."""
+
+    @abstractmethod
+    def automatic_batch(self) -> tuple[int, int]:
+        """Inputs and tokens of a batch that fit into free memory."""
+
+    def begin(self) -> None:
+        import torch
+
+        settings, device = self.settings, self.loaded.device
+        if settings.to_stdout:
+            output: Output = StreamOutput(settings, self.layout)
+        else:
+            decides = identity(settings, self.inputs, self.loaded) | {"rules": dict(self.rules)}
+            output = FileOutput(settings, decides, environment(device), self.layout)
+        self._output = self.closing.enter_context(contextlib.closing(output))
+        journal = output.journal
+        # A resumed run keeps the size of batches that it began with.
+        decided = journal.plan if journal else None
+        self._is_new = decided is None
+        if decided is None:
+            fixed = settings.batch_size, settings.max_tokens
+            rows, tokens = self.automatic_batch() if settings.batch_size == "auto" else fixed
+            decided = {"batch_size": rows, "max_tokens": tokens}
+        if journal:
+            if journal.differences:
+                self._notes.append(_RESUMED_ELSEWHERE.format("; ".join(journal.differences)))
+                print(self._notes[0], file=sys.stderr)
+            journal.begin(decided)
+        self._rules = Rules(decided["batch_size"], decided["max_tokens"], **self.rules)
+        self._resumed, self._already = (journal.resumed, journal.count) if journal else (Resumed(), 0)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._progress = Progress("samples", self.inputs.total, self._already, settings.quiet)
+        self._start = time.perf_counter()
+
+    def process(self) -> Timing:
+        planned = plan(self.inputs, self.tokenise, self._rules, self._resumed, self._check_strict)
+        try:
+            timing = run_stages(planned, self._compute, self._post, self._record, self._handed_on)
+            self.stage.finish()
+        except SetupError:
+            if self._is_new and not self.samples:
+                self._output.drop()
+            raise
+        finally:
+            self._progress.close()
+        self.model_seconds = self.stage.seconds
+        return timing
+
+    # The stages. A window goes through all of them as it is.
+
+    def _compute(self, item: Window | Batch) -> Window | BatchResult[Any]:
+        return item if isinstance(item, Window) else self.stage.run(item)
+
+    def _handed_on(self, item: Window | BatchResult[Any]) -> None:
+        if isinstance(item, BatchResult):
+            self.batches += 1
+            for row, problem in item.failures:
+                self._check_strict(row.skipped(problem))
+
+    def _post(self, item: Window | BatchResult[Any]) -> Window | tuple[BatchResult[Any], Results]:
+        return item if isinstance(item, Window) else (item, self.results(item))
+
+    def _record(self, item: Window | tuple[BatchResult[Any], Results]) -> None:
+        if isinstance(item, Window):
+            self._output.window(item)
+            self._advance(len(item.bad))
+            return
+        done, waited_for = item
+        results = waited_for()
+        failed = [result for result in results if "error" in result]
+        self.tokens += sum(self.layout.tokens(result) for result in results if "error" not in result)
+        self.samples += len(results) - len(failed)
+        results += [row.skipped(problem).error() for row, problem in done.failures]
+        self._output.batch(done.batch.window, done.batch.index, results)
+        self._advance(len(results))
+        for result in failed:
+            self._check_strict(Record.of_error(result))
+
+    def _advance(self, samples: int) -> None:
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        self._progress.add(samples, f"{self.tokens / seconds:.0f} tokens/s")
+
+    def _check_strict(self, bad: Record) -> None:
+        if self.settings.strict and bad.problem:
+            raise StrictError(f"{self.settings.input}, line {bad.line}: {bad.problem.message}")
+
+    def finish(self) -> None:
+        self._totals = self._output.finish()
+
+    def report(self) -> RunReport:
+        import torch
+        import transformers
+
+        totals, settings, device = self._totals, self.settings, self.loaded.device
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        return RunReport(
+            samples=totals.samples,
+            skipped=totals.skipped,
+            tokens=totals.tokens,
+            metrics=totals.metrics.scores(),
+            metrics_samples=totals.metrics.samples,
+            resumed_samples=self._already,
+            batch_size=self._rules.batch_size,
+            max_tokens=self._rules.max_tokens,
+            out_of_memory=self.stage.out_of_memory,
+            truncated=totals.truncated,
+            peak_device_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            model=settings.model,
+            device=str(device),
+            dtype=str(self.loaded.model.dtype).removeprefix("torch."),
+            errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
+            notes=self._notes,
+            versions={"python": platform.python_version()} | versions,
+            fastgen={"stats": fastgen.stats()},
         )
-        with closing(open_output(settings, inputs, job)) as output:
-            return run_through(settings, inputs, job, output, start)
+
+    def complete(self, report: RunReport) -> None:
+        journal = self._output.journal
+        if score_path := self.settings.written_beside().get("the score path"):
+            counts = {"samples": report.metrics_samples, "skipped": report.skipped}
+            write_json(score_path, counts | report.metrics, journal)
+        if self.settings.report:
+            write_json(self.settings.report, dataclasses.asdict(report), journal)
+        self._output.complete()
 
 
-def _batch_size(loaded: LoadedModel, settings: RunOptions) -> tuple[int, int | None]:
-    """Inputs of a batch, and their tokens where memory is what limits them."""
-    if settings.batch_size != "auto":
-        return settings.batch_size, settings.max_tokens
-    # Where the model does not say how long an input may be, memory is planned for those of a usual length.
-    longest = min(loaded.positions or _USUAL_LENGTH, settings.max_source_length or sys.maxsize)
-    rows, tokens = automatic_batch(loaded.model, loaded.generation, longest)
-    return rows, settings.max_tokens or tokens
-
-
-def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:
-    """The metrics asked for; with references alone, those that the example script of the task computes."""
-    if settings.metrics or not (settings.reference or settings.reference_column):
-        return settings.metrics
-    usual = {"translation": ("bleu",), "summarization": ("rouge",)}
-    return usual.get(settings.task.partition("_")[0], ("bleu", "rouge"))
-
-
-class _Texts:
-    """What `generate` returned, as texts, and through the worker processes."""
-
-    def __init__(self, decoder: Decoder, workers: PostProcessor[Texts, list[Outcome]]) -> None:
-        self._decoder, self._workers = decoder, workers
-
-    def __call__(self, result: BatchResult[RawOutput]) -> Results:
-        decoded = self._decoder(result)
-        outcomes = self._workers.submit([(texts, reference) for _, texts, reference in decoded])
-        return lambda: [
-            _completed(result, outcome) for (result, _, _), outcome in zip(decoded, outcomes.result(), strict=True)
-        ]
-
-
-def _completed(result: Result, outcome: Outcome) -> Result:
-    if outcome.error is not None:
-        kept = {name: result[name] for name in ("position", "line", "id")}
-        return kept | {"error": "post-processing", "message": outcome.error}
-    complete = result | {"text": outcome.texts[0], "statistics": outcome.statistics}
-    # An output of text lines has the best sequence only; a record with scores has them all.
-    if "input" in result:
-        complete["sequences"] = outcome.texts
-    return complete
+def _peak_memory() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not POSIX
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,33 +1,42 @@
-"""The options of a run over a data set, as one value, and the files of the run.
-
-`DataOptions` are those of every command that works on a data set, `RunOptions` those of `fastgen-generate` and
-`generate_dataset`.
-"""
+"""The options of every command that works on a data set, as one value, and the files of its run."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Union, cast
 
 from fastgen import settings as process_settings
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.option_types import check_types
 
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 INPUT_FORMATS = ("auto", "txt", "jsonl", "csv", "tsv", "parquet", "dataset")
 _OUTPUT_SUFFIXES = TEXT_SUFFIXES | {".npy": "npy"}
 _NOT_STREAMED = ("npy", "parquet")  # formats that are not written from front to back
-METRICS = ("bleu", "rouge", "chrf", "exact")
 DTYPES = ("fp32", "fp16", "bf16")
 STANDARD_STREAM = "-"
-_MOST_WORKERS = 1024  # processes
+# Libraries keep numbers in 64 bits. A limit for texts may be any number: what is beyond is none.
+_LARGEST = 2**63 - 1
+_UNBOUNDED = ("max_length",)
+_CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}
 
 
-def option(default: Any, help: str, *aliases: str, group: str = "", free: bool = False, rare: bool = False) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *aliases: str,
+    group: str = "",
+    free: bool = False,
+    rare: bool = False,
+    least: int | None = None,
+    most: int | None = None,
+) -> Any:
     """A field that is an option of the command line as well.
 
     Args:
@@ -37,8 +46,9 @@ def option(default: Any, help: str, *aliases: str, group: str = "", free: bool =
         group: title of the group of options that begins with this one.
         free: it cannot change the output, so an interrupted run may be resumed with another value.
         rare: the short page of help leaves it out.
+        least, most: the bounds of a number.
     """
-    about = {"help": help, "aliases": aliases, "group": group, "free": free, "rare": rare}
+    about = {"help": help, "aliases": aliases, "group": group, "free": free, "rare": rare, "least": least, "most": most}
     if callable(default):
         return field(default_factory=default, metadata=about)
     return field(default=default, metadata=about)
@@ -76,7 +86,13 @@ class DataOptions:
     )
     split: str | None = option(None, "split of the data set (default: test, validation, or the only one)")
     limit: int | None = option(
-        None, "do only the first N records", "--n-obs", "--max-eval-samples", "--max-predict-samples", free=True
+        None,
+        "do only the first N records",
+        "--n-obs",
+        "--max-eval-samples",
+        "--max-predict-samples",
+        free=True,
+        least=1,
     )
     overwrite: bool = option(
         False,
@@ -117,8 +133,9 @@ class DataOptions:
         "rows in a batch, or auto for as many as fit into free memory (default: 16)",
         "--bs",
         "--per-device-eval-batch-size",
+        least=1,
     )
-    max_tokens: int | None = option(None, "at most N input tokens in a batch, padding included", rare=True)
+    max_tokens: int | None = option(None, "at most N input tokens in a batch, padding included", rare=True, least=1)
     trust_remote_code: bool = option(False, "run code that comes with the model", free=True, rare=True)
     allow_missing_weights: bool = option(
         False,
@@ -128,66 +145,26 @@ class DataOptions:
     quiet: bool = option(False, "no progress and no summary", free=True)
     report: str | None = option(None, "write timing, memory and counts to this JSON file", free=True, rare=True)
 
-    @property
-    def src_lang(self) -> str | None:
-        """The language of the texts, where a command asks for it."""
-        return None
-
-    @property
-    def reference(self) -> str | None:
-        """The file of what the outputs are compared with, for a command that compares."""
-        return None
-
-    @property
-    def reference_column(self) -> str | None:
-        """The column of the same."""
-        return None
-
-    @property
-    def pair_column(self) -> str | None:
-        """The column of the second text, for a command that takes two."""
-        return None
-
-    @property
-    def keep(self) -> tuple[str, ...]:
-        """Columns of INPUT that the output has, too, for a command that keeps some."""
-        return ()
-
-    @property
-    def chat(self) -> bool:
-        """Whether an input may be a list of messages."""
-        return False
+    # Options that only some commands have, which declare them as fields.
+    src_lang = reference = reference_column = pair_column = cast("str | None", None)
+    keep = cast("tuple[str, ...]", ())
+    chat = False
 
     def __post_init__(self) -> None:
         check_types(self)
-        _among("input_format", self.input_format, INPUT_FORMATS)
-        _among("output_format", self.output_format, ("auto", *self.OUTPUTS))
-        _among("dtype", self.dtype, DTYPES)
+        among("input_format", self.input_format, INPUT_FORMATS)
+        among("output_format", self.output_format, ("auto", *self.OUTPUTS))
+        among("dtype", self.dtype, DTYPES)
         try:
             dataclasses.replace(process_settings.current(), **self.weights)
         except ValueError as error:
             raise SetupError(str(error)) from error
-        for name, smallest in self._least().items():
-            value = getattr(self, name)
-            if isinstance(value, int) and value < smallest:
-                raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at least {smallest}")
-        for name, largest in self._most().items():
-            value = getattr(self, name)
-            if value is not None and value > largest:
-                raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at most {largest}")
+        check_bounds(self)
         if self.resume and self.to_stdout:
             raise SetupError("resume needs an output file: standard output cannot be continued")
         if self.to_stdout and self.resolved_output_format in _NOT_STREAMED:
             raise SetupError(f"{self.resolved_output_format} cannot be written to standard output")
         self._check_distinct()
-
-    def _least(self) -> dict[str, int]:
-        """The smallest value of each option that is a number."""
-        return {"batch_size": 1, "max_tokens": 1, "limit": 1}
-
-    def _most(self) -> dict[str, int]:
-        """The largest value of each option whose number takes more than memory for what there is."""
-        return {}
 
     def read(self) -> dict[str, str | None]:
         """The files that are read, by what they are called in messages."""
@@ -254,123 +231,6 @@ class DataOptions:
         return Path(self.output + ".errors.jsonl.partial")
 
 
-@dataclass(frozen=True)
-class RunOptions(DataOptions):
-    """Every option of a run. Only `model`, `input` and `output` are needed; the rest has the defaults shown."""
-
-    OUTPUTS: ClassVar[tuple[str, ...]] = ("txt", "jsonl", "csv", "tsv", "parquet")
-    OTHERWISE: ClassVar[str] = "txt"
-
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    """`GenerationConfig` fields that override the model's own."""
-    generation_config: str | None = None
-    """A JSON file of such fields (or a directory with generation_config.json) that is applied before `generation`."""
-
-    output_format: str = option("auto", "txt, jsonl, csv, tsv or parquet (default: by the name)", rare=True)
-    keep: tuple[str, ...] = option(
-        (),
-        "columns of INPUT that the output has, too, in place of id, input and reference: names with commas between, or "
-        "all",
-        group="data",
-    )
-    output_column: str = option("text", "column with the outputs (default: text)")
-    token_ids: bool = option(False, "also write the generated token ids (not in .txt)", rare=True)
-
-    task: str = option(
-        "auto",
-        "auto, text2text, text-generation, translation, summarization, or a name in the model's task_specific_params, "
-        "whose prefix and options are then used (default: auto)",
-        group="task",
-    )
-    chat: bool = option(
-        False, "apply the model's chat template to every input, which is a prompt, or a list of messages"
-    )
-    system_prompt: str | None = option(None, "with --chat: the message that begins each conversation")
-    prefix: str | None = option(None, "text put before every input", "--source-prefix")
-    src_lang: str | None = option(None, "source language, for multilingual models", "--source-lang")
-    tgt_lang: str | None = option(None, "target language, for multilingual models", "--target-lang")
-    max_source_length: int | None = option(
-        None, "truncate inputs to N tokens (prompts of decoder-only models keep their end)"
-    )
-    truncation: bool = option(False, "truncate inputs that are too long for the model instead of skipping them")
-    include_prompt: bool = option(False, "decoder-only models: put the prompt before the new text", rare=True)
-    detokenizer: str | None = option(None, "moses: detokenise the outputs with sacremoses", rare=True)
-    lang: str | None = option(None, "language of the detokenizer (default: --tgt-lang, or en)", rare=True)
-
-    workers: int | None = option(
-        None,
-        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)",
-        group="running",
-        free=True,
-        rare=True,
-    )
-    seed: int = option(42, "seed for sampling (default: 42)", rare=True)
-    self_speculation: str = option(
-        lambda: process_settings.current().self_speculation,
-        "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model checks (default: off); "
-        "kernels are chosen by measurements then",
-        rare=True,
-    )
-
-    reference: str | None = option(
-        None, "file of references, a line each", "--reference-path", group="scores", free=True
-    )
-    reference_column: str | None = option(None, "column of INPUT with the references", "--summary-column", free=True)
-    metrics: tuple[str, ...] = option(
-        (), "any of bleu,rouge,chrf,exact, over the records that were not skipped (default: by the task)"
-    )
-    score_path: str | None = option(None, "write the metrics to this JSON file", free=True, rare=True)
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        _among("detokenizer", self.detokenizer or "none", ("moses", "none"))
-        for metric in self.metrics:
-            _among("metrics", metric, METRICS)
-        if self.reference and self.reference_column:
-            raise SetupError("give either a reference file or a reference column, not both")
-        if (self.metrics or self.score_path) and not (self.reference or self.reference_column):
-            what = "metrics need" if self.metrics else "a score path needs"
-            raise SetupError(f"{what} references: give a reference file or a reference column")
-        if self.chat and self.prefix:
-            raise SetupError("prefix and chat do not go together: a chat template says what comes before an input")
-        if self.system_prompt is not None and not self.chat:
-            raise SetupError("a system prompt is part of a conversation: it needs --chat")
-        super().__post_init__()
-        if self.keep and self.to_text:
-            raise SetupError("lines of text have no columns: to keep some, name OUTPUT .jsonl, .csv, .tsv or .parquet")
-
-    def _least(self) -> dict[str, int]:
-        return super()._least() | {"max_source_length": 1, "workers": 0}
-
-    def _most(self) -> dict[str, int]:
-        return super()._most() | {"workers": _MOST_WORKERS}
-
-    def read(self) -> dict[str, str | None]:
-        return super().read() | {"the reference": self.reference, "the generation config": self.generation_config}
-
-    def written_beside(self) -> dict[str, str | None]:
-        return {"the score path": self.score_path} | super().written_beside()
-
-    @property
-    def weights(self) -> dict[str, Any]:
-        drafts = {"self_speculation": self.self_speculation}
-        return super().weights | drafts | (captured_drafts() if self.to_text and self.self_speculation != "off" else {})
-
-    @property
-    def to_text(self) -> bool:
-        """Whether the output is lines of text, which cannot hold scores."""
-        return self.resolved_output_format == "txt"
-
-
-def captured_drafts() -> dict[str, Any]:
-    """The settings with which drafts are verified in captured steps, and drawn, unless the user asked for others.
-
-    A batch of one text draws as the others do.
-    """
-    wanted = {"assisted_sampling": "fastgen"}
-    return {name: value for name, value in wanted.items() if name not in process_settings.current().explicit}
-
-
 def unfinished_path(path: Path) -> Path:
     """Where a file is written before it takes its name. The suffix stays last, for formats that are told by it."""
     path = followed(path)
@@ -396,6 +256,65 @@ def same_file(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def among(name: str, value: str | int, allowed: Sequence[str | int]) -> None:
+    """Raises `SetupError` for a value of an option that is not one of these."""
     if value not in allowed:
-        raise SetupError(f"{name.replace('_', '-')} is {value!r}: choose from {', '.join(allowed)}")
+        raise SetupError(f"{name.replace('_', '-')} is {value!r}: choose from {', '.join(map(str, allowed))}")
+
+
+def check_types(options: Any) -> None:
+    """Raises `SetupError` for a field of a dataclass whose value is not of its type, or a number beyond 64 bits."""
+    kind: Any = type(options)
+    hints = _hints(kind)
+    for each in dataclasses.fields(options):
+        value, kinds = getattr(options, each.name), _kinds(hints[each.name])
+        name = each.name.replace("_", "-")
+        if not any(_is(value, kind) for kind in kinds):
+            must = " or ".join(map(_called, kinds))
+            raise SetupError(f"{name} is {value!r}: it must be {must}")
+        if type(value) is int and each.name not in _UNBOUNDED and not -_LARGEST <= value <= _LARGEST:
+            raise SetupError(f"{name} is {value}: it must be of 64 bits")
+
+
+def check_bounds(options: Any) -> None:
+    """Raises `SetupError` for a number that is not within the bounds of its option."""
+    for each in dataclasses.fields(options):
+        value, least, most = getattr(options, each.name), each.metadata.get("least"), each.metadata.get("most")
+        if isinstance(value, int):
+            said = f"{each.name.replace('_', '-')} is {value}: it must be"
+            if least is not None and value < least:
+                raise SetupError(f"{said} at least {least}")
+            if most is not None and value > most:
+                raise SetupError(f"{said} at most {most}")
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return isinstance(value, str) and value in typing.get_args(kind)
+    if origin is tuple:
+        return isinstance(value, Sequence) and not isinstance(value, str) and all(type(each) is str for each in value)
+    if origin is not None:
+        return isinstance(value, Mapping)
+    if kind is float:
+        return type(value) in (int, float)
+    if kind is bool:
+        return type(value) is bool
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _called(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    if kind in _CALLED:
+        return _CALLED[kind]
+    return "a sequence of strings" if typing.get_origin(kind) is tuple else "a mapping"

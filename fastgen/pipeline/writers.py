@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline import journal
+from fastgen.pipeline.batches import Window
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
 from fastgen.pipeline.journal import Collector, Journal, sync
 from fastgen.pipeline.layouts import GENERATION, Layout, error_line
-from fastgen.pipeline.planner import Window
 from fastgen.pipeline.postprocess import MetricTotals
 from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import DataOptions, followed, is_special, unfinished_path
@@ -89,7 +89,7 @@ class FileOutput:
 
     def window(self, window: Window) -> None:
         self.journal.window(window)
-        self._report(bad.result() for bad in window.bad)
+        self._report(bad.error() for bad in window.bad)
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
         self.journal.batch(window, index, results)

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import fastgen
-from fastgen_cli import classify, embed
+from fastgen_cli import encode
 from fastgen_cli.encode import build_parser
 from tests.equivalence.encoder_models import build, tokenizer
 from tests.pipeline import tiny
 
 FAST = ["--device", "cpu", "--batch-size", "4"]
-COMMANDS = {"embed": (embed, "npy"), "classify": (classify, "csv")}
+COMMANDS = {"embed": (encode.embed, "npy"), "classify": (encode.classify, "csv")}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def call(name, *words):
-    return COMMANDS[name][0].main([str(word) for word in words])
+    return COMMANDS[name][0]([str(word) for word in words])
 
 
 def one_line(capsys):
@@ -104,7 +104,7 @@ def test_a_file_that_is_there_stays(model, inputs, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_says_how_to_continue(name, model, inputs, tmp_path, capsys):
-    from fastgen.pipeline.encoding.model import EncodingStage
+    from fastgen.pipeline.encoding.run import EncodingStage
 
     form = COMMANDS[name][1]
     run, done = EncodingStage.run, []
@@ -151,7 +151,7 @@ def test_without_fastgen_the_vectors_are_the_same(model, inputs, tmp_path):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_and_errors_import_nothing_heavy(name):
     code = (
-        f"import sys; from fastgen_cli.{name} import main\n"
+        f"import sys; from fastgen_cli.encode import {name} as main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "assert main(['m', 'i', 'o.jsonl', '--dtype', 'x']) == 2\n"
         "assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)"
@@ -162,7 +162,7 @@ def test_help_and_errors_import_nothing_heavy(name):
 
 
 def test_options_of_generation_are_not_among_them():
-    for command in (embed.COMMAND, classify.COMMAND):
+    for command in (encode.EMBED, encode.CLASSIFY):
         found = set(build_parser(command)._option_string_actions)
         assert {"--resume", "--weight-dtype", "--input-column", "--device", "--report"} <= found
         assert not {"--src-lang", "--metrics", "--seed", "--token-ids"} & found
@@ -172,7 +172,8 @@ def test_a_killed_process_resumes_to_the_same_file(model, tmp_path):
     """kill -9 in the middle of the command, and the exit status of both."""
     source, out = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(tiny.sentences(4000, longest=30)) + "\n")
-    command = [sys.executable, "-m", "fastgen_cli.embed", model, source, out, *FAST, "--quiet", "--pooling", "mean"]
+    words = ["embed", model, source, out, *FAST, "--quiet", "--pooling", "mean"]
+    command = [sys.executable, "-m", "fastgen_cli.encode", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(list(map(str, command)), env=environment)
     partial = Path(f"{out}.partial")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastgen.pipeline import generation_fields
+from fastgen.pipeline.generation import options as generation_options
 from fastgen_cli.generate import build_parser, main, normalise, parse
 from tests import survey
 from tests.pipeline import tiny
@@ -54,7 +54,7 @@ def test_every_generation_field_is_an_option_and_none_is_shadowed():
 
 
 def test_an_option_that_only_a_later_release_has(monkeypatch):
-    monkeypatch.setattr(generation_fields, "known_names", lambda: frozenset({"new_kind"}))
+    monkeypatch.setattr(generation_options, "known_names", lambda: frozenset({"new_kind"}))
     assert parse(["m", "i", "o", "--new_kind", "3"])[1] == {"new_kind": 3}
 
 
@@ -315,7 +315,7 @@ def test_the_last_line_where_fastgen_is_not_hooked(bart, inputs, tmp_path, capsy
 
 
 def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, capsys, monkeypatch):
-    from fastgen.pipeline.model import ModelStage
+    from fastgen.pipeline.generation.run import ModelStage
 
     run = ModelStage.run
     done = []
@@ -366,7 +366,8 @@ def test_help_and_errors_import_nothing_heavy(tmp_path):
 
 def test_a_killed_run_resumes_to_the_same_file_and_leaves_no_worker(bart, tmp_path):
     """kill -9 in the middle of sampling with a worker process; the exit status of both commands."""
-    psutil = pytest.importorskip("psutil")
+    import psutil
+
     source = tmp_path / "in.txt"
     source.write_text("\n".join(tiny.sentences(160)) + "\n")
     out = tmp_path / "out.jsonl"

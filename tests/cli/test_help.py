@@ -8,17 +8,16 @@ import sys
 
 import pytest
 
-from fastgen.pipeline import generation_fields
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.generation import options as generation_options
 from fastgen_cli.generate import parse
 
-COMMANDS = ("generate", "embed", "classify", "quantize")
+COMMANDS = {"generate": "generate", "embed": "encode embed", "classify": "encode classify", "quantize": "quantize"}
 
 
 def said(name: str, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", f"fastgen_cli.{name}", *words], capture_output=True, text=True, env={"COLUMNS": "80"}
-    )
+    command = [sys.executable, "-m", *f"fastgen_cli.{COMMANDS[name]}".split(), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={"COLUMNS": "80"})
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout
 
@@ -33,7 +32,7 @@ def test_the_short_page(name: str) -> None:
 
 def test_the_long_page_has_every_option() -> None:
     page = said("generate", "--help-all")
-    names = [field.name for field in dataclasses.fields(RunOptions) if field.metadata] + list(generation_fields.TYPES)
+    names = [field.name for field in dataclasses.fields(RunOptions) if field.metadata] + list(generation_options.TYPES)
     assert not [name for name in names if f"--{name.replace('_', '-')}" not in page]
     assert "status:" in page
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen_cli.embed import main as embed
+from fastgen_cli.encode import embed
 from fastgen_cli.generate import main, parse
 from tests.pipeline.tiny import sentences, tokenizer
 
@@ -117,7 +117,7 @@ def test_vectors_of_a_gguf_file(file: Path, texts: Path, tmp_path: Path) -> None
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastgen import settings
-    from fastgen.pipeline.settings import RunOptions
+    from fastgen.pipeline.generation import RunOptions
 
     given, _ = parse(["model", "in", "out", "--keep-bits", "--activations", "int8"])
     assert given["keep_bits"] is True and given["activations"] == "int8"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.pipeline import generation_fields
+from fastgen.pipeline.generation import options as generation_options
 from fastgen_cli.generate import build_parser, main
 
 pytestmark = pytest.mark.sampled(2)
@@ -73,16 +73,16 @@ def loaded_once(bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run prepares the same model: reading it takes longest."""
     import copy
 
-    from fastgen.pipeline import loading
-    from fastgen.pipeline.settings import RunOptions
+    from fastgen.pipeline.generation import RunOptions, loading
+    from fastgen.pipeline.loading import choose_device
 
     loaded = loading.load(RunOptions(model=str(bart), input="-", output="-", device="cpu", quiet=True))
 
     def again(settings: RunOptions) -> loading.LoadedModel:
-        loading.choose_device(settings.device)
+        choose_device(settings.device)
         return loading.prepare(copy.deepcopy(loaded.model), copy.deepcopy(loaded.tokenizer), settings)
 
-    monkeypatch.setattr(sys.modules["fastgen.pipeline.run"], "load", again)
+    monkeypatch.setattr(sys.modules["fastgen.pipeline.generation.run"], "load", again)
 
 
 ODD = """0 -1 -3 1 2 1.5 nan inf -inf none true x [] [[]] {} [1] [[1,2]] {"a":1} [ 1e3 0.5 never null - ../x
@@ -131,7 +131,7 @@ def test_odd_values_give_a_run_or_one_line(
 
 
 def test_every_type_of_option_is_fuzzed() -> None:
-    assert {"--" + name.replace("_", "-") for name in generation_fields.TYPES} - LEFT_OUT <= set(OPTIONS)
+    assert {"--" + name.replace("_", "-") for name in generation_options.TYPES} - LEFT_OUT <= set(OPTIONS)
 
 
 WRONG = "weight_dtype (FASTGEN_WEIGHT_DTYPE) is 'int2'; known: fp32, int8, int4, bf16"

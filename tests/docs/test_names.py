@@ -44,10 +44,10 @@ def test_links_lead_somewhere(name):
 
 def options_of_the_commands() -> set[str]:
     """Every option of every command that the project has."""
-    from fastgen_cli import classify, embed, encode, generate, quantize
+    from fastgen_cli import encode, generate, quantize
 
     parsers = [generate.build_parser(), quantize.build_parser()]
-    parsers += [encode.build_parser(command) for command in (embed.COMMAND, classify.COMMAND)]
+    parsers += [encode.build_parser(command) for command in (encode.EMBED, encode.CLASSIFY)]
     found = {name for parser in parsers for name in parser._option_string_actions}
     sources = [
         ROOT / path

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from fastgen.pipeline import journal as journals
+from fastgen.pipeline.batches import Window
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.journal import VERSION, Journal
-from fastgen.pipeline.planner import Window
-from fastgen.pipeline.records import BadRecord, Problem
+from fastgen.pipeline.records import Problem, Record
 
 SETTINGS = {"model": {"weights": "a"}, "generation": {"num_beams": 4, "bad_words_ids": [[1]]}, "seed": 1}
-BAD = BadRecord(1, 2, 1, Problem("empty", "the text is empty"))
+BAD = Record(1, 2, 1, problem=Problem("empty", "the text is empty"))
 FIRST = f'{{"journal": {VERSION}, "settings": {{}}, "environment": {{}}, "plan": %s}}'
 
 

@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 
 from fastgen.pipeline import SetupError, generate_dataset
+from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.generation.loading import load
+from fastgen.pipeline.generation.run import ModelStage
 from fastgen.pipeline.identity import _code, content
-from fastgen.pipeline.loading import _check_tokenizer, load, quiet_transformers
-from fastgen.pipeline.model import ModelStage
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.loading import _check_tokenizer, quiet_transformers
 
 
 def settings(model: Path, **options: object) -> RunOptions:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import fastgen
 from fastgen.pipeline.errors import PipelineError, SetupError
-from fastgen.pipeline.loading import load
+from fastgen.pipeline.generation.loading import load
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model, saving
 from fastgen.pipeline.quantizing import run as running
 from fastgen.pipeline.quantizing.saving import load_model
@@ -524,7 +524,7 @@ def test_models_that_cannot_be_quantised(llama, text, tmp_path):
 
 
 def test_weights_that_were_stored_in_half_precision_stay_so(llama, text, tmp_path):
-    from fastgen.pipeline.settings import RunOptions
+    from fastgen.pipeline.generation import RunOptions
 
     whole = load(RunOptions(str(llama), str(text), "-")).model
     halved = whole.half().float()

@@ -13,10 +13,9 @@ import pytest
 
 from fastgen.pipeline import readers
 from fastgen.pipeline.errors import PipelineError, SetupError
+from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.readers import open_source
-from fastgen.pipeline.records import BadRecord, Record
-from fastgen.pipeline.settings import RunOptions
 
 TEXTS = ["one", 'two, with "quotes"', "three\u2028breaks only in unicode", "naïve 雪"]
 
@@ -30,7 +29,7 @@ def read(path, **options):
 
 
 def bad_kinds(records):
-    return {record.line: record.problem.kind for record in records if isinstance(record, BadRecord)}
+    return {record.line: record.problem.kind for record in records if record.problem}
 
 
 def write_parquet(path, columns):
@@ -86,7 +85,7 @@ def test_bad_lines_of_text(tmp_path):
     path.write_bytes(b"\xef\xbb\xbfone\r\n\n  \n\xff\xfe\nlast without a line end")
     found = read(path)
     assert bad_kinds(found) == {2: "empty", 3: "empty", 4: "invalid-utf8"}
-    assert [record.text for record in found if isinstance(record, Record)] == ["one", "last without a line end"]
+    assert [record.text for record in found if not record.problem] == ["one", "last without a line end"]
     assert inputs(path).total == 5
 
 
@@ -100,8 +99,8 @@ def test_bad_lines_of_json(tmp_path):
         2: "wrong-type", 3: "malformed", 4: "empty", 5: "missing-column", 6: "wrong-type", 7: "wrong-type",
         8: "invalid-utf8", 9: "invalid-utf8", 10: "empty",
     }  # fmt: skip
-    assert [record.text for record in found if isinstance(record, Record)] == ["one", "bare"]
-    messages = {each.line: each.problem.message for each in found if isinstance(each, BadRecord)}
+    assert [record.text for record in found if not record.problem] == ["one", "bare"]
+    messages = {each.line: each.problem.message for each in found if each.problem}
     assert messages[2] == "column 'text' has a value of type int, not a string"
     assert messages[6] == "column 'text' has no value (null)"
 
@@ -111,10 +110,10 @@ def test_bad_lines_of_csv(tmp_path):
     path.write_bytes(b'id,text\n1,one\n2\n\n3,"two\nlines"\n4,\xff\n5,\n6,six\n')
     found = read(path, input_column="text", id_column="id")
     assert bad_kinds(found) == {3: "malformed", 4: "empty", 7: "invalid-utf8", 8: "empty"}
-    assert [(record.line, record.text) for record in found if isinstance(record, Record)] == [
+    assert [(record.line, record.text) for record in found if not record.problem] == [
         (2, "one"), (5, "two\nlines"), (9, "six"),
     ]  # fmt: skip
-    assert [record.id for record in found if isinstance(record, Record)] == ["1", "3", "6"]
+    assert [record.id for record in found if not record.problem] == ["1", "3", "6"]
 
 
 def test_csv_loses_no_row_and_no_cell(tmp_path):
@@ -123,9 +122,9 @@ def test_csv_loses_no_row_and_no_cell(tmp_path):
              '8,5" pipe', '9,"never closed', "10,ten"]  # fmt: skip
     path.write_text("\r\n".join(lines) + "\r\n")
     found = read(path, input_column="text", id_column="id")
-    messages = {record.line: record.problem.message for record in found if isinstance(record, BadRecord)}
+    messages = {record.line: record.problem.message for record in found if record.problem}
     # What is known of the id of a bad record; its position would be taken for the id of another one.
-    assert [record.id for record in found if isinstance(record, BadRecord)] == ["2", "3", None, None, "id", None]
+    assert [record.id for record in found if record.problem] == ["2", "3", None, None, "id", None]
     assert messages == {
         3: "number of cells: 3, of columns: 2",
         4: "number of cells: 1, of columns: 2",
@@ -134,7 +133,7 @@ def test_csv_loses_no_row_and_no_cell(tmp_path):
         10: "the header again",
         12: "a quote is not closed, or text follows it: unexpected end of data",
     }
-    assert [(record.line, record.id, record.text) for record in found if isinstance(record, Record)] == [
+    assert [(record.line, record.id, record.text) for record in found if not record.problem] == [
         (2, "1", "one"), (6, "5", "five"), (8, "7", "seven\r\nlines"), (11, "8", '5" pipe'), (13, "10", "ten"),
     ]  # fmt: skip
     assert inputs(path, input_column="text").total == len(found)
@@ -144,10 +143,10 @@ def test_a_carriage_return_in_a_row_of_csv_is_no_end_of_it(tmp_path):
     path = tmp_path / "in.csv"
     path.write_bytes(b'id,text\n1,one\rmore\n2,"two\rmore"\r\n3,three\n')
     found = read(path, input_column="text")
-    assert [(record.line, record.problem.message) for record in found if isinstance(record, BadRecord)] == [
+    assert [(record.line, record.problem.message) for record in found if record.problem] == [
         (2, "there is a carriage return outside quotes")
     ]
-    assert [(record.line, record.text) for record in found if isinstance(record, Record)] == [
+    assert [(record.line, record.text) for record in found if not record.problem] == [
         (3, "two\rmore"), (4, "three"),
     ]  # fmt: skip
     # Where nothing else ends a line, it does.
@@ -228,7 +227,7 @@ def test_a_pipe_is_read_as_standard_input_only(tmp_path):
 def test_a_text_with_a_nul_character_is_a_bad_record(tmp_path, form):
     path = write(tmp_path / f"in.{form}", ["one", "t\0wo", "three"], form)
     found = read(path, input_column=None if form == "txt" else "text")
-    assert [isinstance(record, BadRecord) for record in found] == [False, True, False]
+    assert [bool(record.problem) for record in found] == [False, True, False]
     assert found[1].line == (3 if form == "csv" else 2)
 
 
@@ -242,7 +241,7 @@ def test_an_id_that_the_output_cannot_hold(tmp_path, output, bad):
     path.write_text("".join(json.dumps({"id": one, "text": "x"}) + "\n" for one in ids))
     settings = RunOptions(model="m", input=str(path), output=output, input_column="text", id_column="id")
     found = list(Inputs(settings))
-    assert [record.position for record in found if isinstance(record, BadRecord)] == bad
+    assert [record.position for record in found if record.problem] == bad
     assert [record.id for record in found] == ids
 
 
@@ -283,7 +282,7 @@ def test_a_cell_that_python_cannot_hold_costs_its_record_only(tmp_path, form):
         Dataset(pyarrow.table({"text": text, "day": day})).save_to_disk(str(path))
     found = read(path, input_column="text", id_column="day")
     assert bad_kinds(found) == {2: "invalid-utf8", 3: "malformed"}
-    assert [(record.text, record.id) for record in found if isinstance(record, Record)] == [
+    assert [(record.text, record.id) for record in found if not record.problem] == [
         ("one", "1970-01-01 00:00:00"), ("four", "1970-01-01 00:00:03"),
     ]  # fmt: skip
 
@@ -329,7 +328,7 @@ def test_references_follow_their_records(tmp_path):
     path = write(tmp_path / "in.txt", ["a", "", "c"], "txt")
     references = write(tmp_path / "ref.txt", ["A", "B", ""], "txt")
     found = read(path, reference=str(references))
-    assert [(record.position, record.reference) for record in found if isinstance(record, Record)] == [
+    assert [(record.position, record.reference) for record in found if not record.problem] == [
         (0, "A"),
         (2, ""),
     ]
@@ -427,7 +426,7 @@ def test_a_line_that_is_longer_than_any_text(form, ends, tmp_path, monkeypatch):
     found = read(path, input_column="text")
     assert bad_kinds(found) == {2: "malformed", 4: "malformed"}
     assert "longer than 1000 bytes" in found[1].problem.message
-    assert [record.text for record in found if isinstance(record, Record)] == ["one", "two"]
+    assert [record.text for record in found if not record.problem] == ["one", "two"]
 
 
 @pytest.mark.parametrize("form", ["parquet", "dataset"])

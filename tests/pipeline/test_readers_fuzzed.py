@@ -12,10 +12,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from fastgen.pipeline.batches import Window
+from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.planner import Window
-from fastgen.pipeline.records import BadRecord
-from fastgen.pipeline.settings import RunOptions
 from fastgen.pipeline.writers import FileOutput
 
 # Whatever has a meaning in one of the formats, and a few that have none.
@@ -36,7 +35,7 @@ def read(data: bytes, form: str, **options):
         found = list(source)
     assert [record.position for record in found] == list(range(len(found)))
     assert source.total == len(found)
-    return [(record.line, None if isinstance(record, BadRecord) else record.text) for record in found]
+    return [(record.line, None if record.problem else record.text) for record in found]
 
 
 def usable(text) -> bool:
@@ -173,8 +172,8 @@ def test_whatever_is_accepted_can_be_written(form, rows):
         columns = {"input_column": "text", "id_column": "id", "reference_column": "reference"}
         options = RunOptions(model="m", input=str(source), output=str(path), **columns)
         records = list(Inputs(options))
-        good = [record for record in records if not isinstance(record, BadRecord)]
-        bad = [record for record in records if isinstance(record, BadRecord)]
+        good = [record for record in records if not record.problem]
+        bad = [record for record in records if record.problem]
         output = FileOutput(options, {})
         output.journal.begin({"batch_size": 2})
         output.window(Window(0, 0, len(records), 1, bad))
@@ -194,7 +193,7 @@ def test_whatever_is_accepted_can_be_written(form, rows):
         if form == "txt":
             lines = path.read_text(encoding="utf-8").split("\n")
             assert len(lines) == len(records) + 1
-            assert [bool(line) for line in lines[:-1]] == [not isinstance(record, BadRecord) for record in records]
+            assert [bool(line) for line in lines[:-1]] == [not record.problem for record in records]
             return
         if form == "jsonl":
             written = [json.loads(line, parse_constant=pytest.fail) for line in path.read_bytes().split(b"\n")[:-1]]

@@ -20,8 +20,8 @@ from fastgen.ops import triton as operators
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
 from fastgen.pipeline import generate_dataset
-from fastgen.pipeline.loading import load
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.generation.loading import load
 from tests.pipeline import tiny
 from tests.pipeline.children import finished, in_child
 

@@ -13,9 +13,9 @@ import pytest
 
 import fastgen
 from fastgen import settings
-from fastgen.pipeline import PipelineError, SetupError, StrictError, generate_dataset, planner, writers
+from fastgen.pipeline import PipelineError, SetupError, StrictError, generate_dataset, writers
+from fastgen.pipeline.generation.run import ModelStage
 from fastgen.pipeline.journal import Journal
-from fastgen.pipeline.model import ModelStage
 from tests.pipeline import tiny
 
 BEAMS = {"num_beams": 2, "max_new_tokens": 5}
@@ -344,7 +344,7 @@ def test_scores_and_report_of_standard_output_survive_a_kill(
 def test_a_shorter_standard_input_is_not_resumed(bart, inputs, tmp_path, monkeypatch):
     """Also where the input ends with one of the windows that are done."""
     lines = inputs.read_bytes().splitlines(keepends=True)
-    monkeypatch.setattr(planner, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr("fastgen.pipeline.batches.WINDOW_BATCHES", 2)
 
     def given(count, **options):
         text = io.TextIOWrapper(io.BytesIO(b"".join(lines[:count])))

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from fastgen.pipeline import journal
+from fastgen.pipeline.batches import Window
 from fastgen.pipeline.errors import PipelineError, SetupError
+from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.layouts import GENERATION
-from fastgen.pipeline.planner import Window
-from fastgen.pipeline.records import BadRecord, Problem
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, write_json
 
-BAD = BadRecord(1, 2, "b", Problem("empty", "the text is empty"))
+BAD = Record(1, 2, "b", problem=Problem("empty", "the text is empty"))
 
 
 def result(position, text, identity):
@@ -79,7 +79,7 @@ def test_parquet(tmp_path, ids, kept):
     from pyarrow import parquet
 
     output = file_output(tmp_path / "out.parquet")
-    output.window(Window(0, 0, 3, 1, [BadRecord(1, 2, ids[1], BAD.problem)]))
+    output.window(Window(0, 0, 3, 1, [Record(1, 2, ids[1], problem=BAD.problem)]))
     output.batch(0, 0, [result(2, "two", ids[2]), result(0, "one", ids[0])])
     output.finish()
     output.complete()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
-from fastgen.pipeline.encoding.run import classify, classify_dataset, embed, embed_dataset
+from fastgen.pipeline.encoding.run import Classify, Embed, classify_dataset, embed_dataset
 
-__all__ = ["ClassifyOptions", "EmbedOptions", "classify", "classify_dataset", "embed", "embed_dataset"]
+__all__ = ["Classify", "ClassifyOptions", "Embed", "EmbedOptions", "classify_dataset", "embed_dataset"]

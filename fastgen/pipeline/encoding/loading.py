@@ -8,7 +8,7 @@ from typing import Any
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.loading import Loaded, is_gguf, read_model
+from fastgen.pipeline.loading import Loaded, check_path, is_gguf, read_model
 
 # A checkpoint may have heads that are not asked for.
 _NEEDED = {"missing": "missing", "mismatched": "misshapen"}
@@ -68,8 +68,6 @@ class LoadedClassifier(LoadedEncoder):
 def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:
     """The model that the settings name, with its modules. Raises `SetupError` where any of it is damaged."""
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
-
-    from fastgen.pipeline.loading import check_path
 
     check_path(settings.model, gguf=True)
     modules = read_modules("" if is_gguf(settings.model) else settings.model, settings)

@@ -16,7 +16,7 @@ from typing import Any
 from fastgen.pipeline.encoding.fields import Fields, check_shapes, is_folder, short
 from fastgen.pipeline.encoding.options import POOLINGS, EmbedOptions
 from fastgen.pipeline.errors import SetupError, explained
-from fastgen.pipeline.generation_fields import read_json_object
+from fastgen.pipeline.loading import read_json_object
 
 # Older files have a truth value for each kind of pooling, in whose order vectors are joined.
 _POOLING_FLAGS = {

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.option_types import check_types
-from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions, option
+from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions, among, check_types, option
 
 POOLINGS = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
 """How the vectors of tokens become one, by the names that sentence-transformers has for it."""
@@ -23,16 +22,17 @@ class EncodeOptions(DataOptions):
     OTHERWISE: ClassVar[str] = "jsonl"
 
     max_length: int | None = option(
-        None, "cut inputs to N tokens (default: what the model takes)", "--max-seq-length", group="model"
+        None, "cut inputs to N tokens (default: what the model takes)", "--max-seq-length", group="model", least=1
     )
     batch_size: int | Literal["auto"] = option(
         64,
         "inputs in a batch at most, or auto for as many as fit into free memory (default: 64)",
         "--bs",
         "--per-device-eval-batch-size",
+        least=1,
     )
     max_tokens: int | None = option(
-        4096, "at most N tokens in a batch, padding included (default: 4096)", "--batch-tokens"
+        4096, "at most N tokens in a batch, padding included (default: 4096)", "--batch-tokens", least=1
     )
 
     def __post_init__(self) -> None:
@@ -41,9 +41,6 @@ class EncodeOptions(DataOptions):
         if not (named or self.to_stdout or self.output_format != "auto"):
             formats = ", ".join(f".{name}" for name in self.OUTPUTS)
             raise SetupError(f"{self.output} has no format: choose one of {formats}, or give --output-format")
-
-    def _least(self) -> dict[str, int]:
-        return super()._least() | {"max_length": 1}
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,8 @@ class EmbedOptions(EncodeOptions):
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, value, allowed in (
-            ("pooling", self.pooling or POOLINGS[0], POOLINGS),
-            ("output-dtype", self.output_dtype, OUTPUT_DTYPES),
-        ):
-            if value not in allowed:
-                raise SetupError(f"{name} is {value!r}: choose from {', '.join(allowed)}")
+        among("pooling", self.pooling or POOLINGS[0], POOLINGS)
+        among("output_dtype", self.output_dtype, OUTPUT_DTYPES)
         if self.prompt is not None and self.prompt_name is not None:
             raise SetupError("give either a prompt or the name of one, not both")
         super().__post_init__()
@@ -86,7 +79,9 @@ class ClassifyOptions(EncodeOptions):
     pair_column: str | None = option(
         None, "column of a second text, for models of two texts", "--pair-field", group="data", free=True
     )
-    top_k: int = option(1, "how many labels are written of each record, best first (default: 1)", group="model")
+    top_k: int = option(
+        1, "how many labels are written of each record, best first (default: 1)", group="model", least=1
+    )
     scores: str = option(
         "auto",
         "softmax, sigmoid, or raw for the model's numbers as they are (default: sigmoid if a text may have several "
@@ -95,11 +90,7 @@ class ClassifyOptions(EncodeOptions):
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.scores not in SCORES:
-            raise SetupError(f"scores is {self.scores!r}: choose from {', '.join(SCORES)}")
+        among("scores", self.scores, SCORES)
         if self.pair_column and self.input == STANDARD_STREAM and self.input_format != "jsonl":
             raise SetupError("lines of text have no pair column: standard input needs --input-format jsonl")
         super().__post_init__()
-
-    def _least(self) -> dict[str, int]:
-        return super()._least() | {"top_k": 1}

@@ -1,46 +1,40 @@
-"""`fastgen-embed` and `fastgen-classify` from end to end."""
+"""What is `fastgen-embed`'s and `fastgen-classify`'s own in a run: from text to tokens, through a model, to numbers."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fastgen import settings as process_settings
+from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, one_by_one
 from fastgen.pipeline.encoding.layouts import Labels, Vectors
 from fastgen.pipeline.encoding.loading import (
+    LoadedClassifier,
+    LoadedEmbedder,
     LoadedEncoder,
     load_classifier,
     load_embedder,
+    lowered,
     prepare_classifier,
     prepare_embedder,
 )
-from fastgen.pipeline.encoding.model import (
-    ClassificationStage,
-    EmbeddingStage,
-    Encoded,
-    Tokens,
-    label_fields,
-    vector_fields,
-)
 from fastgen.pipeline.encoding.modules import read_modules
-from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions, EncodeOptions
-from fastgen.pipeline.errors import SetupError, explained
-from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.loading import check_path
+from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
+from fastgen.pipeline.errors import explained
 from fastgen.pipeline.memory import MOST_ROWS, SHARE_OF_FREE, MemoryModel, free_memory
-from fastgen.pipeline.running import Job, RunReport, open_output, run_through
-from fastgen.pipeline.writers import check_free
+from fastgen.pipeline.records import Problem, Record, Result
+from fastgen.pipeline.run import DataRun, Results, RunReport
+from fastgen.pipeline.settings import DataOptions
 
 # What a pass costs beside its tokens, in tokens: measured with all-MiniLM-L6-v2 on two cores.
 PASS_COST = 128
 _USUAL_LENGTH = 512  # tokens
-Options = TypeVar("Options", bound=EncodeOptions)
-Begins = Callable[[], None]
 
 
 def embed_dataset(
@@ -70,7 +64,7 @@ def embed_dataset(
         StrictError: the first bad record, under `strict`.
         PipelineError: a file cannot be written.
     """
-    return _over_dataset(EmbedOptions, embed, model, tokenizer, input, output, options)
+    return Embed.over(model, input, output, tokenizer, process_settings.renamed(options))
 
 
 def classify_dataset(
@@ -98,93 +92,239 @@ def classify_dataset(
         StrictError: the first bad record, under `strict`.
         PipelineError: a file cannot be written.
     """
-    return _over_dataset(ClassifyOptions, classify, model, tokenizer, input, output, options)
+    return Classify.over(model, input, output, tokenizer, process_settings.renamed(options))
 
 
-def _over_dataset(
-    kind: type[Options],
-    run: Callable[..., RunReport],
-    model: Any,
-    tokenizer: Any,
-    input: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    options: dict[str, Any],
-) -> RunReport:
-    in_memory = not isinstance(model, str | os.PathLike)
-    name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
-    settings = kind(model=name, input=os.fspath(input), output=os.fspath(output), **process_settings.renamed(options))
-    if in_memory and tokenizer is None:
-        raise SetupError("a model in memory needs its tokenizer")
-    return run(settings, model if in_memory else None, tokenizer)
+class _Encode(DataRun):
+    """What both have in common."""
+
+    loaded: LoadedEncoder
+    rules = {"pass_cost": PASS_COST}
+
+    def automatic_batch(self) -> tuple[int, int]:
+        from transformers import GenerationConfig
+
+        loaded, most = self.loaded, self.settings.max_tokens
+        kind = "cuda" if loaded.device.type == "cuda" else "cpu"
+        free = int(free_memory(loaded.device) * SHARE_OF_FREE[kind])
+        # A model that only encodes keeps nothing from layer to layer, and has no scores over a vocabulary.
+        memory = MemoryModel.of(loaded.model, GenerationConfig(max_new_tokens=1))
+        memory = dataclasses.replace(memory, layers=0, vocabulary=0, captured=False)
+        rows, tokens = memory.largest(free, MOST_ROWS[kind], loaded.longest or _USUAL_LENGTH)
+        return rows, min(tokens, most or tokens)
 
 
-def embed(settings: EmbedOptions, model: Any = None, tokenizer: Any = None, begins: Begins = lambda: None) -> RunReport:
-    """Do what the settings say.
+class Embed(_Encode):
+    """A run of `fastgen-embed`."""
+
+    options = EmbedOptions
+    settings: EmbedOptions
+
+    def load(self) -> None:
+        settings = self.settings
+        if self.model is None:
+            loaded = load_embedder(settings)
+        else:
+            modules = read_modules(getattr(self.model, "name_or_path", ""), settings)
+            loaded = prepare_embedder(self.model, self.tokenizer, settings, modules)
+        if not (loaded.modules.said or settings.quiet):
+            told = "the model's files do not say how a text becomes a vector: its tokens' vectors are averaged"
+            print(f"{told} (--pooling chooses)", file=sys.stderr)
+        stage = EmbeddingStage(loaded, settings)
+        with explained(f"model {settings.model} gives no vector"), process_settings.changed(**settings.weights):
+            size = stage.dimension()
+        self.loaded, self.tokenise, self.stage = loaded, Tokens(loaded), stage
+        self.layout = Vectors(size, settings.output_dtype)
+        self.results = Encoded(settings.resolved_output_format != "npy", settings.output_dtype, vector_fields)
+
+
+class Classify(_Encode):
+    """A run of `fastgen-classify`."""
+
+    options = ClassifyOptions
+    settings: ClassifyOptions
+
+    def load(self) -> None:
+        settings, model = self.settings, self.model
+        loaded = load_classifier(settings) if model is None else prepare_classifier(model, self.tokenizer, settings)
+        self.loaded, self.tokenise, self.stage = loaded, Tokens(loaded), ClassificationStage(loaded, settings)
+        self.layout = Labels(settings.top_k, settings.pair_column is not None)
+        self.results = Encoded(True, "float32", label_fields(loaded.labels, settings.top_k))
+
+
+class Tokens:
+    """Turns records into what the model gets. Texts that are too long are cut, and say so."""
+
+    def __init__(self, loaded: LoadedEncoder) -> None:
+        self._loaded = loaded
+        self._cut = {} if loaded.longest is None else {"truncation": True, "max_length": loaded.longest}
+        self._lower = lowered if loaded.lower_case else str
+
+    def __call__(self, records: Sequence[Record]) -> list[Record]:
+        return one_by_one(records, self._tokenised)
+
+    def _tokenised(self, records: Sequence[Record]) -> list[Record]:
+        encoded = self._encoded(records, self._cut)
+        ids = encoded["input_ids"]
+        # Whether a text of just the greatest length was longer is not said.
+        full = [row for row, found in enumerate(ids) if len(found) == self._loaded.longest]
+        whole = self._encoded([records[row] for row in full], {})["input_ids"] if full else []
+        truncated = {row for row, found in zip(full, whole, strict=True) if len(found) > len(ids[row])}
+        others = {name: values for name, values in encoded.items() if name not in ("input_ids", "attention_mask")}
+        return [
+            replace(
+                record,
+                ids=list(ids[row]),
+                others={name: list(values[row]) for name, values in others.items()},
+                truncated=row in truncated,
+            )
+            if len(ids[row])
+            else record.skipped(Problem("empty", "the text has no tokens"))
+            for row, record in enumerate(records)
+        ]
+
+    def _encoded(self, records: Sequence[Record], options: dict[str, Any]) -> Any:
+        texts = [self._loaded.prompt + self._lower(record.text) for record in records]
+        pairs = [self._lower(record.pair) for record in records if record.pair is not None]
+        return self._loaded.tokenizer(texts, pairs or None, verbose=False, **options)
+
+
+@dataclass
+class Values:
+    """What the model made of some rows: an array [rows, size] in float32, a vector or the numbers of the labels."""
+
+    rows: list[Record]
+    values: Any
+
+
+class EncodingStage(BatchStage[Values]):
+    """Puts batches through a model that only encodes."""
+
+    def __init__(self, loaded: LoadedEncoder, settings: DataOptions) -> None:
+        # Whether a short forward pass is recorded depends on those before it, which a resumed run does not repeat.
+        super().__init__(loaded.device, settings.weights | process_settings.unless_explicit(captured_step="never"))
+        self._loaded = loaded
+
+    def size(self, rows: Sequence[Record]) -> int:
+        """Padded tokens."""
+        return len(rows) * max(len(row.ids) for row in rows)
+
+    def forward(self, rows: list[Record], batch: Batch) -> Values:
+        import torch
+
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                return Values(rows, self._values(self._inputs(rows)).cpu().numpy())
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _inputs(self, rows: list[Record]) -> dict[str, Any]:
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        tokenizer = self._loaded.tokenizer
+        columns = {"input_ids": ([row.ids for row in rows], self._loaded.pad_id)}
+        columns["attention_mask"] = ([[1] * len(row.ids) for row in rows], 0)
+        for name in rows[0].others:
+            fill = tokenizer.pad_token_type_id if name == "token_type_ids" else 0
+            columns[name] = ([row.others[name] for row in rows], fill)
+        return {
+            name: pad_sequence([torch.tensor(row) for row in values], True, fill, tokenizer.padding_side).to(
+                self._loaded.device
+            )
+            for name, (values, fill) in columns.items()
+        }
+
+    def _values(self, inputs: dict[str, Any]) -> Any:
+        """What the model makes of a padded batch, in float32."""
+        raise NotImplementedError
+
+
+class EmbeddingStage(EncodingStage):
+    """Vectors of texts."""
+
+    _loaded: LoadedEmbedder
+
+    def _values(self, inputs: dict[str, Any]) -> Any:
+        with process_settings.changed(**process_settings.unless_explicit(padding="zero")):  # the modules mask it
+            states = self._loaded.model(**inputs)[0]
+        return self._loaded.modules(states, inputs["attention_mask"], self._loaded.prompt_length)
+
+    def dimension(self) -> int:
+        """The length of a vector, found by making one."""
+        ids = self._loaded.tokenizer(self._loaded.prompt + "a")
+        others = {name: list(ids[name]) for name in ids if name not in ("input_ids", "attention_mask")}
+        record = Record(0, 1, 0, "a", ids=list(ids["input_ids"]), others=others)
+        return int(self.forward([record], Batch(0, 0, [])).values.shape[1])
+
+
+class ClassificationStage(EncodingStage):
+    """A score for each label."""
+
+    _loaded: LoadedClassifier
+
+    def _values(self, inputs: dict[str, Any]) -> Any:
+        numbers = self._loaded.model(**inputs).logits.float()
+        if self._loaded.scores == "raw":
+            return numbers
+        return numbers.softmax(dim=-1) if self._loaded.scores == "softmax" else numbers.sigmoid()
+
+
+class Encoded:
+    """Makes results of what the model returned: each row's own fields, or an error where it is no finite numbers.
 
     Args:
-        model, tokenizer: in memory; otherwise those that the settings name are loaded.
-        begins: called when all is checked and loaded, and the first file is about to be written.
+        with_input: results hold the input.
+        dtype: the type of the numbers in the output.
+        of_row: the fields, of the numbers of a row in that type.
     """
-    inputs, start = _begin(settings, model)
-    if model is None:
-        loaded = load_embedder(settings)
-    else:
-        modules = read_modules(getattr(model, "name_or_path", ""), settings)
-        loaded = prepare_embedder(model, tokenizer, settings, modules)
-    if not (loaded.modules.said or settings.quiet):
-        told = "the model's files do not say how a text becomes a vector: its tokens' vectors are averaged"
-        print(f"{told} (--pooling chooses)", file=sys.stderr)
-    stage = EmbeddingStage(loaded, settings)
-    with explained(f"model {settings.model} gives no vector"), process_settings.changed(**settings.weights):
-        size = stage.dimension()
-    with_input = settings.resolved_output_format != "npy"
-    post = Encoded(with_input, settings.output_dtype, vector_fields)
-    begins()
-    job = _job(settings, loaded, Vectors(size, settings.output_dtype), stage, post)
-    with closing(open_output(settings, inputs, job)) as output:
-        return run_through(settings, inputs, job, output, start)
+
+    def __init__(self, with_input: bool, dtype: str, of_row: Callable[[Any], dict[str, Any]]) -> None:
+        self._with_input, self._dtype, self._of_row = with_input, dtype, of_row
+
+    def __call__(self, batch: BatchResult[Values]) -> Results:
+        results = [
+            self._result(row, values)
+            for output in batch.outputs
+            for row, values in zip(output.rows, _as(self._dtype, output.values), strict=True)
+        ]
+        return lambda: results
+
+    def _result(self, record: Record, values: Any) -> Result:
+        import numpy
+
+        result = record.named()
+        if not numpy.isfinite(values).all():
+            return record.skipped(Problem("not-finite", "the model returned numbers that are not finite")).error()
+        if self._with_input:
+            result["input"] = record.text
+            if record.pair is not None:
+                result["pair"] = record.pair
+        result |= {"input_tokens": len(record.ids), "truncated": record.truncated}
+        return result | self._of_row(values)
 
 
-def classify(
-    settings: ClassifyOptions, model: Any = None, tokenizer: Any = None, begins: Begins = lambda: None
-) -> RunReport:
-    """Do what the settings say; the arguments are those of `embed`."""
-    inputs, start = _begin(settings, model)
-    loaded = load_classifier(settings) if model is None else prepare_classifier(model, tokenizer, settings)
-    begins()
-    layout = Labels(settings.top_k, settings.pair_column is not None)
-    post = Encoded(True, "float32", label_fields(loaded.labels, settings.top_k))
-    job = _job(settings, loaded, layout, ClassificationStage(loaded, settings), post)
-    with closing(open_output(settings, inputs, job)) as output:
-        return run_through(settings, inputs, job, output, start)
+def _as(dtype: str, values: Any) -> Any:
+    """An array in another type; what does not fit becomes infinite."""
+    import numpy
+
+    with numpy.errstate(over="ignore"):
+        return values.astype(dtype)
 
 
-def _begin(settings: EncodeOptions, model: Any) -> tuple[Inputs, float]:
-    """The inputs, and when the run began; what can be checked without the model is."""
-    start = time.perf_counter()
-    check_free(settings)
-    if model is None:
-        check_path(settings.model, gguf=True)
-    return Inputs(settings), start
+def vector_fields(vector: Any) -> dict[str, Any]:
+    """Of a vector, its bytes, little-endian, in base64: what the journal keeps is exact, and short."""
+    little = vector.astype(vector.dtype.newbyteorder("<"))
+    return {"vector": base64.b64encode(little.tobytes()).decode("ascii")}
 
 
-def _job(settings: EncodeOptions, loaded: LoadedEncoder, layout: Any, stage: Any, post: Any) -> Job:
-    def batch_size() -> tuple[int, int | None]:
-        if settings.batch_size != "auto":
-            return settings.batch_size, settings.max_tokens
-        rows, tokens = _automatic(loaded)
-        return rows, min(tokens, settings.max_tokens or tokens)
+def label_fields(labels: Sequence[str], count: int) -> Callable[[Any], dict[str, Any]]:
+    """The best `count` labels with their scores, best first; of equal ones the first of the model comes first."""
 
-    return Job(loaded, layout, Tokens(loaded), stage, post, batch_size, {"pass_cost": PASS_COST})
+    def fields(values: Any) -> dict[str, Any]:
+        scores = values.tolist()
+        best = sorted(range(len(scores)), key=lambda label: (-scores[label], label))[:count]
+        return {"labels": [labels[label] for label in best], "scores": [scores[label] for label in best]}
 
-
-def _automatic(loaded: LoadedEncoder) -> tuple[int, int]:
-    """Inputs and tokens of a batch that fit into the memory of the model's device."""
-    from transformers import GenerationConfig
-
-    kind = "cuda" if loaded.device.type == "cuda" else "cpu"
-    free = int(free_memory(loaded.device) * SHARE_OF_FREE[kind])
-    # A model that only encodes keeps nothing from layer to layer, and has no scores over a vocabulary.
-    memory = MemoryModel.of(loaded.model, GenerationConfig(max_new_tokens=1))
-    memory = dataclasses.replace(memory, layers=0, vocabulary=0, captured=False)
-    return memory.largest(free, MOST_ROWS[kind], loaded.longest or _USUAL_LENGTH)
+    return fields

@@ -8,7 +8,6 @@ forked once the model is loaded, as those of FairSeq's data loader are; elsewher
 A configuration is what FairSeq makes of a command line (`convert_namespace_to_omegaconf`).
 """
 
-from fastgen.pipeline.fairseq.command import Report
 from fastgen.pipeline.fairseq.commands import evaluate, generate, interact
 
-__all__ = ["Report", "evaluate", "generate", "interact"]
+__all__ = ["evaluate", "generate", "interact"]

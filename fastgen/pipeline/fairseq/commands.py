@@ -12,13 +12,14 @@ from typing import Any, TextIO
 
 from fastgen.fairseq import fast_layers
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.fairseq.command import Batch, Command, Keep, Report, log_to
 from fastgen.pipeline.fairseq.errors import explained
 from fastgen.pipeline.fairseq.files import check_saved_by_torch, load_models
 from fastgen.pipeline.fairseq.formatting import Written
+from fastgen.pipeline.fairseq.run import Batch, FairseqRun, Keep, log_to
+from fastgen.pipeline.run import RunReport
 
 
-class _Generate(Command):
+class Generate(FairseqRun):
     """`fairseq-generate`."""
 
     def _generator(self) -> Any:
@@ -48,7 +49,7 @@ class _Generate(Command):
             default_log_format="simple" if cfg.common.no_progress_bar else "tqdm",
         )
         self._steps, self._rate = iter(self._bar), meters.TimeMeter()
-        self.report.sources = len(self.task.dataset(subset))
+        self.sources = len(self.task.dataset(subset))
         extra = {"lm_model": lms[0], "lm_weight": cfg.generation.lm_weight}
         with explained("the generator cannot be set up"):
             return self.task.build_generator(self.models, cfg.generation, extra_gen_cls_kwargs=extra)
@@ -70,7 +71,7 @@ class _Generate(Command):
                 data_buffer_size=cfg.dataset.data_buffer_size,
             ).next_epoch_itr(shuffle=False)
 
-    def _plan(self) -> Iterator[Any]:
+    def plan(self) -> Iterator[Any]:
         with explained(f"subset {self.cfg.dataset.gen_subset} of {self.cfg.task.data} cannot be read"):
             for sample in self._batches:
                 if "net_input" in sample:
@@ -91,19 +92,19 @@ class _Generate(Command):
         self._rate.update(tokens)
         self._bar.log({"wps": round(self._rate.avg)})
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         next(self._steps, None)  # closes the bar
         if not self._pending:
             return
         with explained("the scores cannot be computed"):
             for pending in self._pending:
                 pending.result()
-            self.report.score = self._scorers.submit([]).result()
+            self.score = self._scorers.submit([]).result()
         cfg = self.cfg
-        self._put(f"Generate {cfg.dataset.gen_subset} with beam={cfg.generation.beam}: {self.report.score}\n")
+        self._put(f"Generate {cfg.dataset.gen_subset} with beam={cfg.generation.beam}: {self.score}\n")
 
 
-class _Interactive(Command):
+class Interactive(FairseqRun):
     """`fairseq-interactive`. Lines are read in the thread of the model, which then is not ahead of its user."""
 
     interactive = True
@@ -120,7 +121,7 @@ class _Interactive(Command):
         with explained("the generator cannot be set up"):
             return self.task.build_generator(self.models, cfg.generation)
 
-    def _plan(self) -> Iterator[Any]:
+    def plan(self) -> Iterator[Any]:
         from fairseq_cli.interactive import make_batches
 
         positions = self._positions()
@@ -128,7 +129,7 @@ class _Interactive(Command):
         for lines in _buffers(self.cfg.interactive.input, self.cfg.interactive.buffer_size):
             count = len(lines)
             with explained("the input cannot be used"):
-                for batch in make_batches(lines, self.cfg, self.task, positions, self._encode):
+                for batch in make_batches(lines, self.cfg, self.task, positions, self._writer.encode):
                     yield {
                         "id": batch.ids + first,
                         "net_input": {"src_tokens": batch.src_tokens, "src_lengths": batch.src_lengths},
@@ -136,7 +137,7 @@ class _Interactive(Command):
                     }
             yield None
             first += count
-            self.report.sources = first
+            self.sources = first
 
     def _details(self, batch: Batch, row: int, id: int) -> dict[str, Any]:
         from fairseq.token_generation_constraints import unpack_constraints
@@ -149,8 +150,9 @@ class _Interactive(Command):
     def _done(self, written: list[Written], tokens: int) -> None:
         self._buffer += written
 
-    def _leave(self) -> None:
-        written, self._buffer = sorted(self._buffer, key=lambda written: written.id), []
+    def leave(self) -> None:
+        """Prints what is finished and has waited for the rest of its buffer, also when the run has been interrupted."""
+        written, self._buffer = sorted(self._buffer, key=lambda written: written.result["id"]), []
         self._print(written)
 
 
@@ -173,8 +175,8 @@ def generate(
     workers: int | None = None,
     output: TextIO | None = None,
     keep: Keep | None = None,
-    begins: Callable[[], None] | None = None,
-) -> Report:
+    begins: Callable[[], None] = lambda: None,
+) -> RunReport:
     """Runs `fairseq-generate` with a configuration.
 
     Args:
@@ -196,7 +198,7 @@ def generate(
                 output = files.enter_context(open(path, "w", buffering=1, encoding="utf-8"))
         output = output or sys.stdout
         log_to(output)
-        return _Generate(cfg, output, workers, keep).run(begins)
+        return Generate(cfg, output, workers, keep).run(begins)
 
 
 def interact(
@@ -204,12 +206,12 @@ def interact(
     workers: int | None = None,
     output: TextIO | None = None,
     keep: Keep | None = None,
-    begins: Callable[[], None] | None = None,
-) -> Report:
+    begins: Callable[[], None] = lambda: None,
+) -> RunReport:
     """Runs `fairseq-interactive` with a configuration; see `generate`."""
     output = output or sys.stdout
     log_to(output)
-    return _Interactive(cfg, output, workers, keep).run(begins)
+    return Interactive(cfg, output, workers, keep).run(begins)
 
 
 def evaluate(cfg: Any) -> None:

@@ -86,7 +86,7 @@ class Records:
             raise SetupError(f"{name}: outputs of FairSeq models are written as .txt or .jsonl")
         self._form = "jsonl" if kind == "jsonl" else "txt"
         self._gaps = kind != "jsonl"
-        self._written: dict[int, Written] = {}
+        self._results: dict[int, Result] = {}
         if not self._to_stdout:
             left = find(self.partial)
             files = () if is_special(self._path) else (self._path,)
@@ -112,12 +112,12 @@ class Records:
 
     def keep(self, written: Iterable[Written]) -> None:
         """Take what has been finished."""
-        self._written.update((one.id, one) for one in written)
+        self._results.update((one.result["id"], one.result) for one in written)
 
     def finish(self, sources: int) -> None:
         """Write the output of all sources. Of one that was left out, a text file has an empty line."""
-        ids = range(sources) if self._gaps else sorted(self._written)
-        lines = (GENERATION.line(_result(self._written[id]) if id in self._written else {}, self._form) for id in ids)
+        ids = range(sources) if self._gaps else sorted(self._results)
+        lines = (GENERATION.line(self._results.get(id, {}), self._form) for id in ids)
         if self._to_stdout:
             with writing("standard output"):
                 sys.stdout.buffer.writelines(lines)
@@ -128,15 +128,3 @@ class Records:
         with writers.placed(self._path) as unfinished, open(unfinished, "wb") as handle:
             handle.writelines(lines)
         self.partial.unlink()
-
-
-def _result(written: Written) -> Result:
-    reference = {} if written.target is None else {"reference": written.target}
-    return {
-        "id": written.id,
-        "input": written.source,
-        "text": "".join(written.outputs[:1]),
-        "sequences": written.outputs,
-        "scores": written.scores,
-        **reference,
-    }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen.pipeline.fairseq.errors import explained
+from fastgen.pipeline.records import Result
 
 _BASE_2 = math.log(2)
 
@@ -50,16 +51,12 @@ class Written:
     Attributes:
         lines: as they are printed.
         pair: what is to be scored.
-        source, target, outputs, scores: the texts themselves, and the score of each output to the base 2.
+        result: the texts themselves; scores are to the base 2.
     """
 
-    id: int
     lines: str
     pair: Pair | None
-    source: str
-    target: str | None
-    outputs: list[str]
-    scores: list[float]
+    result: Result
 
 
 class Writer:
@@ -120,7 +117,9 @@ class Writer:
                 pair = self._pair(sentence, target, tokens, outputs[0])
         scores = [hypothesis["score"] for hypothesis in sentence.hypotheses]
         text = "".join(f"{line}\n" for line in lines)
-        return Written(sentence.id, text, pair, source, target, outputs, scores)
+        result = {"id": sentence.id, "input": source, "text": "".join(outputs[:1])}
+        result |= {"sequences": outputs, "scores": scores} | ({} if target is None else {"reference": target})
+        return Written(text, pair, result)
 
     def _texts(self, sentence: Sentence) -> tuple[str, str | None]:
         """The source and the target; a user gets the source back as the model has read it."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastgen.pipeline.errors import SetupError, check_installed
-from fastgen.pipeline.loading import LoadedModel
+from fastgen.pipeline.generation import generate_dataset
+from fastgen.pipeline.generation.loading import LoadedModel
 from fastgen.pipeline.quantizing.texts import Text, sequences
-from fastgen.pipeline.run import generate_dataset
-from fastgen.pipeline.running import RunReport
+from fastgen.pipeline.run import RunReport
 
 _WINDOW = 1024  # tokens that are predicted from each other, for the perplexity
 _SPEED = {"max_new_tokens": 32, "min_new_tokens": 32, "num_beams": 1, "do_sample": False}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.option_types import check_types
-from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, RunOptions, option
+from fastgen.pipeline.generation.options import RunOptions
+from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, among, check_bounds, check_types, option
 
 METHODS = ("gptq", "rtn", "autoround")
 _LEAST_GROUP = 8  # inputs, whose numbers of 4 bits fill a word
@@ -36,7 +36,9 @@ class QuantizeOptions:
     )
     asymmetric: bool = option(False, "store a zero point for each group")
     damping: float = option(0.01, "gptq: part of the mean activation that is added to each (default: 0.01)")
-    iterations: int = option(200, "autoround: steps of tuning for each block, of 8 samples each (default: 200)")
+    iterations: int = option(
+        200, "autoround: steps of tuning for each block, of 8 samples each (default: 200)", least=1
+    )
     max_error: float | None = option(
         None, "keep 8 bits for layers whose output would change by more than this part, such as 0.05"
     )
@@ -54,8 +56,8 @@ class QuantizeOptions:
         None, "encoder-decoder: file of targets, a line each; otherwise they follow the sources after a TAB, or the "
         "model writes them"
     )  # fmt: skip
-    samples: int = option(128, "how many samples of the text are used (default: 128)")
-    sample_length: int = option(512, "tokens of a sample at most (default: 512)")
+    samples: int = option(128, "how many samples of the text are used (default: 128)", least=1)
+    sample_length: int = option(512, "tokens of a sample at most (default: 512)", least=1)
     evaluate: str | None = option(
         None, "other text, for the perplexity of a decoder-only model, or the BLEU of an encoder-decoder", free=True
     )
@@ -80,15 +82,12 @@ class QuantizeOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, allowed in (("bits", (4, 8)), ("method", METHODS), ("dtype", ("auto", *DTYPES))):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise SetupError(f"{name} is {value!r}: choose from {', '.join(map(str, allowed))}")
+        among("bits", self.bits, (4, 8))
+        among("method", self.method, METHODS)
+        among("dtype", self.dtype, ("auto", *DTYPES))
         if self.group_size < _LEAST_GROUP or self.group_size % _LEAST_GROUP:
             raise SetupError(f"group-size is {self.group_size}: it must be a multiple of {_LEAST_GROUP}")
-        for name in ("samples", "sample_length", "iterations"):
-            if getattr(self, name) < 1:
-                raise SetupError(f"{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        check_bounds(self)
         numbers = {"damping": self.damping, "max-error": self.max_error, "bits-per-weight": self.bits_per_weight}
         for name, value in numbers.items():
             if value is not None and not (math.isfinite(value) and value > 0):

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.pipeline.errors import PipelineError, check_installed, explained
+from fastgen.pipeline.generation.loading import LoadedModel
 from fastgen.pipeline.identity import content
-from fastgen.pipeline.loading import LoadedModel, check_path
+from fastgen.pipeline.loading import check_path
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.quantizing import evaluation
 from fastgen.pipeline.quantizing.options import QuantizeOptions
-from fastgen.pipeline.quantizing.saving import load_model, save, weight_bytes
+from fastgen.pipeline.quantizing.saving import load_model, save, stands_for_conv1d, weight_bytes
 from fastgen.pipeline.quantizing.texts import PlainTexts, Text, Texts, samples
 from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, report_text, saving
 
@@ -124,7 +125,6 @@ def _blocks(
 
 def _output_block(model: Any, blocks: Sequence[Block], options: QuantizeOptions) -> Block:
     """The output layer as a block. Raises ValueError where it cannot be one, or what OUT would hold loads nowhere."""
-    from fastgen.pipeline.quantizing.conv1d import stands_for_conv1d
     from fastgen.quantization.blocks import output_block
 
     block = output_block(model, model.get_output_embeddings())

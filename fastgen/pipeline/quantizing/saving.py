@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.pipeline.errors import SetupError, explained
-from fastgen.pipeline.loading import (
-    LoadedModel,
-    address,
-    file_of,
-    is_gguf,
-    load,
-    quiet_transformers,
-    why_not_loaded,
-)
+from fastgen.pipeline.generation.loading import LoadedModel, load
+from fastgen.pipeline.generation.options import RunOptions
+from fastgen.pipeline.loading import address, file_of, is_gguf, quiet_transformers, why_not_loaded
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.work import Work, saving
-from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, RunOptions
+from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM
 
 if TYPE_CHECKING:
     from fastgen.quantization.blocks import Block
 
 _GENERATION = "generation_config.json"
+_MARK = "stands_for_conv1d"
 
 
 def load_model(options: QuantizeOptions, name: str | Path | None = None) -> LoadedModel:
@@ -43,8 +38,6 @@ def load_model(options: QuantizeOptions, name: str | Path | None = None) -> Load
         settings = dataclasses.replace(settings, model=str(name))
     loaded = load(dataclasses.replace(settings, dtype=_dtype(settings, options.dtype, of_floats=name is None)))
     if name is None:
-        from fastgen.pipeline.quantizing.conv1d import conv1d_as_linear
-
         _forget_the_file(loaded.model)
         conv1d_as_linear(loaded.model)
     return loaded
@@ -82,7 +75,6 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
     import torch
     from transformers import AutoTokenizer
 
-    from fastgen.pipeline.quantizing.conv1d import linear_as_conv1d, stands_for_conv1d
     from fastgen.quantization.blocks import sharing
     from fastgen.quantization.rtn import Kind
     from fastgen.quantization.writing import PackedLinear, config, gptq_config, load_block
@@ -146,3 +138,40 @@ def weight_bytes(name: str | Path, model: Any = None) -> int:
         if folder.is_dir() and (files := list(folder.glob(pattern))):
             return sum(file.stat().st_size for file in files)
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+# While a model is quantised, linear layers stand for those of class Conv1D, whose weight is [inputs, outputs].
+
+
+def conv1d_as_linear(model: Any) -> None:
+    """Puts a linear layer with the same weight in place of each Conv1D."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in list(model.named_modules()):
+        if type(module) is Conv1D:
+            layer = nn.Linear(module.nx, module.nf, device="meta")
+            layer.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+            layer.bias = module.bias
+            vars(layer)[_MARK] = True
+            model.set_submodule(name, layer.train(module.training))
+
+
+def linear_as_conv1d(model: Any) -> None:
+    """The inverse, for the layers that are still there."""
+    import torch
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in list(model.named_modules()):
+        if stands_for_conv1d(module):
+            with torch.device("meta"):
+                layer = Conv1D(module.out_features, module.in_features)
+            layer.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+            layer.bias = module.bias
+            model.set_submodule(name, layer.train(module.training))
+
+
+def stands_for_conv1d(layer: Any) -> bool:
+    """Whether this layer is in the place of a Conv1D."""
+    return _MARK in vars(layer)

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fastgen.pipeline.errors import SetupError, explained
+from fastgen.pipeline.generation.loading import LoadedModel
+from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.loading import LoadedModel
-from fastgen.pipeline.records import BadRecord
-from fastgen.pipeline.settings import RunOptions
 
 
 class Text(NamedTuple):
@@ -35,7 +34,7 @@ class Texts:
     def __iter__(self) -> Iterator[Text]:
         """Sources with their targets, for an encoder-decoder: from the references, or what follows a TAB."""
         for record in self._inputs:
-            if isinstance(record, BadRecord):
+            if record.problem:
                 if record.problem.kind == "empty":
                     continue
                 raise SetupError(f"{self.name}, line {record.line}: {record.problem.message}")

@@ -36,7 +36,7 @@ class TestGenerateAnything:
         assert capfd.readouterr().out.splitlines() == expected
 
     def test_an_interrupt_leaves_what_is_finished(self, world, tmp_path, monkeypatch, capsys):
-        step = pipeline.commands._Generate._generate
+        step = pipeline.commands.Generate.compute
         calls = []
 
         def interrupted(command, *args, **options):
@@ -45,7 +45,7 @@ class TestGenerateAnything:
                 raise KeyboardInterrupt
             return step(command, *args, **options)
 
-        monkeypatch.setattr(pipeline.commands._Generate, "_generate", interrupted)
+        monkeypatch.setattr(pipeline.commands.Generate, "compute", interrupted)
         assert generate_any([str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE]) == 130
         assert [path.name for path in tmp_path.iterdir()] == ["out.txt.partial"]
         assert len(lines((tmp_path / "out.txt.partial").read_text())) == 16 * 5
@@ -55,7 +55,7 @@ class TestGenerateAnything:
         """Also of lines whose buffer has not been finished."""
         for path in (world.model, *world.data.glob("dict.*")):
             shutil.copy(path, tmp_path)
-        step = pipeline.commands._Interactive._generate
+        step = pipeline.commands.Interactive.compute
         calls = []
 
         def failing(command, *args, **options):
@@ -64,7 +64,7 @@ class TestGenerateAnything:
                 raise PipelineError("broken")
             return step(command, *args, **options)
 
-        monkeypatch.setattr(pipeline.commands._Interactive, "_generate", failing)
+        monkeypatch.setattr(pipeline.commands.Interactive, "compute", failing)
         words = [str(tmp_path / world.model.name), str(world.folder / "test.de"), str(tmp_path / "out.txt")]
         assert generate_any([*words, "-s", "de", "-t", "en", "--cpu", "--batch-size", "8"]) == 2
         found = [line for line in (tmp_path / "out.txt.partial").read_text().splitlines() if line[:2] == "D-"]

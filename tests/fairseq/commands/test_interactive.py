@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastgen import patching, settings
+from fastgen.pipeline import RunReport
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import ROOT, both_interactive, configuration, printed
@@ -91,7 +92,7 @@ def test_processes_of_several_gpus_keep_the_options(world, monkeypatch, options)
             dtype=settings.current().weight_dtype,
             disabled=os.environ.get("FASTGEN_DISABLE"),
         )
-        return pipeline.Report()
+        return RunReport(seconds=dict.fromkeys(("load", "generate", "finish"), 0.0))
 
     def spawn(fn, args, nprocs, join):
         main, cfg, kwargs = pickle.loads(pickle.dumps(args))

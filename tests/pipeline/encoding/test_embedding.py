@@ -253,7 +253,7 @@ def test_a_notice_where_nothing_says_how_a_text_becomes_a_vector(bert, fresh, in
 
 
 def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypatch):
-    from fastgen.pipeline.encoding.model import EmbeddingStage
+    from fastgen.pipeline.encoding.run import EmbeddingStage
 
     original = EmbeddingStage._values
 
@@ -272,7 +272,7 @@ def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypa
 
 
 def test_numbers_beyond_float16_are_errors(bert, inputs, tmp_path, monkeypatch):
-    from fastgen.pipeline.encoding.model import EmbeddingStage
+    from fastgen.pipeline.encoding.run import EmbeddingStage
 
     original = EmbeddingStage._values
     monkeypatch.setattr(EmbeddingStage, "_values", lambda self, given: original(self, given) * 1e6)
@@ -298,7 +298,7 @@ def test_relative_positions_have_no_end(inputs, tmp_path):
 
 
 def test_running_out_of_memory_loses_nothing(bert, inputs, tmp_path, monkeypatch):
-    from fastgen.pipeline.encoding.model import EmbeddingStage
+    from fastgen.pipeline.encoding.run import EmbeddingStage
 
     run(bert, inputs, tmp_path / "whole.npy", batch_size=16)
     original = EmbeddingStage._values
@@ -357,6 +357,12 @@ def test_options_that_cannot_be(bert, inputs, tmp_path, options, message, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt"]
 
 
+def test_an_old_name_of_an_option_is_told_where_it_is_used(bert, inputs, tmp_path):
+    with pytest.warns(DeprecationWarning, match="cpu_weights is now called weight_dtype") as told:
+        run(bert, inputs, tmp_path / "out.npy", limit=2, cpu_weights="fp32")
+    assert [warning.filename for warning in told if warning.category is DeprecationWarning] == [__file__]
+
+
 def test_a_model_in_memory(bert, inputs, tmp_path):
     from transformers import AutoModel, AutoTokenizer
 
@@ -370,7 +376,7 @@ def test_a_model_in_memory(bert, inputs, tmp_path):
 
 def interrupt_after(patch, batches):
     """Ctrl-C in the middle of a batch, once the given number has been done."""
-    from fastgen.pipeline.encoding.model import EncodingStage
+    from fastgen.pipeline.encoding.run import EncodingStage
 
     original, count = EncodingStage.run, 0
 

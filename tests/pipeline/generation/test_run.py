@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from fastgen import caches, memory
-from fastgen.pipeline.batches import MOST_FAILURES, free_captured_steps
+from fastgen.pipeline.batches import MOST_FAILURES, Batch, free_captured_steps
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.loading import depends_on_padding, load
-from fastgen.pipeline.model import Decoder, Encoder, ModelStage, token_count
-from fastgen.pipeline.planner import Batch, Prepared
+from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.generation.loading import depends_on_padding, load
+from fastgen.pipeline.generation.run import Decoder, Encoder, ModelStage, token_count
 from fastgen.pipeline.records import Record
-from fastgen.pipeline.settings import RunOptions
 from tests.pipeline import tiny
 
 
@@ -25,7 +24,7 @@ def settings(model, output="out.jsonl", **options):
 
 def batch(loaded, asked, texts):
     records = [Record(position, position + 1, position, text) for position, text in enumerate(texts)]
-    rows = [row for row in Encoder(loaded, asked)(records) if isinstance(row, Prepared)]
+    rows = [row for row in Encoder(loaded, asked)(records) if not row.problem]
     return Batch(0, 0, sorted(rows, key=lambda row: -len(row.ids)))
 
 
@@ -187,7 +186,7 @@ def test_a_single_record_that_does_not_fit_is_a_bad_one(bart, monkeypatch):
 
     monkeypatch.setattr(loaded.model, "generate", limited)
     done = ModelStage(loaded, asked).run(rows)
-    assert [(row.record.position, problem.kind) for row, problem in done.failures] == [(0, "out-of-memory")]
+    assert [(row.position, problem.kind) for row, problem in done.failures] == [(0, "out-of-memory")]
     assert sorted(outputs(loaded, asked, done)) == [1, 2]
 
 
@@ -211,7 +210,7 @@ def test_a_record_the_model_refuses_costs_only_itself(bart, monkeypatch):
     stage = ModelStage(loaded, asked)
     done = stage.run(rows)
     stage.finish()
-    assert [(row.record.position, problem.kind) for row, problem in done.failures] == [(1, "model-error")]
+    assert [(row.position, problem.kind) for row, problem in done.failures] == [(1, "model-error")]
     assert sorted(outputs(loaded, asked, done)) == [0, 2, 3]
 
 
@@ -257,7 +256,7 @@ def test_inputs_longer_than_the_model_takes(kind, generation, limit, request):
     extra = 0 if kind == "gpt2" else 2
     fits = Record(0, 1, 0, "A" * (limit - extra))
     result = Encoder(loaded, asked)([fits, Record(1, 2, 1, "A" * (limit - extra + 1))])
-    assert isinstance(result[0], Prepared)
+    assert not result[0].problem
     assert result[1].problem.kind == "too-long"
 
 
@@ -346,7 +345,7 @@ class _Multilingual:
 
 
 def test_languages():
-    from fastgen.pipeline.loading import _languages
+    from fastgen.pipeline.generation.loading import _languages
 
     asked = RunOptions(model="m", input="-", output="-", src_lang="de_DE", tgt_lang="en_XX")
     tokenizer = _Multilingual()

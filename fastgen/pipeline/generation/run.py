@@ -1,21 +1,129 @@
-"""The model stage, from text to token ids, through `generate`, whatever happens on the way, and back to text."""
+"""What is `fastgen-generate`'s own in a run: from text to tokens, through `generate`, back to text, and metrics."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
+import os
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.batches import BatchResult, BatchStage
-from fastgen.pipeline.errors import one_line
-from fastgen.pipeline.loading import LoadedModel
-from fastgen.pipeline.planner import Batch, Prepared
-from fastgen.pipeline.records import BadRecord, Problem, Record, Result
-from fastgen.pipeline.settings import RunOptions, captured_drafts
+from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, one_by_one
+from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding, load, prepare
+from fastgen.pipeline.generation.options import RunOptions, captured_drafts
+from fastgen.pipeline.layouts import Generation
+from fastgen.pipeline.memory import automatic_batch
+from fastgen.pipeline.postprocess import Outcome, PostprocessJob, PostProcessor, Processor, default_workers
+from fastgen.pipeline.records import Problem, Record, Result
+from fastgen.pipeline.run import DataRun, Results, RunReport
+
+_USUAL_LENGTH = 512  # tokens
+
+
+def generate_dataset(
+    model: str | os.PathLike[str] | Any,
+    input: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    **options: Any,
+) -> RunReport:
+    """Runs a model over a data set and writes its outputs, in input order.
+
+        generate_dataset("facebook/bart-large-cnn", "articles.jsonl", "summaries.jsonl", input_column="article",
+                         generation={"num_beams": 4, "no_repeat_ngram_size": 3}, batch_size=16)
+
+    Detokenising and metrics start worker processes, so a script that asks for them needs the usual
+    `if __name__ == "__main__":` (or `workers=0`). After a KeyboardInterrupt, `resume=True` continues.
+
+    Args:
+        model: a directory or hub name, or a model in memory.
+        input: a file, a data set, or "-" for standard input.
+        output: the file to write, or "-" for standard output.
+        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        **options: the fields of `RunOptions`; `generation` holds options of `generate`.
+
+    Returns:
+        What the run did: counts, seconds, metrics.
+
+    Raises:
+        SetupError: something given cannot work.
+        StrictError: the first bad record, under `strict`.
+        PipelineError: a file cannot be written.
+    """
+    return Generate.over(model, input, output, tokenizer, process_settings.renamed(options))
+
+
+class Generate(DataRun):
+    """A run of `fastgen-generate`."""
+
+    options = RunOptions
+    settings: RunOptions
+    loaded: LoadedModel
+
+    def check_packages(self) -> None:
+        settings = self.settings = dataclasses.replace(self.settings, metrics=resolve_metrics(self.settings))
+        detokenizer = None if settings.detokenizer == "none" else settings.detokenizer
+        self._job = PostprocessJob(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
+        self._job.check()
+
+    def check(self) -> None:
+        super().check()
+        settings = self.settings
+        has_reference = bool(settings.reference or settings.reference_column)
+        self.layout = Generation(self.inputs.kept, settings.output_column, has_reference, settings.token_ids)
+        workers = default_workers() if settings.workers is None else settings.workers
+        # They start while the model is loaded.
+        workers = workers if self._job.any else 0
+        self._workers = self.closing.enter_context(closing(PostProcessor(partial(Processor, self._job), workers)))
+
+    def load(self) -> None:
+        settings = self.settings
+        loaded = load(settings) if self.model is None else prepare(self.model, self.tokenizer, settings)
+        self.loaded, self.rules = loaded, {"equal_lengths": depends_on_padding(loaded)}
+        self.tokenise, self.stage = Encoder(loaded, settings), ModelStage(loaded, settings)
+        self._decode, self.results = Decoder(loaded, settings), self._texts
+
+    def _texts(self, batch: BatchResult[RawOutput]) -> Results:
+        """What `generate` returned, as texts, and through the worker processes."""
+        decoded = self._decode(batch)
+        outcomes = self._workers.submit([(texts, reference) for _, texts, reference in decoded])
+        return lambda: [
+            _completed(result, outcome) for (result, _, _), outcome in zip(decoded, outcomes.result(), strict=True)
+        ]
+
+    def automatic_batch(self) -> tuple[int, int]:
+        settings, loaded = self.settings, self.loaded
+        # Where the model does not say how long an input may be, memory is planned for those of a usual length.
+        longest = min(loaded.positions or _USUAL_LENGTH, settings.max_source_length or sys.maxsize)
+        rows, tokens = automatic_batch(loaded.model, loaded.generation, longest)
+        return rows, settings.max_tokens or tokens
+
+
+def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:
+    """The metrics asked for; with references alone, those that the example script of the task computes."""
+    if settings.metrics or not (settings.reference or settings.reference_column):
+        return settings.metrics
+    usual = {"translation": ("bleu",), "summarization": ("rouge",)}
+    return usual.get(settings.task.partition("_")[0], ("bleu", "rouge"))
+
+
+def _completed(result: Result, outcome: Outcome) -> Result:
+    if outcome.error is not None:
+        kept = {name: result[name] for name in ("position", "line", "id")}
+        return kept | {"error": "post-processing", "message": outcome.error}
+    complete = result | {"text": outcome.texts[0], "statistics": outcome.statistics}
+    # An output of text lines has the best sequence only; a record with scores has them all.
+    if "input" in result:
+        complete["sequences"] = outcome.texts
+    return complete
 
 
 class Encoder:
@@ -37,15 +145,11 @@ class Encoder:
                 # The model continues the end of a prompt.
                 self._tokenizer.truncation_side = "left"
 
-    def __call__(self, records: Sequence[Record]) -> list[Prepared | BadRecord]:
-        try:
-            encoded = self._ids(records) if records else []
-        except Exception as error:
-            if len(records) == 1:
-                return [records[0].skipped(Problem("tokenizer", f"the tokenizer refuses the text: {one_line(error)}"))]
-            # Find the text that the tokenizer refuses; the others are kept.
-            return [found for record in records for found in self([record])]
-        return [self._checked(record, list(ids)) for record, ids in zip(records, encoded, strict=True)]
+    def __call__(self, records: Sequence[Record]) -> list[Record]:
+        return one_by_one(records, self._tokenised)
+
+    def _tokenised(self, records: Sequence[Record]) -> list[Record]:
+        return [self._checked(record, list(ids)) for record, ids in zip(records, self._ids(records), strict=True)]
 
     def _ids(self, records: Sequence[Record]) -> list[Any]:
         if not self._is_chat:
@@ -58,20 +162,20 @@ class Encoder:
             conversations, add_generation_prompt=True, tokenize=True, return_dict=True, **options
         )["input_ids"]
 
-    def _checked(self, record: Record, ids: list[int]) -> Prepared | BadRecord:
+    def _checked(self, record: Record, ids: list[int]) -> Record:
         if not ids:
             return record.skipped(Problem("empty", "the text has no tokens"))
         if self._positions is not None and len(ids) > self._positions:
             message = f"{len(ids)} tokens, but the model takes at most {self._positions}"
             return record.skipped(Problem("too-long", message))
-        return Prepared(record, ids)
+        return replace(record, ids=ids)
 
 
 @dataclass
 class RawOutput:
     """What the model returned for some rows: all sequences of a row together, best first."""
 
-    rows: list[Prepared]
+    rows: list[Record]
     sequences: Any
     """An array of token ids, still with everything that `generate` puts around them."""
     prompt_width: int
@@ -137,7 +241,7 @@ class ModelStage(BatchStage[RawOutput]):
         self.loaded = loaded
         self._settings = settings
 
-    def size(self, rows: Sequence[Prepared]) -> int:
+    def size(self, rows: Sequence[Record]) -> int:
         """The size of a batch as far as memory goes: padded input tokens, and as many again for each row's output."""
         return len(rows) * (max(len(row.ids) for row in rows) + self._new_tokens)
 
@@ -161,7 +265,7 @@ class ModelStage(BatchStage[RawOutput]):
     def _drafts(self) -> bool:
         return self.loaded.asks_for_drafts or process_settings.current().self_speculation != "off"
 
-    def forward(self, rows: list[Prepared], batch: Batch) -> RawOutput:
+    def forward(self, rows: list[Record], batch: Batch) -> RawOutput:
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -179,7 +283,7 @@ class ModelStage(BatchStage[RawOutput]):
             options["tokenizer"] = loaded.tokenizer
         if loaded.generation.do_sample:
             # A seed of its own for every batch: a resumed run draws what an uninterrupted one would have.
-            words = f"{self._settings.seed}:{batch.window}:{batch.index}:{rows[0].record.position}".encode()
+            words = f"{self._settings.seed}:{batch.window}:{batch.index}:{rows[0].position}".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big"))
         start = time.perf_counter()
         try:
@@ -231,18 +335,17 @@ class Decoder:
                 own = slice(number * each, (number + 1) * each)
                 written = sequences[own]
                 scores = output.scores[own] if output.scores else None
-                shown = [row.ids + ids for ids in written] if with_prompt else written
-                rows.append((self._result(row, written, scores), shown, row.record.reference))
+                shown = [[*row.ids, *ids] for ids in written] if with_prompt else written
+                rows.append((self._result(row, written, scores), shown, row.reference))
         flat = self._tokenizer.batch_decode([ids for _, shown, _ in rows for ids in shown], skip_special_tokens=True)
         # Half of a surrogate pair has no UTF-8; it would spoil the file that it is written to.
         texts = (text.encode("utf-8", "replace").decode() for text in flat)
         return [(result, [next(texts) for _ in shown], reference) for result, shown, reference in rows]
 
-    def _result(self, row: Prepared, written: list[list[int]], scores: list[float] | None) -> Result:
-        record = row.record
-        result: Result = {"position": record.position, "line": record.line, "id": record.id}
+    def _result(self, record: Record, written: list[list[int]], scores: list[float] | None) -> Result:
+        result = record.named()
         if not self._settings.to_text:
-            result |= {"input": record.text, "scores": scores, "input_tokens": len(row.ids)}
+            result |= {"input": record.text, "scores": scores, "input_tokens": len(record.ids)}
             if record.kept is not None:
                 result["kept"] = list(record.kept)
             if record.reference is not None:

@@ -6,8 +6,8 @@ import pytest
 
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.quantizing import QuantizeOptions
-from fastgen.pipeline.settings import RunOptions
 
 FILES = {"model": "m", "input": "in.txt", "output": "out.jsonl"}
 QUANTIZE = {"model": "m", "output": "out", "calibration": "in.txt"}

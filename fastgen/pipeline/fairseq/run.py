@@ -1,4 +1,4 @@
-"""What the generating commands have in common: loading, the stages, counting and printing."""
+"""What the generating commands have in common in a run: loading, the stages, counting and printing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from fastgen.pipeline.errors import PipelineError, SetupError, writing
@@ -18,6 +18,7 @@ from fastgen.pipeline.fairseq.errors import explained, reason
 from fastgen.pipeline.fairseq.files import load_models
 from fastgen.pipeline.fairseq.formatting import Pair, Scorer, Sentence, Writer, Written, dictionaries, plain, unpadded
 from fastgen.pipeline.postprocess import PostProcessor, default_workers
+from fastgen.pipeline.run import Run, RunReport
 from fastgen.pipeline.stages import Timing, run_stages
 
 logger = logging.getLogger("fastgen.fairseq")
@@ -25,28 +26,6 @@ logger = logging.getLogger("fastgen.fairseq")
 # Forking a process that uses the accelerated BLAS of macOS is not safe.
 _CAN_FORK = sys.platform == "linux"
 Keep = Callable[[list[Written]], None]
-
-
-@dataclass
-class Report:
-    """What a run did.
-
-    Attributes:
-        sentences, tokens: sources, and tokens of their best hypotheses.
-        sources: those that there were, the ones that were too long and left out among them.
-        score: FairSeq's line of the scores, or None where there are no references.
-        load: seconds until the first batch.
-        timing: where the time from then on went.
-        finish: seconds from the last batch leaving the model to the end, scoring included.
-    """
-
-    sentences: int = 0
-    tokens: int = 0
-    sources: int = 0
-    score: str | None = None
-    load: float = 0.0
-    finish: float = 0.0
-    timing: Timing = field(default_factory=Timing)
 
 
 @dataclass(frozen=True)
@@ -58,7 +37,7 @@ class Batch:
     seconds: float
 
 
-class Command:
+class FairseqRun(Run):
     """What both commands have in common. A sample is a batch in FairSeq's form; None stands for the end of a buffer.
 
     Args:
@@ -70,60 +49,39 @@ class Command:
     interactive = False
 
     def __init__(self, cfg: Any, output: TextIO, workers: int | None, keep: Keep | None = None) -> None:
-        self._start = time.perf_counter()
+        super().__init__()
         self.cfg = cfg
-        self.report = Report()
+        self.sources = 0
+        self.score: str | None = None
         self._output = output
         self._keep = keep
         self._workers = (default_workers() if workers is None else workers) if _CAN_FORK else 0
         self._pending: list[Future[str | None]] = []
 
-    def run(self, begins: Callable[[], None] | None = None) -> Report:
-        """Everything, from loading to the score. What is finished is printed whatever happens to the rest."""
+    def check(self) -> None:
+        generation = self.cfg.generation
+        if self.cfg.common_eval.path is None:
+            raise SetupError("--path is needed: the checkpoint to generate with")
+        if generation.sampling and generation.nbest != generation.beam:
+            raise SetupError("--sampling prints every sample: give --nbest the number that --beam has")
+
+    def load(self) -> None:
         from fairseq_cli.generate import get_symbols_to_strip_from_output
 
-        self._load()
-        generator = self._generator()
-        strip = get_symbols_to_strip_from_output(generator)
-        scorer = None if self.interactive else Scorer(self.cfg, self._target)
-        writer = Writer(self.task, self.cfg, strip, self.interactive, scorer is not None and scorer.takes_text)
-        self._encode = writer.encode
-        plan = self._plan()
-        if begins is not None:
-            begins()
-        with contextlib.ExitStack() as closing:
-            self._writers: PostProcessor[list[Sentence], list[Written]] = PostProcessor(
-                lambda: writer, self._workers, "fork"
-            )
-            closing.callback(self._writers.close)
-            if scorer is not None:
-                self._scorers: PostProcessor[list[Pair], str | None] = PostProcessor(
-                    lambda: scorer, min(self._workers, 1), "fork"
-                )
-                closing.callback(self._scorers.close)
-            self.report.load = time.perf_counter() - self._start
-            try:
-                self.report.timing = run_stages(
-                    plan, lambda item: self._generate(generator, item), self._post, self._record, read_ahead=False
-                )
-            finally:
-                self._leave()
-            end = time.perf_counter() - self.report.timing.draining
-            self._finish()
-            self.report.finish = time.perf_counter() - end
-        return self.report
+        self._load_models()
+        self._generates = self._generator()
+        strip = get_symbols_to_strip_from_output(self._generates)
+        self._scorer = None if self.interactive else Scorer(self.cfg, self._target)
+        scores_text = self._scorer is not None and self._scorer.takes_text
+        self._writer = Writer(self.task, self.cfg, strip, self.interactive, scores_text)
 
-    def _load(self) -> None:
+    def _load_models(self) -> None:
         """Task and models, in the order in which FairSeq's commands load them: it decides what a seed draws."""
         import numpy as np
         import torch
         from fairseq import tasks, utils
 
         cfg = self.cfg
-        if cfg.common_eval.path is None:
-            raise SetupError("--path is needed: the checkpoint to generate with")
-        if cfg.generation.sampling and cfg.generation.nbest != cfg.generation.beam:
-            raise SetupError("--sampling prints every sample: give --nbest the number that --beam has")
         with explained("--user-dir"):
             utils.import_user_module(cfg.common)
         logger.debug(cfg)
@@ -139,6 +97,21 @@ class Command:
         paths = utils.split_paths(cfg.common_eval.path)
         self.models, self.saved = load_models(paths, self.task, cfg, self.overrides)
 
+    def begin(self) -> None:
+        writer, scorer = self._writer, self._scorer
+        writers = PostProcessor[list[Sentence], list[Written]](lambda: writer, self._workers, "fork")
+        self._writers = self.closing.enter_context(contextlib.closing(writers))
+        if scorer is not None:
+            scorers = PostProcessor[list[Pair], str | None](lambda: scorer, min(self._workers, 1), "fork")
+            self._scorers = self.closing.enter_context(contextlib.closing(scorers))
+
+    def process(self) -> Timing:
+        """Everything that is finished is printed, also what has waited for something else."""
+        try:
+            return run_stages(self.plan(), self.compute, self._post, self._record, read_ahead=False)
+        finally:
+            self.leave()
+
     def _ready(self, models: Iterable[Any]) -> None:
         for model in models:
             if self.cfg.common.fp16:
@@ -152,7 +125,7 @@ class Command:
 
         return utils.resolve_max_positions(self.task.max_positions(), *(model.max_positions() for model in self.models))
 
-    def _generate(self, generator: Any, sample: Any) -> Batch | None:
+    def compute(self, sample: Any) -> Batch | None:
         """What the model makes of a sample. Raises a PipelineError that says what the matter is."""
         from fairseq import utils
 
@@ -168,7 +141,7 @@ class Command:
         start = time.perf_counter()
         try:
             hypotheses = self.task.inference_step(
-                generator, self.models, moved, prefix_tokens=prefix, constraints=constraints
+                self._generates, self.models, moved, prefix_tokens=prefix, constraints=constraints
             )
         except Exception as error:
             unknown = self._unknown_token(moved)
@@ -216,14 +189,16 @@ class Command:
 
     def _record(self, item: tuple[Batch, Future[list[Written]]] | None) -> None:
         if item is None:
-            self._leave()
+            self.leave()
             return
         batch, promised = item
         written = promised.result()
         tokens = sum(len(found[0]["tokens"]) for found in batch.hypotheses)
         sample = batch.sample
-        self.report.sentences += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
-        self.report.tokens += tokens
+        self.samples += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
+        self.tokens += tokens
+        self.batches += 1
+        self.model_seconds += batch.seconds
         self._done(written, tokens)
 
     def _print(self, written: list[Written]) -> None:
@@ -237,14 +212,28 @@ class Command:
         with writing("standard output" if self._output is sys.stdout else getattr(self._output, "name", "the output")):
             print(text, end="", file=self._output, flush=True)
 
+    def finish(self) -> None:
+        """What is left to do when all lines are printed."""
+
+    def report(self) -> RunReport:
+        """Samples are sources, and tokens those of their best hypotheses. The note is FairSeq's line of the scores.
+
+        Skipped are sources that were too long, in another shard, or in a batch that FairSeq drops.
+        """
+        notes = [] if self.score is None else [self.score]
+        return RunReport(self.samples, self.sources - self.samples, self.tokens, notes=notes)
+
+    def complete(self, report: RunReport) -> None:
+        """All is printed already."""
+
     # What a command has of its own.
+
+    def plan(self) -> Iterator[Any]:
+        """The samples."""
+        raise NotImplementedError
 
     def _generator(self) -> Any:
         """What generates, with all models ready."""
-        raise NotImplementedError
-
-    def _plan(self) -> Iterator[Any]:
-        """The samples."""
         raise NotImplementedError
 
     def _details(self, batch: Batch, row: int, id: int) -> dict[str, Any]:
@@ -255,11 +244,8 @@ class Command:
         """A batch with so many generated tokens is in words."""
         raise NotImplementedError
 
-    def _leave(self) -> None:
-        """Prints what is finished and has waited for something else, also when the run has been interrupted."""
-
-    def _finish(self) -> None:
-        """What is left to do when all lines are printed."""
+    def leave(self) -> None:
+        """Prints what is finished and has waited for something else."""
 
 
 def log_to(output: TextIO) -> None:

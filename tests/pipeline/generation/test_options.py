@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.generation_fields import TYPES, check_values, known_names, parse, read_generation_file
+from fastgen.pipeline.generation.options import TYPES, check_values, known_names, parse, read_generation_file
 
 
 def test_every_field_of_the_class_is_listed_with_its_type():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastgen.pipeline.batches import Batch, Resumed, Rules, Window, cut, plan, split_rows
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.planner import Batch, Prepared, Resumed, Rules, Window, cut, plan, split_rows
-from fastgen.pipeline.records import BadRecord, Problem, Record
+from fastgen.pipeline.records import Problem, Record
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=80)
 RULES = st.builds(Rules, st.integers(1, 9), st.none() | st.integers(1, 200), st.booleans())
@@ -40,11 +41,11 @@ def records(lengths):
         if length:
             yield Record(position, position + 1, position, str(length))
         else:
-            yield BadRecord(position, position + 1, position, Problem("empty", "the text is empty"))
+            yield Record(position, position + 1, position, problem=Problem("empty", "the text is empty"))
 
 
 def prepare(chunk):
-    return [Prepared(record, [7] * int(record.text)) for record in chunk]
+    return [replace(record, ids=[7] * int(record.text)) for record in chunk]
 
 
 @given(st.lists(st.integers(0, 20), max_size=300), st.integers(1, 3), st.data())
@@ -60,7 +61,7 @@ def test_a_resumed_plan_is_the_rest_of_the_whole_one(lengths, batch_size, data):
             ]
             position += item.count
     assert position == len(lengths)
-    seen = [row.record.position for item in whole if isinstance(item, Batch) for row in item.rows]
+    seen = [row.position for item in whole if isinstance(item, Batch) for row in item.rows]
     assert sorted(seen) == [p for p, length in enumerate(lengths) if length]
 
     done = data.draw(st.integers(0, len(whole)))
