@@ -62,7 +62,7 @@ def strict() -> Iterator[None]:
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The setting, in force."""
-    reason = quantized_linear.unavailable("int8", measure=False)
+    reason = quantized_linear.unavailable("int8")
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
