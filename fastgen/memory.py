@@ -12,11 +12,11 @@ import psutil
 
 # psutil does not know the limits of containers.
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-# The limit of a control group, what it uses, and the part of its statistics that the kernel gives back when asked.
+# The limit of a control group, what it uses, and the parts of its statistics that the kernel gives back when asked.
 # First the names of version 2, then those of version 1.
 _LIMIT = ("memory.max", "memory.limit_in_bytes")
 _USED = ("memory.current", "memory.usage_in_bytes")
-_RECLAIMABLE = ("inactive_file", "total_inactive_file")
+_RECLAIMABLE = (("inactive_file", "active_file"), ("total_inactive_file", "total_active_file"))
 _MIN_GROWTH = 64  # positions
 
 
@@ -57,7 +57,8 @@ def processor() -> str:
 
 
 def _available() -> int:
-    with contextlib.suppress(psutil.Error, OSError):
+    # Of systems that it does not know well enough, and of /proc in some containers, it lets other errors through.
+    with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError, AttributeError, RuntimeError):
         return int(psutil.virtual_memory().available)
     return 2**32
 
@@ -86,4 +87,4 @@ def _left(group: Path, enough: int) -> Iterator[int]:
             # The kernel takes long to write its statistics: they are read only where they can matter.
             if left < enough:
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield left + int(statistics.get(reclaimable, 0))
+                yield left + sum(int(statistics.get(name, 0)) for name in reclaimable)

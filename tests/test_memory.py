@@ -15,13 +15,15 @@ GIB = 2**30
 
 
 def group(folder: Path, limit: object, used: int, reclaimable: int = 0, version: int = 2) -> None:
-    names = ("memory.max", "memory.current", "inactive_file")
+    """Half of what can be reclaimed is in active use: of files, not of processes."""
+    names = ("memory.max", "memory.current", "inactive_file", "active_file")
     if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {reclaimable}\n")
+    half = reclaimable // 2
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {half}\n{names[3]} {reclaimable - half}\n")
 
 
 @pytest.fixture

@@ -40,8 +40,11 @@ def override_linear(products: Products) -> AbstractContextManager[None]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_memory()
+    """Bytes that are free on a device, with what torch holds of a GPU and does not use."""
+    if device.type != "cuda":
+        return free_host_memory()
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
@@ -154,23 +157,24 @@ class _LinearForm(Replacement):
 class FloatLinear(_LinearForm):
     """A linear layer on its weight as it is, with the kernel that `fastgen.ops.linear.choose` names."""
 
-    __slots__ = ("_bias", "_is_plain", "_transposed", "_weight")
+    __slots__ = ("_seen", "_transposed")
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         super().__init__(module)
         self._transposed = transposed
-        self._look(module._parameters.get("weight"), module._parameters.get("bias"))
-
-    def _look(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self._is_plain = is_plain(self._module, self._dtype, self._device)
+        # Weight and bias, and whether the layer is these and nothing else. Replaced as one: other threads read it.
+        self._seen: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
 
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is not self._weight or bias is not self._bias:
-            self._look(weight, bias)
-        if weight is None or not self._is_plain:
+        if "bias" not in parameters:  # somebody has made it an attribute
+            return None
+        weight, bias = parameters.get("weight"), parameters["bias"]
+        seen_weight, seen_bias, plain = self._seen
+        if weight is not seen_weight or bias is not seen_bias:
+            plain = is_plain(self._module, self._dtype, self._device)
+            self._seen = weight, bias, plain
+        if weight is None or not plain:
             return None
         by_outputs = weight.t() if self._transposed else weight
         kernel = choose.kernel_for(x, by_outputs, bias)
@@ -243,8 +247,8 @@ class QuantizedLinear(_LinearForm):
         if snapshot is None or not snapshot.is_of(parameter):
             plain = is_plain(self._module, self._dtype, self._device)
             snapshot = self._snapshot = ParameterSnapshot(parameter, plain)
-        if not snapshot.is_plain:
-            return None
+        if not snapshot.is_plain or x.shape[-1] != parameter.shape[0 if self._transposed else 1]:
+            return None  # of an input that does not fit, torch says so
         if snapshot.packed is None:
             snapshot.packed = self._packed(parameter)
         self.used = True

@@ -1,8 +1,8 @@
 """Weights in float32 whose numbers are all numbers of 16 bits, in these 16 bits, on the CPU.
 
 Most checkpoints are stored in bfloat16 or float16. Whoever loads one in float32 has such weights: of bfloat16, half of
-the bits are zeros. Products with few rows are bound by reading the weight, and `dot_linear` reads 16 bits in the place
-of 32 with the same result, to the last bit. There are kernels alone.
+the bits are zeros. Products with few rows are bound by reading the weight, and those with panels of 16 bits
+(`fastgen.ops.linear.panels`) have the same result, to the last bit. There are kernels alone.
 """
 
 from __future__ import annotations

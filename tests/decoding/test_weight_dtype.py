@@ -249,6 +249,15 @@ def test_a_cast_layer_does_what_it_always_did(precision: str) -> None:
             model(x)
 
 
+def test_an_input_that_does_not_fit_is_refused_by_torch(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(40, 20))
+    with pytest.raises(RuntimeError) as expected:
+        model(torch.randn(2, 41))
+    with FastLayers.of(model, KINDS), pytest.raises(RuntimeError) as found:
+        model(torch.randn(2, 41))
+    assert str(found.value) == str(expected.value)
+
+
 def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer goes on in other numbers: the result would depend on what is free."""
     monkeypatch.setattr(layer_forms, "free_host_memory", lambda: 100)

@@ -340,7 +340,7 @@ def test_many_sequences(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model, inputs, many)
     assert captures() == 1, reasons()
     largest = 36 * loop._size_of_weights(model)
-    monkeypatch.setattr(loop, "_ROWS_ON_CPU", 35)
+    monkeypatch.setattr(loop, "_MOST_ROWS_ON_CPU", 35)
     for bound, captured in ((largest, 1), (largest - 1, 0)):
         fastgen.reset_stats()
         monkeypatch.setattr(loop, "_MAX_WORK_ON_CPU", bound)
@@ -349,15 +349,6 @@ def test_many_sequences(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "large weights" in next(iter(reasons()))
     check(model, inputs, BEAMS)
     assert captures() == 1, reasons()
-
-
-def test_more_sequences_in_a_model_with_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finished inputs leave the batch of the library's loop."""
-    monkeypatch.setattr(loop, "_MAX_WORK_ON_CPU", 0)
-    monkeypatch.setattr(loop, "_MOST_ROWS_ON_CPU", 2)
-    model, inputs = build(FAMILIES[0], CPU)
-    check(model, inputs, {**BEAMS, "num_beams": 12})
-    assert reasons() == {"more than 2 sequences in a model with large weights, on the CPU": 1}
 
 
 def test_interpreted_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ TABLE: Mapping[Isa, Mapping[Key, Row]] = {
 
 
 def choose(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> Kernel | None:
-    """The kernel for M rows of this type; None for torch's own product.
+    """The kernel for M rows of this type; None for torch's own product, and where a packed copy is read (`PANELS`).
 
     Args:
         isa: the instruction set; by default that of this process.
@@ -153,10 +153,9 @@ def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
     if layout is None or not x.numel() or not weight.numel() or not _fit(x, weight, bias):
         return None
     kernel = choose(x.dtype, layout, x.numel() // x.shape[-1])
-    if kernel is None or kernel is GEMV or kernel is GEMM:
-        return kernel
-    # Where the user allows products of fewer bits, torch has faster ones.
-    return kernel if torch.get_float32_matmul_precision() == "highest" else None
+    # Where the user allows float32 products of fewer bits, torch has faster ones.
+    gives_way = kernel is KERNELS["bf16x3"] and torch.get_float32_matmul_precision() != "highest"
+    return None if gives_way else kernel
 
 
 def layout_of(weight: Tensor) -> Layout | None:
@@ -190,7 +189,7 @@ def instruction_set() -> Isa:
 
 @functools.cache
 def _table(isa: Isa) -> Mapping[Key, Row]:
-    """The shipped one, with what a profile of this machine puts in its place."""
+    """The shipped one, with what a profile of this machine puts in its place: as it was when it was read first."""
     return {**TABLE[isa], **_profile(isa)}
 
 
@@ -213,13 +212,14 @@ def machine(isa: Isa) -> str:
     return f"{memory.processor()} | {isa.name}"
 
 
+@functools.cache
 def _profile(isa: Isa) -> dict[Key, Row]:
     """What was measured on such a machine; nothing where there is no file, or not one that `tune` wrote."""
     path = profile_path()
     try:
         found = json.loads(path.read_text())[machine(isa)] if path is not None else {}
         return {_key(name): _row(_key(name), row, isa) for name, row in found.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
 
 
@@ -238,15 +238,17 @@ def _row(key: Key, row: Any, isa: Isa) -> Row:
 
 def serves(name: str, key: Key, m: float, isa: Isa) -> bool:
     """Whether a kernel of this name serves up to M rows."""
-    if name not in SERVE[key] or (name == "bf16x3" and isa is not Isa.AMX):
+    if name not in SERVE[key]:
         return False
+    if name == "bf16x3":
+        return isa is Isa.AMX and m >= bf16x3.MIN_ROWS
     return name != "gemv" or m <= gemv.MAX_ROWS[key[0]]
 
 
 def forget() -> None:
     """The instruction set and the profile are looked at again: after `tune`, and in tests."""
-    instruction_set.cache_clear()
-    _table.cache_clear()
+    for cached in (instruction_set, _table, _profile):
+        cached.cache_clear()
 
 
 def is_available() -> bool:

@@ -44,10 +44,21 @@ def main() -> int:
     if path is None:
         print("fastgen: FASTGEN_CACHE is empty: name a folder for the profile", file=sys.stderr)
         return 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError("the folder cannot be written to")
+    except OSError as error:
+        print(f"fastgen: {path} cannot be written: {error}", file=sys.stderr)
+        return 1
     print(
         f"Measuring {choose.machine(isa)} with {torch.get_num_threads()} threads: about a minute. Let nothing else run."
     )
-    profile = {_name(key): table(names, measured(key, isa)) for key, names in SERVE.items()}
+    try:
+        profile = {_name(key): table(names, measured(key, isa)) for key, names in SERVE.items()}
+    except KeyboardInterrupt:
+        print("fastgen: interrupted; nothing was written", file=sys.stderr)
+        return 130
     for name, row in profile.items():
         print(f"{name:18}", ", ".join(_words(*each) for each in row))
     try:
@@ -109,6 +120,7 @@ def write(path: Path, machine: str, profile: dict[str, Any]) -> None:
     try:
         with open(handle, "w") as new:
             json.dump({**(known if isinstance(known, dict) else {}), machine: profile}, new, indent=1)
+        os.chmod(name, 0o644)  # others may share the folder
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -127,8 +139,9 @@ def _words(most: int | None, name: str) -> str:
 def _shortest(names: Sequence[str], key: Key, m: int, n: int, k: int) -> Seconds:
     """Of some rounds in which the kernels take turns: what else the machine does meets all of them."""
     dtype, layout = key
-    x = torch.full((m, k), 0.5, dtype=dtype, device="cpu")
-    weight = torch.full((n, k), 0.25, dtype=dtype, device="cpu")
+    # Numbers that need all of their bits: how long a product takes may depend on them.
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, k, generator=generator, dtype=torch.float32).to(dtype) for rows in (m, n))
     if layout is Layout.COLUMNS:
         weight = weight.t().contiguous().t()
     weights = [weight.clone(memory_format=torch.preserve_format) for _ in range(max(_BYTES // weight.nbytes, 1))]

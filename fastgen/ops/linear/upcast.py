@@ -58,12 +58,12 @@ def upcast_gemm_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
     ):
         raise RuntimeError("upcast_gemm: x must be [M, K], the weight [N, K], the bias [N], of float16 or bfloat16")
     count = max(_BLOCK_BYTES // (4 * weight.shape[1]), _LEAST_OUTPUTS)
-    widened = weight.new_empty(min(count, weight.shape[0]), weight.shape[1], dtype=torch.float32)
+    upcast = weight.new_empty(min(count, weight.shape[0]), weight.shape[1], dtype=torch.float32)
     for rows, result in zip(x.split(_BLOCK_ROWS), y.split(_BLOCK_ROWS), strict=True):
         exact = rows.float()
         for begin in range(0, weight.shape[0], count):
             part = slice(begin, begin + count)
-            block = widened[: weight[part].shape[0]].copy_(weight[part])
+            block = upcast[: weight[part].shape[0]].copy_(weight[part])
             result[:, part] = gemm.gemm(exact, block, None if bias is None else bias[part].float())
 
 

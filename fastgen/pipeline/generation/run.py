@@ -263,6 +263,8 @@ class ModelStage(BatchStage[RawOutput]):
 
     @property
     def _drafts(self) -> bool:
+        if not self._settings.to_text:  # with scores, batches run without drafts
+            return False
         return self.loaded.asks_for_drafts or process_settings.current().self_speculation != "off"
 
     def forward(self, rows: list[Record], batch: Batch) -> RawOutput:

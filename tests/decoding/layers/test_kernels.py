@@ -161,3 +161,33 @@ def test_weights_are_not_held(count: int, dtype: torch.dtype) -> None:
     model[0].weight = nn.Parameter(torch.randn(30, 40).to(dtype))
     gc.collect()
     assert weight() is None
+
+
+def test_a_bias_that_becomes_an_attribute_counts() -> None:
+    model, x = nn.Sequential(layer(bias=False)), torch.randn(2, 40)
+    with FastLayers.of(model, KINDS):
+        model(x)
+        del model[0]._parameters["bias"]
+        model[0].bias = torch.randn(30)
+        torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+def test_a_weight_that_another_thread_replaces(multiplied: Multiplied, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes while another one looks at the new weight does not take the old answer for it."""
+    model, x = nn.Sequential(layer(bias=False)), torch.randn(2, 40)
+    looks, inner = layer_forms.is_plain, []
+
+    def interrupted(*given: object) -> bool:
+        monkeypatch.setattr(layer_forms, "is_plain", looks)
+        inner.append(model(x))  # as another thread would
+        return looks(*given)
+
+    with FastLayers.of(model, KINDS):
+        model(x)
+        assert multiplied
+        multiplied.clear()
+        with torch.inference_mode():
+            model[0].weight = nn.Parameter(torch.randn(30, 40))  # torch's product alone is for such a weight
+        monkeypatch.setattr(layer_forms, "is_plain", interrupted)
+        model(x)
+    assert len(inner) == 1 and not multiplied

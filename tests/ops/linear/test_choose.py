@@ -114,6 +114,17 @@ def test_float32_changes_its_bits_where_docs_precision_says(isa: Isa, m: int) ->
     assert choose.name_of(F32, Layout.PANELS, m, isa) == panel
 
 
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 64, 1000])
+@pytest.mark.parametrize("isa", Isa)
+def test_half_precision_as_docs_precision_says(isa: Isa, m: int) -> None:
+    """With AVX-512 GEMV up to 16 rows, with AVX2 torch's product up to 8; beyond it weights are upcast."""
+    beyond = {Isa.PORTABLE: TORCH, Isa.AVX2: TORCH if m <= 8 else "upcast"}.get(isa, "gemv" if m <= 16 else "upcast")
+    has_bf16 = isa in (Isa.AVX512_BF16, Isa.AMX)
+    assert choose.name_of(F16, Layout.ROWS, m, isa) == beyond
+    assert choose.name_of(BF16, Layout.ROWS, m, isa) == (TORCH if has_bf16 and m > 16 else beyond)
+    assert choose.name_of(F16, Layout.COLUMNS, m, isa) == choose.name_of(BF16, Layout.COLUMNS, m, isa) == TORCH
+
+
 @needs_kernels
 @pytest.mark.parametrize("layout", [Layout.ROWS, Layout.COLUMNS])
 def test_a_row_has_the_same_bits_between_these(layout: Layout) -> None:
@@ -211,7 +222,7 @@ def test_what_no_kernel_takes(changes: dict[str, Tensor], isa: Isa, use: Callabl
 
 @pytest.mark.parametrize("precision", ["medium", "high"])
 def test_where_torch_may_round_operands(precision: str, use: Callable[[Isa], None]) -> None:
-    """Its products replace bf16x3 and upcast weights; GEMV and GEMM stay."""
+    """Its products of float32 replace bf16x3; all others stay."""
     use(Isa.AMX)
 
     def found() -> list[Kernel | None]:
@@ -222,7 +233,7 @@ def test_where_torch_may_round_operands(precision: str, use: Callable[[Isa], Non
     assert found() == [GEMV, GEMM, KERNELS["bf16x3"], GEMV, KERNELS["upcast"]]
     try:
         torch.set_float32_matmul_precision(precision)
-        assert found() == [GEMV, GEMM, None, GEMV, None]
+        assert found() == [GEMV, GEMM, None, GEMV, KERNELS["upcast"]]
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -314,6 +325,7 @@ def test_a_broken_file_is_ignored(content: str, cache: Path) -> None:
         {"float32 rows": [[8, "gemv"]]},
         {"float32 rows": [[None, "gemm"], [8, "gemv"]]},
         {"float32 rows": [["many", "gemv"], [None, "gemm"]]},
+        {"float32 rows": [[10**400, "gemv"], [None, "gemm"]]},
         {"float32 rows": [[[8], "gemv"], [None, "gemm"]]},
         {"float32 rows": [[None, "cublas"]]},
         {"float32 rows": [[8, ["gemv"]], [None, "gemm"]]},

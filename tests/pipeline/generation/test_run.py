@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastgen import caches, memory
+from fastgen import settings as process_settings
 from fastgen.pipeline.batches import MOST_FAILURES, Batch, free_captured_steps
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.generation import RunOptions
@@ -354,3 +355,17 @@ def test_languages():
     asked = RunOptions(model="m", input="-", output="-", src_lang="xx", tgt_lang="en_XX")
     with pytest.raises(SetupError, match="does not know the language 'xx'"):
         _languages(tokenizer, asked)
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.txt"])
+@pytest.mark.parametrize("alike", [1, 1000])
+def test_whether_a_step_is_captured_is_planned(bart, output, alike):
+    """But where something drafts: which is for text alone, because a batch with scores runs without drafts."""
+    for asked in (settings(bart, output), settings(bart, output, self_speculation="int8")):
+        stage = ModelStage(load(asked), asked)
+        with process_settings.changed(**asked.weights):
+            planned = stage._captured_step(Batch(0, 0, [], alike))
+        drafts = output == "out.txt" and asked.self_speculation != "off"
+        assert planned == ({} if drafts else {"captured_step": "always" if alike == 1000 else "never"})
+    with process_settings.changed(captured_step="never"):
+        assert stage._captured_step(Batch(0, 0, [], alike)) == {}
