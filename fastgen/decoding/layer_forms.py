@@ -157,23 +157,23 @@ class _LinearForm(Replacement):
 class FloatLinear(_LinearForm):
     """A linear layer on its weight as it is, with the kernel that `fastgen.ops.linear.choose` names."""
 
-    __slots__ = ("_seen", "_transposed")
+    __slots__ = ("_looked_at", "_transposed")
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         super().__init__(module)
         self._transposed = transposed
         # Weight and bias, and whether the layer is these and nothing else. Replaced as one: other threads read it.
-        self._seen: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
+        self._looked_at: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
 
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters
         if "bias" not in parameters:  # somebody has made it an attribute
             return None
         weight, bias = parameters.get("weight"), parameters["bias"]
-        seen_weight, seen_bias, plain = self._seen
-        if weight is not seen_weight or bias is not seen_bias:
+        former, former_bias, plain = self._looked_at
+        if weight is not former or bias is not former_bias:
             plain = is_plain(self._module, self._dtype, self._device)
-            self._seen = weight, bias, plain
+            self._looked_at = weight, bias, plain
         if weight is None or not plain:
             return None
         by_outputs = weight.t() if self._transposed else weight
