@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 
@@ -16,3 +18,22 @@ def as_rows(x: Tensor) -> Tensor:
 def with_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """[M, N] with the leading dimensions of x, [..., K]."""
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def multiplied(out: Callable[..., object], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `out(y, x, weight, bias)` writes for x as [M, K] and a new y, [M, N], with the leading dimensions of x."""
+    rows = as_rows(x)
+    y = x.new_empty(rows.shape[0], weight.shape[0])
+    out(y, rows, weight, bias)
+    return with_shape_of(x, y)
+
+
+def fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether x, [..., K], a weight [N, K] and a bias [N], contiguous, or None are of one type and on the CPU."""
+    others = (weight,) if bias is None else (weight, bias)
+    return (
+        all(each.dtype is x.dtype and each.device.type == "cpu" for each in (x, *others))
+        and weight.dim() == 2
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    )

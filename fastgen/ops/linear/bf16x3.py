@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import as_rows, with_shape_of
+from fastgen.ops.linear import multiplied
 
 # Fewer rows fill no register.
 MIN_ROWS = 8
@@ -46,10 +46,7 @@ def bf16x3_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together, or the processor has no AMX tiles.
     """
-    rows = as_rows(x)
-    y = x.new_empty(rows.shape[0], weight.shape[0])
-    torch.ops.fastgen.split_linear_out.default(y, rows, weight, bias)
-    return with_shape_of(x, y)
+    return multiplied(torch.ops.fastgen.split_linear_out.default, x, weight, bias)
 
 
 def backend() -> str:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgen import memory
 from fastgen.ops import _library
-from fastgen.ops.linear import bf16x3, gemm, gemv, panels, upcast
+from fastgen.ops.linear import bf16x3, fit, gemm, gemv, panels, upcast
 
 
 class Isa(enum.IntEnum):
@@ -150,7 +150,7 @@ def name_of(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) 
 def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
     """The kernel for x as [..., K], a weight [N, K] and a bias [N] or None; None for torch's own product."""
     layout = layout_of(weight)
-    if layout is None or not x.numel() or not weight.numel() or not _fit(x, weight, bias):
+    if layout is None or not x.numel() or not weight.numel() or not fit(x, weight, bias):
         return None
     kernel = choose(x.dtype, layout, x.numel() // x.shape[-1])
     # Where the user allows float32 products of fewer bits, torch has faster ones.
@@ -168,15 +168,6 @@ def layout_of(weight: Tensor) -> Layout | None:
 def reads_panels(m: int) -> bool:
     """Whether M rows of float32 read a weight of 16-bit numbers from a packed copy."""
     return panels.is_available() and name_of(torch.float32, Layout.PANELS, m) == PANELS
-
-
-def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    others = (weight,) if bias is None else (weight, bias)
-    return (
-        all(each.dtype is x.dtype and each.device.type == "cpu" for each in (x, *others))
-        and x.shape[-1:] == weight.shape[1:]
-        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
-    )
 
 
 @functools.cache

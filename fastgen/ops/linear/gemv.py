@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import as_rows, with_shape_of
+from fastgen.ops.linear import multiplied
 
 # More rows read each row of the weight from the cache too often.
 MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
@@ -34,10 +34,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together.
     """
-    rows = as_rows(x)
-    y = x.new_empty(rows.shape[0], weight.shape[0])
-    torch.ops.fastgen.dot_linear_out.default(y, rows, weight, bias)
-    return with_shape_of(x, y)
+    return multiplied(torch.ops.fastgen.dot_linear_out.default, x, weight, bias)
 
 
 backend = functools.partial(_library.backend, "fastgen::dot_linear_out")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import as_rows, with_shape_of
+from fastgen.ops.linear import as_rows, fit, with_shape_of
 
 # More rows gain nothing by it: then the product is no longer bound by reading the weight.
 MAX_ROWS = 16
@@ -48,15 +48,13 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
     The weight is [outputs, inputs], its numbers next to each other; the bias [outputs] or None.
     """
-    others = (weight,) if bias is None else (weight, bias)
     return (
-        all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in (x, *others))
-        and weight.dim() == 2
-        and x.shape[1:] == weight.shape[1:]
+        x.dtype is torch.float32
+        and x.dim() == 2
+        and fit(x, weight, bias)
         and 0 < x.numel() <= MAX_ROWS * x.shape[1]
         and x.stride(1) == 1
         and weight.is_contiguous()
-        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and is_available()
     )
 

@@ -92,16 +92,17 @@ def table(names: Sequence[str], seconds: dict[int, Seconds]) -> list[tuple[int |
     """
     rows = list(seconds)
 
-    def cost(bounds: Sequence[int]) -> float:
+    def kernels(bounds: Sequence[int]) -> list[str]:
+        """The one of each M, if they take over at these places."""
         edges = [0, *bounds, len(rows)]
-        chosen = [name for name, begin, end in zip(names, edges, edges[1:], strict=False) for _ in rows[begin:end]]
-        return sum(
-            seconds[m].get(name, math.inf) / min(seconds[m].values()) for m, name in zip(rows, chosen, strict=True)
-        )
+        return [name for name, begin, end in zip(names, edges, edges[1:], strict=False) for _ in rows[begin:end]]
 
-    bounds = min(itertools.combinations_with_replacement(range(len(rows) + 1), len(names) - 1), key=cost)
-    edges = [0, *bounds, len(rows)]
-    row = [(rows[end - 1], name) for name, begin, end in zip(names, edges, edges[1:], strict=False) if begin < end]
+    def cost(bounds: Sequence[int]) -> float:
+        chosen = zip(rows, kernels(bounds), strict=True)
+        return sum(seconds[m].get(name, math.inf) / min(seconds[m].values()) for m, name in chosen)
+
+    best = kernels(min(itertools.combinations_with_replacement(range(len(rows) + 1), len(names) - 1), key=cost))
+    row = [(m, name) for m, name, after in zip(rows, best, [*best[1:], ""], strict=True) if name != after]
     return [*row[:-1], (None, row[-1][1])]
 
 

@@ -10,25 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.ops.linear import as_rows, gemm, with_shape_of
+from fastgen.ops.linear import fit, gemm, multiplied
 
 _TYPES = (torch.float16, torch.bfloat16)
 # Of the weight that is in float32 at a time: bytes, and outputs at least.
 _BLOCK_BYTES, _LEAST_OUTPUTS = 2**20, 64
 # Rows of x that are in float32 at a time.
 _BLOCK_ROWS = 1024
-
-
-def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    others = (weight,) if bias is None else (weight, bias)
-    return (
-        x.dtype in _TYPES
-        and all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
-        and weight.dim() == 2
-        and weight.stride(1) == 1
-        and x.shape[-1:] == weight.shape[1:]
-        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
-    )
 
 
 def upcast_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,10 +29,7 @@ def upcast_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
     """
-    rows = as_rows(x)
-    y = x.new_empty(rows.shape[0], weight.shape[0])
-    upcast_gemm_out(y, rows, weight, bias)
-    return with_shape_of(x, y)
+    return multiplied(upcast_gemm_out, x, weight, bias)
 
 
 def upcast_gemm_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -53,9 +38,8 @@ def upcast_gemm_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together.
     """
-    if not (
-        x.dim() == y.dim() == 2 and x.shape[0] == y.shape[0] and y.shape[1] == weight.shape[0] and _fit(x, weight, bias)
-    ):
+    is_half = x.dtype in _TYPES and x.dim() == 2 and fit(x, weight, bias) and weight.stride(1) == 1
+    if not is_half or y.shape != (x.shape[0], weight.shape[0]):
         raise RuntimeError("upcast_gemm: x must be [M, K], the weight [N, K], the bias [N], of float16 or bfloat16")
     count = max(_BLOCK_BYTES // (4 * weight.shape[1]), _LEAST_OUTPUTS)
     upcast = weight.new_empty(min(count, weight.shape[0]), weight.shape[1], dtype=torch.float32)
