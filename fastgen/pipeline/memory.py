@@ -25,6 +25,8 @@ MOST_ROWS = {"cpu": 64, "cuda": 1024}
 # The part of the free memory that is planned for. What torch's allocator holds in pieces is lost to it; on a CPU the
 # memory is shared with whatever else runs.
 SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.85}
+# Tokens of an input that memory is planned for where a model does not say how long one may be.
+USUAL_LENGTH = 512
 
 # As the optimizer has them, which is not imported where nothing is loaded yet; tests see to it that they are the same.
 MIN_SHARED_PREFIX = 32  # a shorter prefix is repeated for the beams

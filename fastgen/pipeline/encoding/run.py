@@ -27,14 +27,13 @@ from fastgen.pipeline.encoding.loading import (
 from fastgen.pipeline.encoding.modules import read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import explained
-from fastgen.pipeline.memory import MOST_ROWS, SHARE_OF_FREE, MemoryModel, free_memory
+from fastgen.pipeline.memory import MOST_ROWS, SHARE_OF_FREE, USUAL_LENGTH, MemoryModel, free_memory
 from fastgen.pipeline.records import Problem, Record, Result
 from fastgen.pipeline.run import DataRun, Results, RunReport
 from fastgen.pipeline.settings import DataOptions
 
 # What a pass costs beside its tokens, in tokens: measured with all-MiniLM-L6-v2 on two cores.
 PASS_COST = 128
-_USUAL_LENGTH = 512  # tokens
 
 
 def embed_dataset(
@@ -110,7 +109,7 @@ class _Encode(DataRun):
         # A model that only encodes keeps nothing from layer to layer, and has no scores over a vocabulary.
         memory = MemoryModel.of(loaded.model, GenerationConfig(max_new_tokens=1))
         memory = dataclasses.replace(memory, layers=0, vocabulary=0, captured=False)
-        rows, tokens = memory.largest(free, MOST_ROWS[kind], loaded.longest or _USUAL_LENGTH)
+        rows, tokens = memory.largest(free, MOST_ROWS[kind], loaded.longest or USUAL_LENGTH)
         return rows, min(tokens, most or tokens)
 
 

@@ -19,12 +19,10 @@ from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, one_by_one
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding, load, prepare
 from fastgen.pipeline.generation.options import RunOptions, captured_drafts
 from fastgen.pipeline.layouts import Generation
-from fastgen.pipeline.memory import automatic_batch
+from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
 from fastgen.pipeline.postprocess import Outcome, PostprocessJob, PostProcessor, Processor, default_workers
 from fastgen.pipeline.records import Problem, Record, Result
 from fastgen.pipeline.run import DataRun, Results, RunReport
-
-_USUAL_LENGTH = 512  # tokens
 
 
 def generate_dataset(
@@ -102,7 +100,7 @@ class Generate(DataRun):
     def automatic_batch(self) -> tuple[int, int]:
         settings, loaded = self.settings, self.loaded
         # Where the model does not say how long an input may be, memory is planned for those of a usual length.
-        longest = min(loaded.positions or _USUAL_LENGTH, settings.max_source_length or sys.maxsize)
+        longest = min(loaded.positions or USUAL_LENGTH, settings.max_source_length or sys.maxsize)
         rows, tokens = automatic_batch(loaded.model, loaded.generation, longest)
         return rows, settings.max_tokens or tokens
 
