@@ -157,6 +157,7 @@ class CsvSource(FileSource):
     Read by the csv module under its strict rules. (pyarrow.csv accepts quotes that are not closed, numbers rows instead
     of lines, and gives up at a cell that is longer than its block.) A record that cannot be parsed is bad on its first
     line, and reading goes on with the line after that one: a quote that is not closed costs one line, not the file.
+    Blank lines at the end, which exports and editors leave, are no records.
     """
 
     def __init__(self, name: str, delimiter: str = ",") -> None:
@@ -206,8 +207,19 @@ class CsvSource(FileSource):
                     yield line, cells
                     line += len(taken)
 
+    def _records_to_the_last(self) -> Iterator[tuple[int, list[str] | Problem]]:
+        """Those in front of the blank lines at the end of the file."""
+        blank = range(0)  # lines that are empty as far as the file has been read
+        for line, cells in self._records():
+            if cells == []:
+                blank = range(blank.start if blank else line, line + 1)
+                continue
+            yield from ((empty, []) for empty in blank)
+            blank = range(0)
+            yield line, cells
+
     def rows(self) -> Iterator[Row]:
-        for line, cells in itertools.islice(self._records(), 1, None):
+        for line, cells in itertools.islice(self._records_to_the_last(), 1, None):
             if isinstance(cells, Problem):
                 yield Row(line, problem=cells)
             else:
@@ -224,7 +236,7 @@ class CsvSource(FileSource):
         return None
 
     def count(self) -> int | None:
-        return None if os.path.getsize(self.name) > COUNT_CSV_UP_TO else sum(1 for _ in self._records()) - 1
+        return None if os.path.getsize(self.name) > COUNT_CSV_UP_TO else sum(1 for _ in self._records_to_the_last()) - 1
 
 
 def _bare(cell: str) -> str:

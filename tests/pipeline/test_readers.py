@@ -116,6 +116,14 @@ def test_bad_lines_of_csv(tmp_path):
     assert [record.id for record in found if not record.problem] == ["1", "3", "6"]
 
 
+def test_blank_lines_at_the_end_of_csv_are_no_records(tmp_path):
+    path = tmp_path / "in.csv"
+    path.write_text("id,text\n1,one\n\n2,two\n\n \n\n\n")
+    found = read(path, input_column="text")
+    assert bad_kinds(found) == {3: "empty", 5: "empty", 6: "malformed"}
+    assert inputs(path, input_column="text").total == len(found) == 5
+
+
 def test_csv_loses_no_row_and_no_cell(tmp_path):
     path = tmp_path / "in.csv"
     lines = ["id,text", "1,one", "2,two,more", "3", '4,"open', "5,five", '6,"six"x', '7,"seven', 'lines"', "id,text",
