@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import copy_bandwidth, seconds_of
-from fastgen.ops import no_repeat_ngram, rms_norm
-from fastgen.ops.triton import beam_step, decode_attention, grouped_linear, kv_write
+from fastgen.ops import best_candidates, decode_attention, kv_write, no_repeat_ngram, rms_norm
+from fastgen.ops.gpu import grouped_linear
 
 _LEAST_BYTES = 256 * 2**20  # in turn, before an input comes again: several times the cache of an H200
 
@@ -136,8 +136,8 @@ def cases(device: torch.device, small: bool) -> Iterator[Case]:
     def make_candidates() -> tuple[Callable[[], object], Callable[[], object]]:
         scores, running = torch.randn(rows, vocabulary, device=device), torch.zeros(rows // beams, beams, device=device)
         return (
-            lambda: beam_step.best_continuations(scores, running, 2 * beams).scores,
-            lambda: beam_step.reference(scores, running, 2 * beams).scores,
+            lambda: best_candidates.best_continuations(scores, running, 2 * beams).scores,
+            lambda: best_candidates.reference(scores, running, 2 * beams).scores,
         )
 
     yield Case(f"beam step, {rows} x {vocabulary}", make_candidates, rows * vocabulary * 4, 1e-3)

@@ -150,10 +150,10 @@ def seed() -> int:
 @pytest.fixture(scope="session")
 def kernels(device: torch.device) -> None:
     """Skips where the kernels cannot run: comparing the reference with itself would show nothing."""
-    from fastgen.ops import triton as package
+    from fastgen.ops import gpu
 
-    if not package.available(torch.empty(0, device=device)):
-        pytest.skip(f"the Triton kernels cannot run on {device}: {package.backend()}")
+    if not gpu.available(torch.empty(0, device=device)):
+        pytest.skip(f"the Triton kernels cannot run on {device}: {gpu.unavailable(device)}")
 
 
 @pytest.fixture(scope="session")

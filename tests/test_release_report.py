@@ -9,7 +9,7 @@ import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.cache import StepLayer
 from fastgen.releases import Usual

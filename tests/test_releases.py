@@ -19,7 +19,7 @@ import transformers
 import fastgen
 from fastgen import releases
 from fastgen.models.unilm import UniLMForSeq2SeqLM
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from tests import stub_release
 from tests.equivalence.models import BY_NAME, FAMILIES
 from tests.equivalence.others import OTHERS

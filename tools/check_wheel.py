@@ -28,7 +28,7 @@ tests/test_counters.py tests/test_patching.py tests/test_settings.py tests/ops t
 tests/equivalence/test_versions.py tests/equivalence/test_transparent.py tests/equivalence/test_captured.py
 """.split()
 # They need a compiler, or what is beside the package in its repository.
-LEFT_OUT = "test_compiler.py triton test_package.py".split()
+LEFT_OUT = "test_compiler.py gpu test_package.py".split()
 TOOLS = "pytest pytest-xdist pytest-timeout hypothesis gguf compressed-tensors".split()
 SHOW = """
 import platform, torch, transformers

@@ -11,9 +11,9 @@ import sys
 
 import torch
 
-from fastgen.ops import no_repeat_ngram, rms_norm
-from fastgen.ops import triton as package
-from fastgen.ops.triton import beam_step, decode_attention, grouped_linear, kv_write
+from fastgen.ops import best_candidates, decode_attention, kv_write, no_repeat_ngram, rms_norm
+from fastgen.ops import gpu as package
+from fastgen.ops.gpu import grouped_linear
 
 
 def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
@@ -92,8 +92,8 @@ def check_triton(device: str) -> None:
     batch, per_input = 3, 3
     rows = batch * per_input
     scores, running = torch.randn(rows, 4099, device=device), torch.randn(batch, per_input, device=device)
-    found = beam_step.best_continuations(scores, running, 2 * per_input).scores
-    same(found, beam_step.reference(scores, running, 2 * per_input).scores, "best_continuations")
+    found = best_candidates.best_continuations(scores, running, 2 * per_input).scores
+    same(found, best_candidates.reference(scores, running, 2 * per_input).scores, "best_continuations")
     for width in (1000, 17001):
         x, weight = torch.randn(3, width, device=device), torch.randn(width, device=device)
         same(rms_norm.rms_norm(x, weight), rms_norm.reference(x, weight, 1e-6), "rms_norm")

@@ -14,8 +14,10 @@ from importlib import import_module
 OPERATORS = (
     "attention",
     "best_candidates",
+    "decode_attention",
     "elementwise",
     "fingerprint",
+    "kv_write",
     "largest_output",
     "linear.bf16x3",
     "linear.choose",

@@ -9,17 +9,26 @@ of a log-softmax may be others: its denominator is added up in another order.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library
+from fastgen.ops import _library, gpu
 
 # Below, a pass over the scores takes less time than what is around it.
 MIN_SCORES = 2**16
 # With more candidates than that a pass over the scores is no longer what takes the time.
 _MAX_COUNT = 256
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Candidates(NamedTuple):
+    """The best continuations of every input, best first: each [batch, count]."""
+
+    scores: Tensor  # accumulated log-probabilities, float32
+    beams: Tensor  # which beam of the input is continued, int64
+    tokens: Tensor  # with which token, int64
 
 
 def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -69,6 +78,46 @@ def by_beam(scores: Tensor, running: Tensor, count: int, *, normalise: bool = Fa
     beams, tokens = (torch.empty_like(values, dtype=torch.int64) for _ in range(2))
     torch.ops.fastgen.best_candidates_out(values, beams, tokens, scores.contiguous(), running.contiguous(), normalise)
     return values, beams, tokens
+
+
+def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
+    """The `count` best continuations of each input over all its beams, from 1 to beams * vocabulary, on any device.
+
+    Of equal scores come those that torch.topk gives, in its order. On a GPU, where it promises none, the one of the
+    lower beam comes first, and of one beam that of the lower token; scores that differ before the softmax are ordered
+    by what they were then, even if they are equal after it.
+
+    Args:
+        scores: [rows, vocabulary], any floating type: logits, or, where processors have changed the log-probabilities,
+            those, not to be normalised by a log-softmax.
+        running: [batch, beams]: the accumulated scores of the beams; rows = batch * beams.
+
+    Raises:
+        ValueError: shapes or `count` are not as above.
+    """
+    if scores.dim() != 2 or running.dim() != 2 or scores.shape[0] != running.numel():
+        raise ValueError(f"best_continuations: scores {tuple(scores.shape)} for running scores {tuple(running.shape)}")
+    beams, vocabulary = running.shape[1], scores.shape[1]
+    if not 1 <= count <= beams * vocabulary:
+        raise ValueError(f"best_continuations: {count} of {beams} x {vocabulary} candidates")
+    if gpu.available(scores, running):
+        from fastgen.ops.gpu import best_candidates as on_gpu
+
+        if on_gpu.serves(scores, running, count):
+            return Candidates(*on_gpu.launch(scores, running, count, normalise))
+    if serves(scores, running, count):
+        return Candidates(*by_beam(scores, running, count, normalise=normalise))
+    return reference(scores, running, count, normalise=normalise)
+
+
+def reference(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
+    """`best_continuations` in plain torch, for any device and type, with the ties of torch.topk."""
+    vocabulary = scores.shape[1]
+    accurate = torch.promote_types(scores.dtype, torch.float32)
+    values = torch.log_softmax(scores, dim=-1, dtype=accurate) if normalise else scores.to(accurate)
+    values = values.view(*running.shape, vocabulary) + running.unsqueeze(2)
+    best, indices = values.flatten(1).topk(count)
+    return Candidates(best, indices // vocabulary, indices % vocabulary)
 
 
 @functools.cache

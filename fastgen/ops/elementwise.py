@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library, rms_norm
-from fastgen.ops.triton import kv_write
+from fastgen.ops import _library, kv_write, rms_norm
 
 _aten = torch.ops.aten
 # As in csrc/cpu/elementwise/lines.h.

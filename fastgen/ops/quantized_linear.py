@@ -5,7 +5,7 @@ them. `bf16` rounds weights and inputs to 8 significant bits; products are summe
 (csrc/cpu/quantized_linear.cpp) use AMX tiles or the vector instructions (AVX-512 BF16) of the
 processor. Where there is nothing to gain, `unavailable` says so.
 
-On a GPU, no weight is rotated, and inputs are not rounded (`fastgen.ops.triton.grouped_linear`).
+On a GPU, no weight is rotated, and inputs are not rounded (`fastgen.ops.gpu.grouped_linear`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
+from fastgen.ops.gpu import grouped_linear as lines
+from fastgen.ops.gpu.grouped_linear import LinedWeight
 from fastgen.ops.linear import as_rows, grouped, with_shape_of
 from fastgen.ops.linear.grouped import PackedWeight
-from fastgen.ops.triton import grouped_linear as lines
-from fastgen.ops.triton.grouped_linear import LinedWeight
 
 PRECISIONS = ("int8", "int4", "bf16")
 # Those in groups.

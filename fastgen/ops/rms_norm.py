@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library, triton
-from fastgen.ops.triton import norm
+from fastgen.ops import _library, gpu
 
 # What the kernel on the CPU computes with.
 _CPU_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,7 +21,7 @@ def available(like: Tensor) -> bool:
     """Whether there is a kernel for the type and the device of this tensor."""
     if like.device.type == "cpu":
         return like.dtype in _CPU_TYPES and _library.has_kernel("fastgen::rms_norm_out")
-    return triton.available(like) and like.dtype in triton.KERNEL_TYPES
+    return gpu.available(like) and like.dtype in gpu.KERNEL_TYPES
 
 
 def rms_norm(
@@ -46,7 +45,9 @@ def rms_norm(
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         torch.ops.fastgen.rms_norm_out(out, x.contiguous(), weight.contiguous(), eps, offset, rounds_scaled)
         return out
-    return norm.launch(x, weight, eps, offset, rounds_scaled)
+    from fastgen.ops.gpu import rms_norm as on_gpu
+
+    return on_gpu.launch(x, weight, eps, offset, rounds_scaled)
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_scaled: bool = False) -> Tensor:

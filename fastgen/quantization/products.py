@@ -1,7 +1,7 @@
 """Low-bit weights as layers keep them, and their products: the one place where these are chosen.
 
 A weight is kept in the layout of the kernels of its device: in panels on a CPU (`fastgen.ops.linear.grouped`), in lines
-on a GPU (`fastgen.ops.triton.grouped_linear`). Groups that the CPU's kernels do not take are cut into smaller ones with
+on a GPU (`fastgen.ops.gpu.grouped_linear`). Groups that the CPU's kernels do not take are cut into smaller ones with
 the same scale; a weight for which there are none is kept as it is.
 
 On a CPU, activations stay floats, or are rounded to 8 bits: the same panels serve both. On a GPU they stay floats.
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import patching, settings
+from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import grouped
-from fastgen.ops.triton import grouped_linear as lines
 from fastgen.quantization.grouped import GroupedWeight, check, values
 
 # So many numbers of a weight are in floating point at a time, in the plain product.

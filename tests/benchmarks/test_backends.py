@@ -24,8 +24,8 @@ from benchmarks.workload import Context, Generation
 from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, opus_mt, t5_small
 from fastgen import settings
 from fastgen.decoding import layers
+from fastgen.ops import gpu as operators
 from fastgen.ops import quantized_linear
-from fastgen.ops import triton as operators
 from tests.benchmarks.tiny_configs import CONFIGS
 
 needs_ctranslate2 = pytest.mark.skipif(

@@ -25,7 +25,7 @@ from benchmarks.workloads.gpu_host_time import HostTime
 from benchmarks.workloads.gpu_largest import LargestBatch
 from benchmarks.workloads.gpu_models import news_lengths, sentence_lengths
 from fastgen import settings
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from tests.benchmarks.tiny_gpu import GENERATION, ON_CPU, WORKLOADS, tiny
 from tests.pipeline import tiny as pipeline_models
 
@@ -111,7 +111,7 @@ def test_decode_attention():
 
 
 def test_decode_attention_that_is_wrong_is_an_error(monkeypatch):
-    from fastgen.ops.triton import decode_attention
+    from fastgen.ops import decode_attention
 
     original = decode_attention.decode_attention
     monkeypatch.setattr(decode_attention, "decode_attention", lambda *args, **more: original(*args, **more) * 1.1)

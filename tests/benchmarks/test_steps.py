@@ -16,7 +16,7 @@ from benchmarks.workload import Generation
 from benchmarks.workloads import opus_mt
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import _team as team
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from tests.benchmarks.tiny_configs import CONFIGS
 
 

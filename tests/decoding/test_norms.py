@@ -15,7 +15,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from fastgen.decoding import norms
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import triton
+from fastgen.ops import gpu
 
 HALF = [torch.float16, torch.bfloat16]
 WIDTH = 24
@@ -24,7 +24,7 @@ WIDTH = 24
 @pytest.fixture(autouse=True)
 def there_are_kernels(monkeypatch):
     """Their references serve where there are none."""
-    monkeypatch.setattr(norms, "available", lambda weight: weight.dtype in triton.KERNEL_TYPES)
+    monkeypatch.setattr(norms, "available", lambda weight: weight.dtype in gpu.KERNEL_TYPES)
     norms._forms.clear()
 
 
@@ -112,7 +112,7 @@ def test_the_form_of_a_layer(kind, form, dtype):
             layer.weight.normal_()
             x = torch.randn(2, 3, WIDTH, dtype=dtype)
             # The interpreter does not round to bfloat16: it cuts off.
-            cuts = dtype is torch.bfloat16 and triton.is_interpreted()
+            cuts = dtype is torch.bfloat16 and gpu.is_interpreted()
             rtol = 2e-2 if cuts else 2e-3 if dtype in HALF else 1e-6
             torch.testing.assert_close(norms.normalise(layer, found, x), layer(x), rtol=rtol, atol=1e-6)
 

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 import fastgen
 from fastgen import settings
 from fastgen.decoding.captured import graph
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.speculation import decoding as speculation

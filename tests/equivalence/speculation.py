@@ -13,7 +13,7 @@ import torch
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.speculation import draft_length
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT

@@ -14,7 +14,7 @@ from fastgen import releases
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.kv import StaticKV
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests.equivalence.captured import (
     BEAMS,

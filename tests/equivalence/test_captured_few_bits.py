@@ -14,8 +14,8 @@ from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import triton as operators
-from fastgen.ops.triton import grouped_linear
+from fastgen.ops import gpu as operators
+from fastgen.ops.gpu import grouped_linear
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.quantization import products
 from fastgen.quantization.compressed_tensors import PackQuantized

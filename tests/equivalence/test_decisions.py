@@ -11,7 +11,7 @@ import torch
 from transformers.generation import MinLengthLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 import fastgen
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.encoders import programs
 from tests.equivalence.cases import BEAM
 from tests.equivalence.encoder_models import build, inputs

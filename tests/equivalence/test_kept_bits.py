@@ -19,7 +19,7 @@ from benchmarks import smollm2
 from benchmarks.kept_bits import inputs_of
 from fastgen import patching, settings
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.quantization.gguf import BLOCK_TYPES
 from tests import near_ties
 

@@ -19,8 +19,8 @@ from fastgen import settings
 from fastgen.decoding import layers, linear_ops, output_layer
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
+from fastgen.ops import gpu as operators
 from fastgen.ops import quantized_linear
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays, sizes
 from tests.equivalence.captured import (

@@ -16,8 +16,8 @@ from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, G
 import fastgen
 from fastgen.decoding import layer_forms
 from fastgen.decoding.layers import FastLayers
+from fastgen.ops import gpu as operators
 from fastgen.ops import quantized_linear
-from fastgen.ops import triton as operators
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
 from fastgen.optimizer.transformers.captured import graph_cache, sizes

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastgen.ops import _library
-from fastgen.ops import triton as package
-from fastgen.ops.triton.decode_attention import decode_attention, reference
+from fastgen.ops import gpu as package
+from fastgen.ops.decode_attention import decode_attention, reference
+from tests.ops.gpu.test_decode_attention import PLAIN, TOLERANCE, TYPES, assert_right, expected, make
+from tests.ops.gpu.test_decode_attention import cases as gpu_cases
 from tests.ops.instructions import instruction_set
-from tests.ops.triton.test_decode_attention import PLAIN, TOLERANCE, TYPES, assert_right, expected, make
-from tests.ops.triton.test_decode_attention import cases as gpu_cases
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"])

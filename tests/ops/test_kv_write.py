@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 
 from fastgen.ops import _library
-from fastgen.ops import triton as package
-from fastgen.ops.triton.kv_write import kv_write
-from tests.ops.triton.test_kv_write import PLAIN, cases, check, some_arguments
+from fastgen.ops import gpu as package
+from fastgen.ops.kv_write import kv_write
+from tests.ops.gpu.test_kv_write import PLAIN, cases, check, some_arguments
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from fastgen.ops import _library
 from fastgen.ops import rms_norm as module
 from fastgen.ops.rms_norm import reference, rms_norm
+from tests.ops.gpu.test_rms_norm import PLAIN, cases, check
 from tests.ops.instructions import instruction_set
-from tests.ops.triton.test_norm import PLAIN, cases, check
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"])

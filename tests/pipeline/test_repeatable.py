@@ -16,7 +16,7 @@ import torch
 
 import fastgen
 from fastgen.decoding.captured import graph
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
 from fastgen.pipeline import generate_dataset

@@ -9,7 +9,7 @@ from torch import nn
 
 import fastgen
 from fastgen import settings
-from fastgen.ops.triton import grouped_linear as lines
+from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.quantization import layers, products
 from fastgen.quantization.grouped import dequantized
 from fastgen.quantization.layers import QuantizedLinear

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fastgen
 from fastgen import settings
+from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import gemm, grouped
-from fastgen.ops.triton import grouped_linear as lines
 from fastgen.quantization import products
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.grouped import GroupedWeight, dequantized

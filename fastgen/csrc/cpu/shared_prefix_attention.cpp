@@ -252,7 +252,7 @@ std::vector<int64_t> owners_of(const Tensor& owners, int64_t rows, int64_t store
   return found;
 }
 
-// The schema is defined in fastgen/ops/triton/decode_attention.py.
+// The schema is defined in fastgen/ops/decode_attention.py.
 void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tensor prefix_values,
                           std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
                           std::optional<Tensor> starts, std::optional<Tensor> ends, std::optional<Tensor> suffix_length,
@@ -353,7 +353,7 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   attend(problem, element_type(type));
 }
 
-// The schema is defined in fastgen/ops/triton/kv_write.py.
+// The schema is defined in fastgen/ops/kv_write.py.
 void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, Tensor position) {
   // Rows of different lengths have one cache in which they overlap (decoding/speculation/ragged.py): each writes to places
   // of its own.

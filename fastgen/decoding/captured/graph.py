@@ -24,7 +24,7 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.locks import forkable_lock
 from fastgen.ops import _library
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
 turn, _turn_on_cpu = forkable_lock(), forkable_lock()

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.operations import Constant, Operation, Place
-from fastgen.ops import search_step  # noqa: F401 (defines operators)
-from fastgen.ops.triton import decode_attention, kv_write  # noqa: F401
+from fastgen.ops import (  # noqa: F401
+    decode_attention,
+    kv_write,
+    search_step,
+)
 
 # Operators that read the sizes of such buffers when they run.
 _FOLLOWING = frozenset(

@@ -12,8 +12,8 @@ from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.streams import StreamKV
 from fastgen.decoding.shared import CannotBeCaptured, Parts, SharedKV
 from fastgen.ops.attention import gather_suffix
-from fastgen.ops.triton.decode_attention import decode_attention
-from fastgen.ops.triton.kv_write import kv_write
+from fastgen.ops.decode_attention import decode_attention
+from fastgen.ops.kv_write import kv_write
 
 
 class StepState:

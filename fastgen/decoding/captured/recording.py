@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_structure
 from fastgen import interrupts
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
 from fastgen.locks import forkable_lock
-from fastgen.ops.triton import kv_write
+from fastgen.ops import kv_write
 
 _aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.growing import Growing
 from fastgen.ops import search_step
-from fastgen.ops.triton.beam_step import Candidates, best_continuations
+from fastgen.ops.best_candidates import Candidates, best_continuations
 
 # Stands in front of a prompt that is shorter than its part of the buffer: no token.
 NOTHING = -1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.shared import SharedKV
-from fastgen.ops.triton.kv_write import kv_write
+from fastgen.ops.kv_write import kv_write
 
 
 class RaggedState(StepState):

@@ -21,8 +21,8 @@ from fastgen import counters, patching, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.interrupts import undoing
+from fastgen.ops import gpu as operators
 from fastgen.ops import quantized_linear
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import speculation, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache

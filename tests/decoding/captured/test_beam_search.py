@@ -7,7 +7,7 @@ import torch
 
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch
-from fastgen.ops.triton.beam_step import Candidates, best_continuations, reference
+from fastgen.ops.best_candidates import Candidates, best_continuations, reference
 
 transformers = pytest.importorskip("transformers")
 

@@ -46,14 +46,7 @@ _CASES = cases.CASES
 
 def operators() -> list[str]:
     """The operators that have kernels in this process."""
-    for module in (
-        *fastgen.ops.OPERATORS,
-        "linear.tune",
-        "_plan",
-        "_team",
-        "triton.decode_attention",
-        "triton.kv_write",
-    ):
+    for module in (*fastgen.ops.OPERATORS, "linear.tune", "_plan", "_team"):
         __import__(f"fastgen.ops.{module}")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgen::"))

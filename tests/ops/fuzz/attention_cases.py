@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastgen.ops import attention
-from fastgen.ops.triton import decode_attention, kv_write
+from fastgen.ops import attention, decode_attention, kv_write
 from tests.ops.fuzz.cases import Case, maybe, near, of, size, untouched
 
 _TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)

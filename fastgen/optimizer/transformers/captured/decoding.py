@@ -27,7 +27,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from fastgen import releases
-from fastgen.ops.triton import power_of_two
+from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fastgen.ops.triton import power_of_two
+from fastgen.ops.gpu import power_of_two
 
 # On a GPU sizes are rounded up: of prompts and encoder outputs to a multiple, of what is generated to a power of two.
 _MULTIPLE = 128

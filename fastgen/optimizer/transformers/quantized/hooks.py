@@ -19,7 +19,7 @@ import torch
 
 from fastgen import counters, patching, settings
 from fastgen.keep_bits import KeepBits
-from fastgen.ops import triton
+from fastgen.ops import gpu
 from fastgen.optimizer.transformers.quantized import configurations, gguf_hooks
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
 from fastgen.quantization.layers import QuantizedWeight
@@ -158,7 +158,7 @@ def _check_call(quantization_config: Any, device_map: Any) -> None:
     (device,) = places
     if device.type != "cpu":
         no_gpu = device.type == "cuda" and not torch.cuda.is_available()
-        reason = "there is no GPU" if no_gpu else triton.unavailable(device)
+        reason = "there is no GPU" if no_gpu else gpu.unavailable(device)
         if reason is not None:
             raise NotServed(f"the model is loaded to another device than the CPU: {reason}")
 

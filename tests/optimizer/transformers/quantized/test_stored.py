@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 import fastgen
 from fastgen import patching, settings
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import triton as operators
+from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
 from fastgen.quantization.layers import QuantizedProduct
@@ -276,7 +276,7 @@ def test_a_gpu_with_kernels(place: Any, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(NotServed, match=f"{OTHER}: there is no GPU"):
         hooks._check_call(None, {"": place})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(hooks.triton, "unavailable", lambda device: None if device.type == "cuda" else "none")
+    monkeypatch.setattr(hooks.gpu, "unavailable", lambda device: None if device.type == "cuda" else "none")
     hooks._check_call(None, {"": place})
 
 

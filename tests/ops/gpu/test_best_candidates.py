@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops.triton import beam_step
-from fastgen.ops.triton.beam_step import best_continuations, reference
+from fastgen.ops.best_candidates import best_continuations, reference
+from fastgen.ops.gpu import best_candidates as on_gpu
 
 cases = st.fixed_dictionaries(
     {
@@ -118,5 +118,5 @@ def test_wrong_arguments(rows, beams, count):
 
 
 def test_too_many_candidates_for_one_program_are_left_to_torch(device, monkeypatch):
-    monkeypatch.setattr(beam_step, "_MOST_CANDIDATES", 16)
+    monkeypatch.setattr(on_gpu, "_MOST_CANDIDATES", 16)
     check(best_continuations, PLAIN, device)

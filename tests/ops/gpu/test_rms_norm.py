@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops import triton as package
+from fastgen.ops import gpu as package
+from fastgen.ops.gpu.rms_norm import launch
 from fastgen.ops.rms_norm import reference
-from fastgen.ops.triton.norm import launch
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops.triton.kv_write import kv_write, reference
+from fastgen.ops.kv_write import kv_write, reference
 
 cases = st.fixed_dictionaries(
     {

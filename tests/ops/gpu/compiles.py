@@ -1,6 +1,6 @@
 """Compiles what the kernels are launched with for a GPU that is not there; run by test_compiles.py.
 
-    python -m tests.ops.triton.compiles CASE ...
+    python -m tests.ops.gpu.compiles CASE ...
 
 Calls a public function on tensors that exist on the CPU only, with the launch replaced by the compiler. Prints a JSON
 object per kernel: name, bytes of shared memory, and what the assembler says of registers and spills.
@@ -21,8 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastgen.ops import triton as package
-from tests.ops.triton.test_compiles import CASES, gpu_of
+from fastgen.ops import gpu as package
+from tests.ops.gpu.test_compiles import CASES, gpu_of
 
 _case = ""
 _TYPES = {
@@ -37,7 +37,7 @@ _TYPES = {
 
 
 def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: Any, **options: Any) -> None:
-    """In place of `fastgen.ops.triton.launch`: compiles for the target, specialised as a launch would be."""
+    """In place of `fastgen.ops.gpu.launch`: compiles for the target, specialised as a launch would be."""
     names = [parameter.name for parameter in kernel.params]
     settings = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
     values = dict(zip(names, arguments, strict=False)) | options

@@ -1,16 +1,12 @@
-"""Operators of the captured decoding step, as Triton kernels: one module each, with its reference in plain torch.
+"""Triton kernels of the operators in `fastgen.ops`, and how they are started.
 
-    decode_attention   one query per row over a prefix shared by the rows of an input, and a suffix read through a table
-    kv_write           the new K and V of all rows into the cache, at a position that is on the device
-    beam_step          log-probabilities, accumulated scores, and the best candidates
-    norm               RMS norm: torch has a layer norm
-    grouped_linear     linear layers on weights of 4 or 8 bits
-    _grouped_kernels   the kernels of that one, and
-    _kernels           those of all others; only their import needs Triton
+    best_candidates, decode_attention, kv_write, rms_norm   the launches of operators of those names
+    grouped_linear                                          linear layers on weights of 4 or 8 bits, and their layout
+    _kernels, _grouped_kernels                              the kernels; only their import needs Triton
 
-A public function runs its kernel where there is one for its tensors (`available`), and its reference elsewhere. Nothing
-here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA graph,
-and its replays read lengths, positions and tables as they are then.
+An operator asks here whether there is a kernel for its tensors (`available`), and imports the launch then. Nothing here
+waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA graph, and
+its replays read lengths, positions and tables as they are then.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.ops import triton as package
-from fastgen.ops.triton.beam_step import best_continuations
-from fastgen.ops.triton.decode_attention import decode_attention
-from fastgen.ops.triton.grouped_linear import grouped_linear, pack, rows
-from fastgen.ops.triton.kv_write import kv_write
-from fastgen.ops.triton.norm import launch
+from fastgen.ops import gpu as package
+from fastgen.ops.best_candidates import best_continuations
+from fastgen.ops.decode_attention import decode_attention
+from fastgen.ops.gpu.grouped_linear import grouped_linear, pack, rows
+from fastgen.ops.gpu.rms_norm import launch
+from fastgen.ops.kv_write import kv_write
 
 ROOT = Path(__file__).parents[3]
 # What a case is compiled for, by how its name begins: compute capability, and bytes of shared memory for a program.
@@ -164,7 +164,7 @@ def compiled(request, tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     cases = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ops.triton.compiles", *cases]
+    command = [sys.executable, "-m", "tests.ops.gpu.compiles", *cases]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = {}
     for line in done.stdout.splitlines():

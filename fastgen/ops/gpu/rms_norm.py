@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.ops import triton as package
+from fastgen.ops import gpu
 
 # Numbers of a row that a program holds in registers: 32 for each of the 512 threads that it has then.
 _LARGEST_BLOCK = 16384
@@ -13,15 +13,15 @@ _LARGEST_BLOCK = 16384
 
 def launch(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0, rounds_scaled: bool = False) -> Tensor:
     """Starts the kernel; the arguments are those of `rms_norm`."""
-    from fastgen.ops.triton import _kernels as kernels
+    from fastgen.ops.gpu import _kernels as kernels
 
     width = x.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x.reshape(x.numel() // max(width, 1), width)
     if width > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    block = min(package.power_of_two(width), _LARGEST_BLOCK)
-    package.launch(
+    block = min(gpu.power_of_two(width), _LARGEST_BLOCK)
+    gpu.launch(
         kernels.rms_norm,
         (rows.shape[0],),
         (rows, weight.contiguous(), out, rows.stride(0), width, float(eps), float(offset)),

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library
-from fastgen.ops import triton as package
+from fastgen.ops import _library, gpu
 from fastgen.ops.linear import as_rows
 from fastgen.ops.linear import grouped as grouped_linear_on_cpu
 
@@ -45,7 +44,7 @@ def is_for(device: torch.device) -> bool:
 
 def unavailable(device: torch.device) -> str | None:
     """Why weights on this device, which is one of those above, have no kernels, or None."""
-    return package.unavailable(device) if device.type == "cuda" else None
+    return gpu.unavailable(device) if device.type == "cuda" else None
 
 
 class LinedWeight(NamedTuple):
@@ -137,13 +136,13 @@ def grouped_linear(x: Tensor, weight: LinedWeight, bias: Tensor | None = None) -
     flat = as_rows(x)
     require = _library.checks("grouped_linear", RuntimeError)
     require(flat.shape[1] == weight.inputs, f"{flat.shape[1]} inputs for a weight of {weight.inputs}")
-    require(x.dtype in package.KERNEL_TYPES, f"x is {x.dtype}")
+    require(x.dtype in gpu.KERNEL_TYPES, f"x is {x.dtype}")
     require(bias is None or bias.shape == (weight.outputs,), "the bias is not [outputs]")
     if weight.order is not None:
         flat = flat.index_select(1, weight.order)
     if flat.shape[0] > MAX_ROWS:
         y = _unpacking(flat, weight, bias, x.dtype)
-    elif package.available(flat, *weight[:4], bias):
+    elif gpu.available(flat, *weight[:4], bias):
         y = _product(flat, weight, bias)
     else:
         y = _unpacking(flat, weight, bias, torch.float32)
@@ -187,14 +186,14 @@ class Plan(NamedTuple):
 
 def plan(rows: int, weight: LinedWeight, itemsize: int, multiprocessors: int) -> Plan:
     """The tiles for so many rows, of numbers of `itemsize` bytes, and parts for four programs a multiprocessor."""
-    block_k = min(_MOST_INPUTS, max(package.power_of_two(weight.inputs), _CHUNK))
+    block_k = min(_MOST_INPUTS, max(gpu.power_of_two(weight.inputs), _CHUNK))
     while _group(weight) % block_k:
         block_k //= 2
     by_number = block_k < _CHUNK
     if by_number or itemsize == 4:  # without tensor cores, operands are float32
         block_k = min(max(block_k, _CHUNK), _CHUNK if rows > 16 else 2 * _CHUNK)  # more rows need the registers
     # Tensor cores take eight rows at the least.
-    block_m = max(package.power_of_two(rows), 1 if itemsize == 4 or by_number else 8)
+    block_m = max(gpu.power_of_two(rows), 1 if itemsize == 4 or by_number else 8)
     block_n = 64
     blocks, tiles = -(-weight.inputs // block_k), -(-weight.outputs // block_n)
     # Writing the parts and reading them must stay an eighth of reading the weight; four tiles are under way at a time.
@@ -210,15 +209,15 @@ def _group(weight: LinedWeight) -> int:
 
 def _product(x: Tensor, weight: LinedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Starts the kernels: x is [rows, inputs], in the order of the numbers. Every number of `out` is written."""
-    from fastgen.ops.triton import _grouped_kernels as kernels
+    from fastgen.ops.gpu import _grouped_kernels as kernels
 
     rows, outputs = x.shape[0], weight.outputs
-    chosen = plan(rows, weight, x.element_size(), package.limits(x.device)[0])
+    chosen = plan(rows, weight, x.element_size(), gpu.limits(x.device)[0])
     out = x.new_empty(rows, outputs) if out is None else out
     in_parts = chosen.splits > 1
     to = x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32) if in_parts else out
     bias = None if bias is None else bias.contiguous()
-    package.launch(
+    gpu.launch(
         kernels.grouped_product,
         (-(-outputs // chosen.block_n) if rows else 0, chosen.splits),
         (
@@ -235,13 +234,13 @@ def _product(x: Tensor, weight: LinedWeight, bias: Tensor | None, out: Tensor | 
         HAS_BIAS=bias is not None,
         IN_PARTS=in_parts,
         # The interpreter has no products of bfloat16.
-        WIDEN=package.is_interpreted() and x.dtype is torch.bfloat16,
+        WIDEN=gpu.is_interpreted() and x.dtype is torch.bfloat16,
         num_warps=4,
         num_stages=4 if x.element_size() == 2 and not chosen.by_number else 2,
     )  # fmt: skip
     if in_parts:
         size = rows * outputs
-        package.launch(
+        gpu.launch(
             kernels.add_parts,
             (-(-size // _PARTS_BLOCK),),
             (to, bias, out, size, outputs, chosen.splits),
@@ -254,13 +253,13 @@ def _product(x: Tensor, weight: LinedWeight, bias: Tensor | None, out: Tensor | 
 
 def _lines(weight: LinedWeight, dtype: torch.dtype, begin: int, count: int, which: Tensor | None = None) -> Tensor:
     """`count` lines from `begin` on, or those of `which`, [count, inputs], columns in the order of the numbers."""
-    if dtype not in package.KERNEL_TYPES or not package.available(*weight[:4], which):
+    if dtype not in gpu.KERNEL_TYPES or not gpu.available(*weight[:4], which):
         return _lines_reference(weight, dtype, begin, count, which)
-    from fastgen.ops.triton import _grouped_kernels as kernels
+    from fastgen.ops.gpu import _grouped_kernels as kernels
 
     out = torch.empty(count, weight.inputs, dtype=dtype, device=weight.numbers.device)
     line = weight.numbers.shape[1]
-    package.launch(
+    gpu.launch(
         kernels.grouped_lines,
         (-(-count // 8), -(-line // 128)),
         (*weight[:4], which, out, begin, count, weight.outputs, weight.inputs, line, _group(weight)),

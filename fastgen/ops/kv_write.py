@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library
-from fastgen.ops import triton as package
+from fastgen.ops import _library, gpu
 
 
 def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
@@ -22,8 +22,8 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
     """
-    is_served = keys.is_cpu and _library.has_kernel("fastgen::kv_write") and not package.available(keys)
-    fits = keys.dtype in package.KERNEL_TYPES and position.dtype == torch.int64
+    is_served = keys.is_cpu and _library.has_kernel("fastgen::kv_write") and not gpu.available(keys)
+    fits = keys.dtype in gpu.KERNEL_TYPES and position.dtype == torch.int64
     if is_served and fits and key_cache.shape[:3] == value_cache.shape[:3]:
         try:  # it looks at its arguments itself, in less time than Python takes
             torch.ops.fastgen.kv_write(keys, values, key_cache, value_cache, position)
@@ -32,12 +32,14 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
             raise
         return
     _check(keys, values, key_cache, value_cache, position)
-    if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
+    if keys.dtype not in gpu.KERNEL_TYPES or not gpu.available(keys, values, key_cache, value_cache, position):
         on_cpu = keys.device.type == "cpu" and _library.has_kernel("fastgen::kv_write")
         write = torch.ops.fastgen.kv_write if on_cpu and position.dtype == torch.int64 else reference
         write(keys, values, key_cache, value_cache, position)
         return
-    _launch(keys, values, key_cache, value_cache, position)
+    from fastgen.ops.gpu import kv_write as on_gpu
+
+    on_gpu.launch(keys, values, key_cache, value_cache, position)
 
 
 def _check(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
@@ -52,29 +54,6 @@ def _check(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor,
         require(is_contiguous, "the last dimension must be contiguous")
     same = key_cache.shape[2] == value_cache.shape[2] and keys.shape[:2] == values.shape[:2]
     require(same, "keys and values of different shapes")
-
-
-def _launch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
-    from fastgen.ops.triton import _kernels as kernels
-
-    rows, heads, dim = keys.shape
-    block_d = package.power_of_two(max(dim, values.shape[2]))
-    # As many heads as make a few kilobytes: one 16-byte access for each of 128 threads and a few of them under way.
-    block_h = min(max(4096 // block_d, 1), package.power_of_two(heads))
-    package.launch(
-        kernels.write,
-        (rows, -(-heads // block_h)),
-        (
-            keys, values, key_cache, value_cache, position, heads, key_cache.shape[2],
-            0 if position.numel() == 1 else position.stride(0),
-            *keys.stride()[:2], *values.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        ),
-        DIM=dim,
-        VALUE_DIM=values.shape[2],
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )  # fmt: skip
 
 
 def undo(key_cache: Tensor, value_cache: Tensor, position: Tensor) -> Callable[[], None]:
@@ -99,6 +78,7 @@ def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tens
         cache[rows, :, at] = torch.where(is_inside, new, cache[rows, :, at])
 
 
+backend = functools.partial(_library.backend, "fastgen::kv_write")
 _library.define(
     "kv_write(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor position) -> ()"
 )

@@ -13,80 +13,13 @@ positions, of which the first `suffix_length` are filled: as many of all rows, o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library
-from fastgen.ops import triton as package
+from fastgen.ops import _library, gpu
 from fastgen.ops.attention import composed, gather_suffix
-
-
-class Plan(NamedTuple):
-    """How the kernel is started: sizes of its blocks, parts of the sequence, warps, and blocks loaded ahead."""
-
-    block_m: int
-    m_tiles: int
-    block_n: int
-    splits: int
-    warps: int
-    stages: int
-
-
-def plan(
-    batch: int, kv_heads: int, tile_rows: int, dim: int, positions: int, element_size: int, multiprocessors: int,
-    shared_memory: int = 227 * 1024,
-) -> Plan:  # fmt: skip
-    """The sizes for these tensors; they depend on nothing that is on the device only.
-
-    `tile_rows` queries read the same K/V head of an input; its prefix and suffixes have `positions` at most. A program
-    may have 227 KB of shared memory on an H200, 99 KB on GPUs for workstations.
-
-    What counts is that enough bytes are under way: by Little's law about 25 KB per multiprocessor on an H200 (4.8 TB/s,
-    0.7 microseconds, 132 multiprocessors). A block of K is 16 KB (128 positions of 64 half-precision numbers), so is
-    one of V. All blocks of a program take at most 96 KB, so that two of them fit into a multiprocessor.
-    """
-    # A matrix product has at least 16 rows; more than 64 would not fit into registers together with their context.
-    block_m = min(max(package.power_of_two(tile_rows), 16), 64)
-    width = max(package.power_of_two(dim), 16)
-    block_bytes = 16 * 1024
-    block_n = max(min(block_bytes // (width * element_size), 128), 16)
-    # Scores are in registers: a tile of 16 x 128 takes 16 of each of 128 threads. Taller tiles get shorter blocks, or
-    # registers would be spilled. True float32 products do not run on tensor cores, and have their operands there too.
-    if element_size == 4:
-        block_n = min(block_n, 32)
-    elif block_m > 16:
-        block_n = min(block_n, 64)
-    stages = 3 if 2 * 3 * block_n * width * element_size <= 96 * 1024 else 2
-
-    def needed() -> int:
-        # Blocks of K and V that are loaded ahead, the queries, their weights, and what the compiler puts beside them.
-        return (2 * (stages - 1) * block_n * width + block_m * (width + block_n)) * element_size + 8 * 1024
-
-    while needed() > shared_memory and (stages > 2 or block_m > 16):
-        stages, block_m = (2, block_m) if stages > 2 else (2, block_m // 2)
-    m_tiles = -(-tile_rows // block_m)
-    programs = batch * kv_heads * m_tiles
-    blocks = -(-max(positions, 1) // block_n)
-    splits = split_count(programs, blocks, 2 * multiprocessors)
-    return Plan(block_m, m_tiles, block_n, splits, 8 if block_m == 64 else 4, stages)
-
-
-def split_count(programs: int, blocks: int, slots: int) -> int:
-    """In how many parts to cut every sequence: the fewest with which the last round leaves few slots idle.
-
-    A part costs writing its sums and reading them again, so it has at least two blocks of keys, and there are 32 parts
-    at most. With n rounds of programs the last may be nearly empty; cutting every sequence makes rounds shorter.
-    """
-    most = max(min(blocks // 2, 32), 1)
-
-    def share_busy(splits: int) -> float:
-        rounds = programs * splits / slots
-        return rounds / max(-(-programs * splits // slots), 1)
-
-    best = max(share_busy(splits) for splits in range(1, most + 1))
-    return next(splits for splits in range(1, most + 1) if share_busy(splits) >= 0.85 * best)
 
 
 def decode_attention(
@@ -154,7 +87,7 @@ def decode_attention(
         _check(query, prefix, suffix, suffix_length, ancestry, bias, owners)
         _check_queries(query, prefix_keys, suffix_keys, window, queries, owners)
 
-    if suits_cpu and _has_a_whole_suffix(suffix_keys, suffix_values, ancestry) and not package.available(query):
+    if suits_cpu and _has_a_whole_suffix(suffix_keys, suffix_values, ancestry) and not gpu.available(query):
         try:
             return on_cpu()  # which looks at its arguments itself, in less time than Python takes
         except (RuntimeError, IndexError):
@@ -162,7 +95,7 @@ def decode_attention(
             raise
     check()
     given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
-    if owners is not None or query.dtype not in package.KERNEL_TYPES or not package.available(*given):
+    if owners is not None or query.dtype not in gpu.KERNEL_TYPES or not gpu.available(*given):
         if suits_cpu:
             return on_cpu()
         return reference(
@@ -170,76 +103,13 @@ def decode_attention(
             suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window, queries=queries,
             owners=owners,
         )  # fmt: skip
-    from fastgen.ops.triton import _kernels as kernels
+    from fastgen.ops.gpu import decode_attention as on_gpu
 
-    rows, heads, dim = query.shape
-    batch, kv_heads, length, _ = prefix_keys.shape
-    value_dim = prefix_values.shape[3]
-    per_input, group = rows // batch, heads // kv_heads
-    capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
-    chosen = plan(
-        batch, kv_heads, per_input * group, max(dim, value_dim), length + per_input * capacity, query.element_size(),
-        *package.limits(query.device),
+    return on_gpu.launch(
+        query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
+        suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window, queries=queries,
+        splits=splits,
     )  # fmt: skip
-    splits = chosen.splits if splits is None else splits
-    out = query.new_empty(rows, heads, value_dim)
-    # The parts are float32, and small: what a split of them takes is what the queries take.
-    parts = (1 if splits == 1 else rows * heads * splits,)
-    part_maximum = query.new_empty(parts, dtype=torch.float32)
-    part_total = query.new_empty(parts, dtype=torch.float32)
-    part_context = query.new_empty((*parts, value_dim), dtype=torch.float32)
-    no_strides = (0, 0, 0)
-    block_v = max(package.power_of_two(value_dim), 16)
-    package.launch(
-        kernels.attend,
-        (batch * kv_heads * chosen.m_tiles, splits),
-        (
-            query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
-            out, part_maximum, part_total, part_context,
-            length, capacity, window or 0, kv_heads, float(dim**-0.5 if scale is None else scale),
-            query.stride(0), query.stride(1), *prefix_keys.stride()[:3], *prefix_values.stride()[:3],
-            *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
-            *(no_strides if suffix_values is None else suffix_values.stride()[:3]),
-            0 if suffix_length is None or suffix_length.numel() == 1 else suffix_length.stride(0),
-            0 if ancestry is None else ancestry.stride(0),
-            *(no_strides if bias is None else bias.expand(rows, heads, length + capacity).stride()), splits,
-        ),
-        PER_INPUT=per_input,
-        GROUP=group,
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_M=chosen.block_m,
-        BLOCK_N=chosen.block_n,
-        BLOCK_D=max(package.power_of_two(dim), 16),
-        BLOCK_V=block_v,
-        M_TILES=chosen.m_tiles,
-        # The number of parts is none of these: it depends on the batch, and kernels would be compiled for each.
-        IN_PARTS=splits > 1,
-        # float32 means float32: without this, Triton would round the operands to tf32, which has 10 bits.
-        PRECISION="ieee",
-        # The interpreter has no products of bfloat16.
-        WIDEN=package.is_interpreted() and query.dtype == torch.bfloat16,
-        HAS_STARTS=starts is not None,
-        HAS_ENDS=ends is not None,
-        HAS_SUFFIX=suffix_keys is not None,
-        HAS_ANCESTRY=ancestry is not None,
-        HAS_BIAS=bias is not None,
-        HAS_WINDOW=window is not None,
-        QUERIES=queries,
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
-    )  # fmt: skip
-    if splits > 1:
-        package.launch(
-            kernels.merge,
-            (rows * heads,),
-            (part_maximum, part_total, part_context, out, splits),
-            VALUE_DIM=value_dim,
-            BLOCK_V=block_v,
-            BLOCK_S=package.power_of_two(splits),
-            num_warps=1 if splits <= 8 else 4,
-        )
-    return out
 
 
 def _suits_cpu(
@@ -247,7 +117,7 @@ def _suits_cpu(
 ) -> bool:
     return (
         query.device.type == "cpu"
-        and query.dtype in package.KERNEL_TYPES
+        and query.dtype in gpu.KERNEL_TYPES
         and (bias is None or bias.dtype in (query.dtype, torch.float32))
         and _library.has_kernel("fastgen::decode_attention_out")
         and all(bound is None or (bound.dtype == torch.int32 and bound.is_contiguous()) for bound in (starts, ends))
@@ -376,6 +246,7 @@ def _check(
     require(bias is None or bias.is_floating_point(), "bias must be floating point")
 
 
+backend = functools.partial(_library.backend, "fastgen::decode_attention_out")
 _library.define(
     "decode_attention_out(Tensor(a!) out, Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys, "
     "Tensor? suffix_values, Tensor? starts, Tensor? ends, Tensor? suffix_length, Tensor? ancestry, Tensor? bias, "

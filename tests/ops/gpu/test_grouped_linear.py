@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops import triton as package
+from fastgen.ops import gpu as package
+from fastgen.ops.gpu import grouped_linear as operator
 from fastgen.ops.linear import grouped as on_cpu
-from fastgen.ops.triton import grouped_linear as operator
 
 pytestmark = pytest.mark.sampled(5)
 

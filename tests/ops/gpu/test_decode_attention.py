@@ -9,7 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops.triton.decode_attention import decode_attention, plan, reference, split_count
+from fastgen.ops.decode_attention import decode_attention, reference
+from fastgen.ops.gpu.decode_attention import plan, split_count
 
 pytestmark = pytest.mark.sampled(2)
 
