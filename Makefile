@@ -66,7 +66,7 @@ bench-onnxruntime: .venvs/onnxruntime/.dependencies ## the environment in which 
 bench-llama: .venvs/llama/.dependencies ## the environment in which the benchmarks compare llama.cpp, built for this CPU
 
 gpu-check: ## check and measure all that needs an NVIDIA GPU, in nine minutes, with the Python that has torch
-	$(PYTHON) tools/gpu_check.py $(GPU_CHECK_ARGS)
+	$(PYTHON) -m tools.gpu_check $(GPU_CHECK_ARGS)
 
 ifeq ($(shell uname -sm),Linux x86_64)
 wheel: .venv/.wheel-tools ## build a wheel into dist: with the CPU operators, for any x86-64 Linux with glibc 2.28 or later

@@ -22,14 +22,11 @@ import torch
 
 import fastgen
 from benchmarks import backends, machine
-from benchmarks.budget import Budget
 from benchmarks.measure import format_seconds
 from benchmarks.record import Record
 from benchmarks.results import Results
 from benchmarks.workload import Context, Workload
 from benchmarks.workloads import all_workloads
-
-_GRACE_SECONDS = 15.0  # for a workload that has spent its time
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -97,14 +94,8 @@ def run_workload(workload: Workload, context: Context) -> Record:
     record.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     record.commit = machine.commit()
     start, load = time.perf_counter(), machine.OtherLoad()
-    # Workloads look at their time themselves; this is for what they cannot look at.
-    budget = Budget(None if workload.seconds is None else workload.seconds + _GRACE_SECONDS)
     try:
-        with budget.limit(workload.name):
-            workload.run(context, record)
-    except TimeoutError as error:
-        # What was measured until then counts.
-        (record.notes if record.backends else record.errors).append(f"the time is spent: {error}")
+        workload.run(context, record)
     except Exception as error:
         context.log(traceback.format_exc())
         record.errors.append(f"{type(error).__name__}: {error}")
@@ -133,7 +124,7 @@ def run_all(workloads: Sequence[Workload], context: Context, results: Results) -
     for number, workload in enumerate(workloads):
         _log(f"[{number + 1}/{len(workloads)}] {workload.name}: {workload.title}")
         record = run_workload(workload, context)
-        results.add(record, context.log)
+        results.add(record)
         records.append(record)
         for line in _outcome(record):
             context.log(line)

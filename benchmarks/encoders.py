@@ -6,9 +6,8 @@ FOLDER holds all-MiniLM-L6-v2 as sentence-transformers saves it, by default that
 (benchmarks/minilm.py). Without the package, and with `--layers`, the shape has random weights, and the row of
 sentence-transformers is left out. Lengths of the mixture are 3 to 400 tokens, log-normal, 40 in the mean, in the order
 they come. Padding is zero in the results (`padding="zero"`), as programs have it that look at real tokens alone.
-Recorded passes are recorded before they are timed. With `--profile`, FastGen's operators follow each row, with the
-least time that each could take (benchmarks/profile.py). OpenVINO and ONNX Runtime take part after `make bench-openvino`
-and `make bench-onnxruntime`; `taskset -c 0,1` pins all processes to the same cores.
+Recorded passes are recorded before they are timed. OpenVINO and ONNX Runtime take part after `make bench-openvino` and
+`make bench-onnxruntime`; `taskset -c 0,1` pins all processes to the same cores.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from benchmarks.machine import ROOT
 from benchmarks.measure import alternate, format_seconds, timed
 from benchmarks.memory import PeakMemory, storage_bytes
 from benchmarks.minilm import unpacked
-from benchmarks.profile import profile
 from fastgen import settings
 from fastgen.ops import quantized_linear
 
@@ -197,7 +195,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--texts", type=int, default=320, metavar="N", help="of the mixture (default: 320)")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="of each side (default: 3)")
     parser.add_argument("--layers", type=int, metavar="N", help="of random models (default: as their kind has)")
-    parser.add_argument("--profile", action="store_true", help="operators of FastGen's side, and their floors")
     parser.add_argument("--peak-of", choices=(BASELINE, SUBJECT), help=argparse.SUPPRESS)
     return parser
 
@@ -252,13 +249,6 @@ def _print_row(name: str, times: Times, difference: str) -> None:
     print(f"| {name} | {medians} | {', '.join(sorted(ratios))} | {difference} |", flush=True)
 
 
-def _print_profile(name: str, model: Any, some: list[Batch]) -> None:
-    found = profile(lambda: run(model, some, SUBJECT))
-    for operator, seconds in found.seconds.items():
-        floor = format_seconds(found.floor[operator]) if operator in found.floor else ""
-        print(f"| {name}: {operator} | {format_seconds(seconds)} | floor | {floor} |", flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table in Markdown. Returns 1 if results differ by more than 1e-5 of the largest number, else 0."""
     given, parser = list(sys.argv[1:] if arguments is None else arguments), _parser()
@@ -291,10 +281,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     for name, make in _rows(options).items():
         if not wanted or name in wanted:
-            made = make()
-            show(name, compared(*made, names, options.repetitions))
-            if options.profile:
-                _print_profile(name, *made)
+            show(name, compared(*make(), names, options.repetitions))
     if options.model and (not wanted or "sentences" in wanted):
         show("sentences", sentences(options.model, options.texts, options.repetitions))
     if not wanted or "int8" in wanted:

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.budget import UNLIMITED, Budget
-
 T = TypeVar("T")
 
 
@@ -73,7 +71,6 @@ def alternate(
     repetitions: int,
     log: Callable[[str], None] = lambda line: None,
     failed: Callable[[str, Exception], None] | None = None,
-    budget: Budget = UNLIMITED,
 ) -> dict[str, list[tuple[float, T]]]:
     """Makes the runs in turn, A B A B ..., so that a machine that gets slower or faster does so for every backend.
 
@@ -83,13 +80,10 @@ def alternate(
         log: gets a line for each run.
         failed: is told of a backend that failed, and raises if the others are worth nothing without it. The backend
             makes no more runs and has no results. Without this, a failure ends everything.
-        budget: of the time; when it is spent, no backend runs again that has run.
     """
     results: dict[str, list[tuple[float, T]]] = {name: [] for name in runs}
     for repetition in range(repetitions):
         for name in list(results):
-            if results[name] and budget.is_spent:
-                continue
             try:
                 seconds, value = runs[name]()
             except Exception as error:

@@ -74,8 +74,6 @@ class Record:
         notes: for the reader: where results differ, how memory was measured.
         memory: for each backend what `memory.measure` found.
         targets: from `Target.judge`.
-        profile: seconds in each operator of the subject, where a target was missed.
-        floor: the least that those of them could be that have one (`benchmarks.profile`).
         errors: what went wrong. A record may have an error and results.
         date, commit, other_load, wall_seconds: filled in by the harness. `other_load` is the number of cores that
             other processes kept busy meanwhile: a measurement is worth little where it is not near zero.
@@ -98,8 +96,6 @@ class Record:
     notes: list[str] = field(default_factory=list)
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     targets: list[dict[str, Any]] = field(default_factory=list)
-    profile: dict[str, float] = field(default_factory=dict)
-    floor: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     date: str = ""
     commit: str | None = None

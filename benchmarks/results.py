@@ -1,15 +1,14 @@
-"""results.json, and the table and the chart made from it. All are written whole or not at all."""
+"""results.json, and the table made from it. All are written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chart, tables
+from benchmarks import tables
 from benchmarks.record import Record
 
 SCHEMA = 1
@@ -23,7 +22,7 @@ class Results:
     another machine, other versions or other settings are not mixed in: they are moved to results.previous.json.
 
     Args:
-        folder: gets results.json, results.md and results.png.
+        folder: gets results.json and results.md.
         about: {"machine": ..., "versions": ..., "settings": ...}: what the records have in common.
         order: names of the workloads, in the order of the table.
     """
@@ -52,10 +51,10 @@ class Results:
         if not same:
             self.path.replace(self.folder / "results.previous.json")
 
-    def add(self, record: Record, log: Callable[[str], None] = lambda line: None) -> None:
+    def add(self, record: Record) -> None:
         """Takes the record in and writes everything."""
         self.records[record.name] = record
-        self.write(log)
+        self.write()
 
     def to_json(self) -> dict[str, Any]:
         """What results.json holds."""
@@ -66,18 +65,11 @@ class Results:
         last = len(self._order)
         return sorted(self.records.values(), key=lambda record: (self._order.get(record.name, last), record.name))
 
-    def write(self, log: Callable[[str], None] = lambda line: None) -> None:
-        """results.json, results.md, results.png."""
+    def write(self) -> None:
+        """results.json and results.md."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
         write_whole(self.folder / "results.md", tables.markdown(self.about, self.in_order()).encode())
-        try:
-            image = chart.png(self.about, self.in_order())
-        except ImportError as error:
-            log(f"no chart: {error}")
-            return
-        if image is not None:
-            write_whole(self.folder / "results.png", image)
 
 
 def _are_same(found: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 from benchmarks.machine import BUSY
 from benchmarks.measure import format_seconds
-from benchmarks.profile import OTHERS
 from benchmarks.record import Record
 
 
@@ -21,13 +20,6 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
     others = [record for record in records if record.group != "generation" and record.backends]
     if others:
         sections.append("## Cost of beams, operators, pipeline, import\n\n" + _others(others))
-    profiles = [record for record in records if record.profile]
-    if profiles:
-        floor = (
-            "The floor is the time of an operator's multiplications at the rate of the fastest large product, or of "
-            "its bytes at the bandwidth of a copy, both measured right after the run.\n\n"
-        )
-        sections.append("## Where the time goes that misses a target\n\n" + floor + _profiles(profiles))
     remarks = _remarks(records)
     if remarks:
         sections.append("## Remarks\n\n" + "\n".join(f"- {remark}" for remark in remarks))
@@ -141,19 +133,6 @@ def _others(records: list[Record]) -> str:
             times = f"{baseline['median'] / backend['median']:.2f}" if baseline else ""
             rows.append([_title(record), name, _spread(backend), times, _yes(record.identical)])
     return _table(["workload", "backend", "time", "times as fast as the first", "identical"], rows)
-
-
-def _profiles(records: list[Record]) -> str:
-    rows = []
-    for record in records:
-        total = sum(record.profile.values())
-        for name, seconds in record.profile.items():
-            operator = name if name == OTHERS else f"`{name}`"
-            floor = f"{record.floor[name]:.2f} s" if name in record.floor else ""
-            rows.append([_title(record), operator, f"{seconds:.2f} s", f"{100 * seconds / total:.0f} %", floor])
-        if record.floor:
-            rows.append([_title(record), "all", f"{total:.2f} s", "100 %", f"{sum(record.floor.values()):.2f} s"])
-    return _table(["workload", "operator", "time in it", "share", "floor"], rows)
 
 
 def _remarks(records: list[Record]) -> list[str]:

@@ -18,9 +18,7 @@ import fastgen
 from benchmarks import backends, memory
 from benchmarks.backends import BASELINE, SUBJECT, Backend, Job, Unsupported
 from benchmarks.backends.generate import CAPTURED_STEP
-from benchmarks.budget import UNLIMITED, Budget
 from benchmarks.measure import alternate, format_seconds, summary, timed
-from benchmarks.profile import profile
 from benchmarks.record import Record, Target
 
 NEVER_SLOWER = Target(
@@ -77,7 +75,6 @@ class Workload(ABC):
         targets: what its metrics have to reach.
         entry_point: what the subject's runs must have accelerated, under its name in `fastgen.stats()`.
         needs_gpu: it says nothing about a CPU, and is left out there.
-        seconds: when so many are spent it goes on with what has run; None for as long as it takes.
         exact: other backends have to make the tokens of the baseline. In half precision the order of a sum decides.
     """
 
@@ -88,7 +85,6 @@ class Workload(ABC):
     quick_repetitions: int = 2
     targets: tuple[Target, ...] = ()
     needs_gpu: bool = False
-    seconds: float | None = None
 
     group = "other"
     exact = True
@@ -229,28 +225,18 @@ class Generation(Workload):
         record.parameters["model_parameters"] = sum(parameter.numel() for parameter in model.parameters())
         job = Job(self, model, inputs, torch.get_num_threads())
         made = {name: backends.make(name) for name in names}
-        ready: dict[str, Backend] = {}
-        outcomes: dict[str, list[Outcome]] = {}
-        budget, peaks = Budget(self.seconds), memory.DevicePeaks(context.device)
+        peaks = memory.DevicePeaks(context.device)
         with ExitStack() as stack:
-            # Where the time is limited, backends that compile must not take it from the others.
-            for late in (False, True):
-                group = {name: (backend, job) for name, backend in made.items() if self._is_late(backend) is late}
-                opened = open_backends(stack, group, context, record, budget, peaks)
-                ready |= opened
-                outcomes |= time_backends(opened, self.repetitions_in(context), context, record, budget, peaks)
+            ready = open_backends(stack, {name: (each, job) for name, each in made.items()}, context, record, peaks)
+            outcomes = time_backends(ready, self.repetitions_in(context), context, record, peaks)
             record.compare(backends.pairs(backend for name, backend in ready.items() if name in outcomes))
             self._note_peaks(record, peaks)
             self._finish(context, record, model)
-            profile_missed(self.targets, context, record, ready)
         check_code(record, ready, outcomes)
         check_tokens(record, ready, outcomes)
         if BASELINE not in outcomes:
             return None
         return outcomes[BASELINE][0].tokens
-
-    def _is_late(self, backend: Backend) -> bool:
-        return backend.compiles and self.seconds is not None
 
     def _note_peaks(self, record: Record, peaks: memory.DevicePeaks) -> None:
         """Memory on a GPU, which is there whenever something has run on it."""
@@ -305,7 +291,6 @@ def open_backends(
     jobs: Mapping[str, tuple[Backend, Job]],
     context: Context,
     record: Record,
-    budget: Budget = UNLIMITED,
     peaks: memory.DevicePeaks | None = None,
 ) -> dict[str, Backend]:
     """Sets the backends up and warms them up. Those that cannot do the job are in `record.skipped`, with the reason.
@@ -313,7 +298,6 @@ def open_backends(
     Args:
         stack: closes them.
         jobs: the backends and what each has to do, by the name in the results.
-        budget: of the time. What is not ready when it is spent is skipped.
         peaks: gets the memory on the device.
     """
     ready = {}
@@ -321,7 +305,7 @@ def open_backends(
     for name, (backend, job) in jobs.items():
         stack.callback(backend.close)
         try:
-            with budget.limit("getting ready"), peaks.of(name):
+            with peaks.of(name):
                 backend.setup(job)
                 start = time.perf_counter()
                 backend.warm_up()
@@ -339,7 +323,6 @@ def time_backends(
     repetitions: int,
     context: Context,
     record: Record,
-    budget: Budget = UNLIMITED,
     peaks: memory.DevicePeaks | None = None,
 ) -> dict[str, list[Outcome]]:
     """Runs the backends in turn, puts their times into the record, and returns what they did."""
@@ -347,7 +330,7 @@ def time_backends(
 
     def one_run(name: str, backend: Backend) -> tuple[float, Outcome]:
         fastgen.reset_stats()
-        with budget.limit("a run"), peaks.of(name):
+        with peaks.of(name):
             seconds, tokens = timed(lambda: backend.run(backend.job.workload.new_tokens), context.device)
         if backend.name not in (BASELINE, SUBJECT) and tuple(tokens.shape) != backend.job.shape():
             # Less work than the others did: its time means nothing.
@@ -359,11 +342,8 @@ def time_backends(
         repetitions,
         context.log,
         lambda name, error: skip(context, record, name, ready[name], error),
-        budget,
     )
     for name, runs in results.items():
-        if len(runs) < repetitions:
-            context.log(f"{name} ran {len(runs)} times: the time is spent")
         record.backends[name] = summary([seconds for seconds, _ in runs])
         record.backends[name]["warm_up_seconds"] = ready[name].warm_up_seconds
         if ready[name].version is not None:
@@ -376,18 +356,8 @@ def skip(context: Context, record: Record, name: str, backend: Backend, error: E
     if backend.name in (BASELINE, SUBJECT):
         raise error
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    expected = isinstance(error, (Unsupported, TimeoutError))
-    record.skipped[name] = said if expected else f"{type(error).__name__}: {said}"
+    record.skipped[name] = said if isinstance(error, Unsupported) else f"{type(error).__name__}: {said}"
     context.log(f"{name} is not measured: {record.skipped[name]}")
-
-
-def profile_missed(targets: Iterable[Target], context: Context, record: Record, ready: Mapping[str, Backend]) -> None:
-    """Where the subject's time goes, and the least that it could be, if a target was missed on the CPU."""
-    missed = any(target.judge(record.metrics)["met"] is False for target in targets)
-    if missed and record.subject in ready and context.device.type == "cpu" and not context.quick:
-        context.log(f"profile of {record.subject}")
-        backend = ready[record.subject]
-        record.profile, record.floor = profile(lambda: backend.run(backend.job.workload.new_tokens))
 
 
 def check_code(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
@@ -438,9 +408,8 @@ def check_tokens(record: Record, ready: Mapping[str, Backend], outcomes: Mapping
                 record.identical = False
                 record.notes.append(f"run {number + 1} of {name}: {_difference(reference, outcome.tokens)}")
         if not (exact and backend.must_equal == BASELINE) and backend.name != BASELINE and BASELINE in references:
-            end = -1 if backend.forced_end else None
-            baseline = references[BASELINE][:, :end]
-            same = [(baseline == outcome.tokens[:, :end]).all(dim=1).float().mean().item() for outcome in runs]
+            baseline = references[BASELINE]
+            same = [(baseline == outcome.tokens).all(dim=1).float().mean().item() for outcome in runs]
             record.same[name] = min(same)
     if record.identical is None and BASELINE in references and all(ready[name].job.workload.exact for name in outcomes):
         record.identical = True

@@ -59,8 +59,6 @@ def rows(record: Record) -> list[list[str]]:
     lines = []
     for pair, found in ratios.items():
         other, _, subject = pair.partition("/")
-        if (other, subject) == ("transformers", "fastgen-fairseq"):
-            continue  # two libraries: what FastGen gives is in the line of FairSeq
         memory = [f"{metrics[name]:.2f}" if name in metrics else "" for name in ("kv_ratio", "peak_ratio")]
         lines.append(
             [

@@ -14,7 +14,6 @@ from transformers import AutoModel, AutoTokenizer
 
 import fastgen
 from benchmarks import minilm
-from benchmarks.retrieval import nearest
 from fastgen import settings
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import quantized_linear
@@ -158,15 +157,20 @@ def _embedded(folder: Path, target: Path) -> list[Any]:
     return found
 
 
+def _nearest(sources: Any, references: Any) -> Any:
+    """The reference that is closest to each source by the cosine. Vectors have length 1."""
+    return (sources @ references.T).argmax(axis=1)
+
+
 def test_the_command_finds_the_same_references(folder: Path, pairs: list[Any], tmp_path: Path) -> None:
     found = _embedded(folder, tmp_path)
     assert _accelerated()
     for one, other in zip(found, pairs, strict=True):
         np.testing.assert_allclose(one, other, rtol=0.0, atol=TOLERANCE)
-    assert nearest(*found).tolist() == nearest(*pairs).tolist()
+    assert _nearest(*found).tolist() == _nearest(*pairs).tolist()
 
 
 def test_int8_finds_nearly_the_same_references(folder: Path, pairs: list[Any], tmp_path: Path, int8: None) -> None:
     found = _embedded(folder, tmp_path)
     assert _accelerated() and not np.allclose(found[0], pairs[0], atol=1e-4)
-    assert (nearest(*found) == nearest(*pairs)).mean() >= 0.99
+    assert (_nearest(*found) == _nearest(*pairs)).mean() >= 0.99

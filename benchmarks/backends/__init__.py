@@ -16,8 +16,6 @@ BASELINE, SUBJECT = "transformers", "fastgen"
 # name: (module, class, arguments). Modules are imported when their backend is asked for, and may import what they need.
 _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     BASELINE: ("generate", "Unpatched", {}),
-    "transformers-compile": ("compiled", "Compiled", {}),
-    "compiled-loop": ("compiled_loop", "CompiledLoop", {}),
     "ctranslate2": ("ctranslate2", "CTranslate2", {"compute_type": "float32"}),
     "ctranslate2-int8": ("ctranslate2", "CTranslate2", {"compute_type": "int8", "rival": "fastgen-int8"}),
     "openvino": ("openvino", "OpenVINO", {}),
@@ -27,7 +25,6 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama.cpp-bf16": ("llama_cpp", "LlamaCpp", {"precision": "BF16"}),
     "llama.cpp-q8_0": ("llama_cpp", "LlamaCpp", {"precision": "Q8_0", "rival": "fastgen-int8"}),
     "llama.cpp-q4_1": ("llama_cpp", "LlamaCpp", {"precision": "Q4_1", "rival": "fastgen-int4"}),
-    "fairseq": ("fairseq", "FairSeq", {"rival": "fastgen-fairseq"}),
     SUBJECT: ("generate", "Patched", {}),
     "fastgen-hooks": ("generate", "Patched", {"settings": {"captured_step": "never"}}),
     "fastgen-captured": ("generate", "Patched", {"settings": {"captured_step": "always"}}),
@@ -38,7 +35,6 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"settings": {"weight_dtype": "int4", "weight_group_size": 32, "packed_weights": "keep"}},
     ),
     "fastgen-bf16": ("generate", "Patched", {"settings": {"weight_dtype": "bf16"}}),
-    "fastgen-fairseq": ("fairseq", "FastFairSeq", {}),
 }
 
 ALL = tuple(_MAKERS)

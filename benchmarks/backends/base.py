@@ -63,17 +63,13 @@ class Backend(ABC):
         name: how the options and the results call it.
         fastgen: it is FastGen that is measured, not what FastGen is compared with.
         must_equal: the backend whose tokens it must make; None where other arithmetic may lead to others.
-        forced_end: its last token is the end token whatever the model says, and tells nothing.
         rival: the backend of FastGen that it is held against.
         version: of what does the work, where that is not in the versions of the whole run.
-        compiles: getting ready may take minutes.
         warm_up_seconds: set by the harness.
     """
 
     fastgen = False
     must_equal: str | None = None
-    forced_end = False
-    compiles = False
     version: str | None = None
     warm_up_seconds: float
 

@@ -28,7 +28,6 @@ from benchmarks.workload import (
     check_code,
     check_tokens,
     open_backends,
-    profile_missed,
     time_backends,
 )
 
@@ -159,7 +158,6 @@ class InFairSeq(Workload):
             ready = open_backends(stack, {name: (backend, job) for name, backend in chosen.items()}, context, record)
             outcomes = time_backends(ready, self.repetitions_in(context), context, record)
             record.compare([(_ALONE, _PLAIN)])
-            profile_missed(self.targets, context, record, ready)
         record.backends[_ALONE]["version"] = fairseq.__version__
         check_code(record, ready, outcomes)
         check_tokens(record, ready, outcomes)

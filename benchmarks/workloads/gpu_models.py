@@ -8,6 +8,7 @@ the same probability. So the share of equal sequences is reported, and only trai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,17 @@ from torch import Tensor
 from benchmarks.measure import copy_bandwidth
 from benchmarks.record import Record, Target
 from benchmarks.workload import CAPTURED_STEP, Context, Generation
-from benchmarks.workloads.shapes import bart_distilled, bart_large, gpt2, llama_7b, prophetnet_large, t5_base
-from benchmarks.workloads.unilm import unilm_base
+from benchmarks.workloads.shapes import (
+    bart_distilled,
+    bart_large,
+    gpt2,
+    llama_7b,
+    prophetnet_large,
+    t5_base,
+    unilm_base,
+)
 
 HOOKS = "fastgen-hooks"
-COMPILED = "transformers-compile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,90 +91,44 @@ def ahead_of_fastseq(ratio: float) -> Target:
     return Target("times as fast as unpatched: ahead of the FastSeq paper", "ratio", at_least=ratio)
 
 
-def ten_times() -> Target:
-    """What BART-large has to reach where each backend has its largest batch."""
-    return Target("times as fast as unpatched, largest batch each", "ratio", at_least=10)
+_BEAMS = {"num_beams": 4, "do_sample": False}
+_NO_REPEAT = {**_BEAMS, "no_repeat_ngram_size": 3}
+_SUMMARY = {**_NO_REPEAT, "length_penalty": 2.0, "early_stopping": True}
 
 
-_SUMMARY = {
-    "num_beams": 4,
-    "no_repeat_ngram_size": 3,
-    "length_penalty": 2.0,
-    "early_stopping": True,
-    "do_sample": False,
-}
+def _workload(name: str, title: str, shape: Callable[..., Any], length: int, new_tokens: int, **changes: Any) -> OnGpu:
+    fields: dict[str, Any] = {"batch": 32, "options": _SUMMARY, "lengths": news_lengths} | changes
+    what = "prompt" if fields["lengths"] is None else "sources up to"
+    return OnGpu(
+        name=f"gpu-{name}-b32",
+        title=f"{title}, fp16, batch 32, 4 beams, {what} {length}",
+        shape=shape,
+        length=length,
+        new_tokens=new_tokens,
+        **fields,
+    )
 
-BART_LARGE = OnGpu(
-    name="gpu-bart-large-b32",
-    title="BART-large, fp16, batch 32, 4 beams, sources as news up to 1024",
-    shape=bart_large,
-    batch=32,
-    length=1024,
-    lengths=news_lengths,
-    new_tokens=140,
-    options=_SUMMARY,
-    seconds=45,
+
+BART_LARGE = _workload(
+    *("bart-large", "BART-large", bart_large, 1024, 140),
     targets=(Target("times as fast as unpatched, same batch", "ratio", at_least=8),),
 )
-DISTILBART = OnGpu(
-    name="gpu-distilbart-b32",
-    title="DistilBART 12-6, fp16, batch 32, 4 beams, sources as news up to 1024",
-    shape=bart_distilled,
-    batch=32,
-    length=1024,
-    lengths=news_lengths,
-    new_tokens=140,
-    options=_SUMMARY,
-    seconds=25,
-    targets=(ahead_of_fastseq(5.4),),
-)
-PROPHETNET = OnGpu(
-    name="gpu-prophetnet-b32",
-    title="ProphetNet-large, fp16, batch 32, 4 beams, sources as news up to 512",
-    shape=prophetnet_large,
-    batch=32,
-    length=512,
-    lengths=news_lengths,
-    new_tokens=110,
+DISTILBART = _workload(*("distilbart", "DistilBART 12-6", bart_distilled, 1024, 140), targets=(ahead_of_fastseq(5.4),))
+PROPHETNET = _workload(
+    *("prophetnet", "ProphetNet-large", prophetnet_large, 512, 110),
     options={**_SUMMARY, "length_penalty": 1.2},
-    seconds=30,
     targets=(ahead_of_fastseq(3.8),),
 )
-T5 = OnGpu(
-    name="gpu-t5-base-b32",
-    title="T5-base, fp16, batch 32, 4 beams, sentences up to 128",
-    shape=t5_base,
-    batch=32,
-    length=128,
+T5 = _workload(
+    *("t5-base", "T5-base", t5_base, 128, 128),
     lengths=sentence_lengths,
-    new_tokens=128,
-    options={"num_beams": 4, "early_stopping": True, "do_sample": False},
-    seconds=25,
+    options={**_BEAMS, "early_stopping": True},
     targets=(ahead_of_fastseq(4.3),),
 )
-GPT2 = OnGpu(
-    name="gpu-gpt2-b32",
-    title="GPT-2 124M, fp16, batch 32, 4 beams, prompt 512",
-    shape=gpt2,
-    batch=32,
-    length=512,
-    new_tokens=64,
-    options={"num_beams": 4, "no_repeat_ngram_size": 3, "do_sample": False},
-    seconds=20,
-    targets=(ahead_of_fastseq(5.5),),
+GPT2 = _workload(
+    *("gpt2", "GPT-2 124M", gpt2, 512, 64), lengths=None, options=_NO_REPEAT, targets=(ahead_of_fastseq(5.5),)
 )
-UNILM = OnGpu(
-    name="gpu-unilm-b32",
-    title="UniLM-base, fp16, batch 32, 4 beams, sources up to 464",
-    shape=unilm_base,
-    batch=32,
-    length=464,
-    lengths=news_lengths,
-    new_tokens=48,
-    options={"num_beams": 4, "no_repeat_ngram_size": 3, "do_sample": False},
-    seconds=20,
-    targets=(ahead_of_fastseq(9.6),),
-)
+UNILM = _workload(*("unilm", "UniLM-base", unilm_base, 464, 48), options=_NO_REPEAT, targets=(ahead_of_fastseq(9.6),))
 LLAMA_7B = WeightBound(
     name="gpu-llama-7b-b1",
     title="Llama-7B, bf16, batch 1, greedy, prompt 128",
@@ -176,7 +137,6 @@ LLAMA_7B = WeightBound(
     length=128,
     new_tokens=128,
     options={"do_sample": False},
-    seconds=40,
     targets=(
         Target("times as fast as unpatched", "ratio", at_least=6),
         Target("model bandwidth utilisation", "mbu", at_least=0.75),

@@ -157,3 +157,10 @@ def llama_small(**changes: Any) -> Any:
         "num_key_value_heads": 4,
     }
     return llama_1b(**small | changes)
+
+
+def unilm_base(**changes: Any) -> Any:
+    """UniLM v1, base: 12 layers of width 768, vocabulary of 28,996."""
+    from fastgen.models.unilm import UniLMConfig, UniLMForSeq2SeqLM
+
+    return UniLMForSeq2SeqLM(UniLMConfig(**changes))

@@ -9,6 +9,7 @@ has who loads the published checkpoint with `dtype=torch.float32`. A file in few
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,23 @@ def smollm2_of_32_bits() -> Any:
     return model.to(torch.get_default_dtype())
 
 
+def tokenizer_of(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def chat_prompts(folder: Path, count: int) -> dict[str, Tensor]:
+    """The first questions in the template of a chat, padded on the left: [count, length] of tokens and their mask."""
+    tokenizer = tokenizer_of(folder)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:count]]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    encoded = tokenizer(prompts, return_tensors="pt", padding=True)
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
 def is_without_model(workload: Workload, context: Context, record: Record) -> bool:
     """Whether the environment variable names no model; if so, the record says what to do."""
     if smollm2.folder() is not None:
@@ -85,16 +103,10 @@ class Chat(Generation):
         super().run(context, record)
 
     def make_inputs(self, model: Any) -> dict[str, Tensor]:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(smollm2.folder(), padding_side="left")
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
-        chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: self.batch]]
-        prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-        encoded = tokenizer(prompts, return_tensors="pt", padding=True)
-        return {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        folder = smollm2.folder()
+        assert folder is not None
+        model.generation_config.pad_token_id = tokenizer_of(folder).pad_token_id
+        return {name: each.to(model.device) for name, each in chat_prompts(folder, self.batch).items()}
 
 
 def _workload(batch: int, beams: int, dtype: str, times: float, than_openvino: float) -> Chat:

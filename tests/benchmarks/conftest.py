@@ -8,20 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks import profile
-from benchmarks.workloads import no_repeat_ngram
+from benchmarks.workloads import operators
 
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads that wait for one another are most of the time of a tiny model, and so are collections, with all of the
-    library in memory. The machine's rates come from a small product and a small copy.
+    library in memory.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(gc, "collect", lambda *generation: 0)
-    monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
-    monkeypatch.setattr(profile, "_SIZE", 64)
-    monkeypatch.setattr(profile, "_COPY_BYTES", 2**16)
+    monkeypatch.setattr(operators, "_SAMPLE_SECONDS", 0.001)
     yield
     torch.set_num_threads(threads)

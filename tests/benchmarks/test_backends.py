@@ -17,7 +17,6 @@ from benchmarks import backends, smollm2
 from benchmarks.__main__ import USAGE, main, run_workload
 from benchmarks.backends import Job, Unsupported, elsewhere, generate, llama_cpp_process
 from benchmarks.backends.ctranslate2 import CTranslate2
-from benchmarks.backends.fairseq import FairSeq, FastFairSeq
 from benchmarks.backends.llama_cpp import LlamaCpp
 from benchmarks.backends.openvino import OpenVINO
 from benchmarks.workload import Context, Generation
@@ -155,19 +154,6 @@ def test_a_main_backend_that_fails_fails_the_workload(monkeypatch, name):
     assert record.errors == ["RuntimeError: it broke"] and record.status == "failed"
 
 
-def test_a_compiled_model_is_left_as_it_was(monkeypatch):
-    # Compiling takes longer than all the rest of these tests, and is not what is looked at.
-    monkeypatch.setattr(torch, "compile", lambda forward: lambda *args, **kwargs: forward(*args, **kwargs))
-    task = job(work(gpt2, _GPT2))
-    expected, backend = backends.make("transformers"), backends.make("transformers-compile")
-    for each in (expected, backend):
-        each.setup(task)
-    assert torch.equal(backend.run(6), expected.run(6))
-    assert "forward" not in vars(task.model)
-    record = run_workload(work(gpt2, _GPT2, further_backends=("transformers-compile",)), Context(threads=1))
-    assert record.same == {"transformers-compile": 1.0} and record.accelerated is True
-
-
 def test_settings_of_a_backend_hold_while_it_runs(monkeypatch):
     backend = generate.Patched("fastgen-strict", {"strict": True})
     backend.setup(job(work(gpt2, _GPT2)))
@@ -207,34 +193,6 @@ def test_other_weights_that_are_not_faster_cost_the_backend(monkeypatch):
 def test_a_setting_that_is_not_there_costs_the_backend():
     with pytest.raises(Unsupported, match="no setting faster"):
         generate.Patched("fastgen-faster", {"faster": True}).setup(job(work(gpt2, _GPT2)))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="FairSeq is not installed")
-@pytest.mark.parametrize("changes", [{}, {"shortest": 4, "options": {"num_beams": 2, "num_return_sequences": 2}}])
-def test_fairseq_does_the_same_work(changes):
-    names = ("transformers", "fairseq", "fastgen", "fastgen-fairseq")
-    record = run_workload(work(bart_base, _BART, **changes), Context(threads=1, backends=names))
-    assert record.errors == [] and record.skipped == {} and record.identical is True
-    assert "fairseq/fastgen-fairseq" in record.ratios and record.backends["fairseq"]["version"]
-    # Of the beams the one with the likeliest end is chosen, so another may win; most do not.
-    assert record.same["fairseq"] > 0.5 and record.same["fairseq"] == record.same["fastgen-fairseq"]
-
-
-def test_fairseq_that_is_not_installed_costs_its_row(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fairseq", None)
-    record = run_workload(work(bart_base, _BART, further_backends=("fairseq",)), Context(threads=1))
-    assert "FairSeq cannot be imported" in record.skipped["fairseq"] and record.status == "ok"
-
-
-def test_a_backend_must_equal_another_than_the_baseline(monkeypatch):
-    tokens = torch.zeros(3, 18, dtype=torch.long)
-    for kind, number in ((FairSeq, 0), (FastFairSeq, 1)):
-        monkeypatch.setattr(kind, "setup", backends.Backend.setup)
-        monkeypatch.setattr(kind, "run", lambda self, new_tokens, number=number: tokens + number)
-    record = run_workload(work(gpt2, _GPT2, further_backends=("fairseq", "fastgen-fairseq")), Context(threads=1))
-    assert record.identical is False and record.same == {"fairseq": 0.0, "fastgen-fairseq": 0.0}
-    assert "run 1 of fastgen-fairseq: 3 of 3 sequences differ, the first at position 0" in record.notes
-    assert "fastgen-fairseq was not accelerated throughout: {}" in record.notes
 
 
 def test_what_is_held_against_what():

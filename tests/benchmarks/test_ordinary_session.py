@@ -35,26 +35,6 @@ def tiny(name: str, **changes) -> sessions.OrdinarySession:
     )
 
 
-def test_what_must_be_shown_has_targets():
-    least = {
-        "smollm2": {"ratio": 2.9, "first_calls": 2.4, "openvino/fastgen": 1.05},
-        "smollm2-bfloat16": {"ratio": 2.5, "first_calls": 2.0, "openvino/fastgen": 1.05},
-        "opus-mt": {"ratio": 3.3, "first_calls": 3.0, "ctranslate2/fastgen": 2.1},
-        "bart-base": {"ratio": 3.1, "first_calls": 2.9, "ctranslate2/fastgen": 1.5},
-    }
-    assert least.keys() == _ALL.keys()
-    for name, bounds in least.items():
-        found = {target.metric: target for target in _ALL[name].targets}
-        assert {metric: found[metric].at_least for metric in bounds} == bounds
-        assert found["slowest"].at_least == 1.0
-        assert ("peak_ratio" in found) == (name != "smollm2-bfloat16")
-        assert {f"{other}/fastgen" for other in _ALL[name].further_backends} <= bounds.keys()
-    for workload in first_call.WORKLOADS:
-        (target,) = workload.targets
-        assert (target.metric, target.at_least) == ("ratio", 0.97)
-    assert len(first_call.WORKLOADS) == 6
-
-
 @pytest.mark.parametrize("name", _ALL)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_two_calls_are_alike(name, seed):
@@ -203,8 +183,9 @@ def test_a_main_side_that_fails_ends_all(make_side, tmp_path):
 def test_what_has_no_process_of_its_own_is_refused(tmp_path):
     work = tiny("opus-mt").work
     job = Job(work, work.make_model(torch.device("cpu")), {}, 1)
-    with pytest.raises(Unsupported, match="compiled-loop does not run in a process of its own"):
-        lockstep.side(backends.make("compiled-loop"), job, 1, tmp_path)
+    in_this_process = type("Here", (backends.Backend,), {"run": lambda self, new_tokens: None})("here")
+    with pytest.raises(Unsupported, match="here does not run in a process of its own"):
+        lockstep.side(in_this_process, job, 1, tmp_path)
     settings = {
         name: lockstep.side(backends.make(name), job, None, tmp_path).question["settings"]
         for name in ("transformers", "fastgen", "fastgen-captured")
@@ -253,6 +234,7 @@ def test_a_session_in_fresh_processes(at_once):
     json.dumps(record.to_json())
 
 
+@pytest.mark.long
 def test_a_session_in_bfloat16(tiny_smollm2, at_once):
     workload = replace(_ALL["smollm2-bfloat16"], calls=1, repetitions=1, targets=(), further_backends=())
     record = run_workload(replace(workload, fewest_new_tokens=96), Context(threads=1, backends=("fastgen-captured",)))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import chart
 from benchmarks import results as results_module
 from benchmarks.measure import summary
 from benchmarks.record import Record, Target
@@ -30,16 +31,7 @@ def test_everything_is_written_after_each_workload(tmp_path):
     data = json.loads(found.path.read_text())
     assert [each["name"] for each in data["workloads"]] == ["first"]
     assert data["machine"] == ABOUT["machine"] and data["versions"] == ABOUT["versions"] and data["schema"] == 1
-    assert {path.name for path in found.folder.iterdir()} == {"results.json", "results.md", "results.png"}
-    assert (found.folder / "results.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_profile_is_on_the_page(tmp_path):
-    found = Results(tmp_path, ABOUT, [])
-    found.add(record("first", profile={"aten::addmm": 3.0, "others": 1.0}, floor={"aten::addmm": 2.5}))
-    page = (tmp_path / "results.md").read_text()
-    assert "| Title of first | `aten::addmm` | 3.00 s | 75 % | 2.50 s |" in page
-    assert "| others | 1.00 s | 25 % |" in page and "| all | 4.00 s | 100 % | 2.50 s |" in page
+    assert {path.name for path in found.folder.iterdir()} == {"results.json", "results.md"}
 
 
 def test_merges_with_results_of_the_same_machine_and_versions(tmp_path):
@@ -102,7 +94,7 @@ def test_table(tmp_path):
     assert "Title of busy (!)" in text and "1.5 cores busy" in text
 
 
-def test_table_and_chart_have_every_backend(tmp_path):
+def test_table_has_every_backend(tmp_path):
     made = record("a", identical=True, accelerated=True, skipped={"fairseq": "it is not installed"})
     made.backends["ctranslate2"] = {**summary([1.5]), "version": "4.8.5"}
     made.backends["ctranslate2-int8"] = {**summary([0.75]), "warm_up_seconds": 60.0}
@@ -124,9 +116,6 @@ def test_table_and_chart_have_every_backend(tmp_path):
     assert "| Title of a | alone | 9.00 s [9.00 s - 9.00 s] |  |" in text
     assert "| Title of a | fairseq | not measured |" in text and "fairseq is not measured: it is not installed" in text
     assert text.count("to get ready") == 1 and "ctranslate2-int8 took 60.00 s to get ready" in text
-    bars = results_module.chart._bars(made)
-    assert [bar.backend for bar in bars] == ["fastgen", "ctranslate2", "ctranslate2-int8", "fastgen-int8", "alone"]
-    assert [round(bar.ratio, 2) for bar in bars] == [2.0, 1.33, 2.67, 4.0, 0.22]
 
 
 def test_chart_of_tokens_per_second_says_what_it_shows(tmp_path):
@@ -134,8 +123,8 @@ def test_chart_of_tokens_per_second_says_what_it_shows(tmp_path):
     records = [record(name, seconds, parameters=sizes) for name, seconds in (("a", 1.0), ("b", 0.25), ("c", 2.0))]
     records[1].backends["openvino"] = summary([8.0])
     path = tmp_path / "rates.png"
-    path.write_bytes(results_module.chart.rates_png(ABOUT, records))
-    shown = results_module.chart.shown_rates(path)
+    path.write_bytes(chart.rates_png(ABOUT, records))
+    shown = chart.shown_rates(path)
     assert shown == {
         "Title of a": {"transformers": 12.0, "fastgen": 24.0},
         "Title of b": {"transformers": 48.0, "openvino": 3.0, "fastgen": 96.0},
@@ -144,8 +133,7 @@ def test_chart_of_tokens_per_second_says_what_it_shows(tmp_path):
     assert list(shown["Title of b"]) == ["transformers", "openvino", "fastgen"]  # as in the tables
 
 
-@pytest.mark.parametrize("draw", ["png", "rates_png"])
-def test_charts_cut_nothing(draw, tmp_path):
+def test_charts_cut_nothing(tmp_path):
     """Nothing touches the edge, however long a title is and however far a bar reaches."""
     image = pytest.importorskip("PIL.Image")
     sizes = {"batch": 3, "new_tokens": 4, "options": {}}
@@ -154,7 +142,7 @@ def test_charts_cut_nothing(draw, tmp_path):
     ]
     records.append(record("far", 1e-4, parameters=sizes, group="generation"))
     path = tmp_path / "chart.png"
-    path.write_bytes(getattr(results_module.chart, draw)(ABOUT, records))
+    path.write_bytes(chart.rates_png(ABOUT, records))
     with image.open(path) as opened:
         picture = opened.convert("L")
     width, height = picture.size
@@ -172,7 +160,7 @@ def test_charts_cut_nothing(draw, tmp_path):
     ],
 )
 def test_charts_name_libraries_as_they_spell_themselves(backend, name):
-    assert results_module.chart._shown(backend) == name
+    assert chart._shown(backend) == name
 
 
 def test_results_from_before_there_were_further_backends(tmp_path):
@@ -189,17 +177,6 @@ def test_results_from_before_there_were_further_backends(tmp_path):
         assert (
             f"| Title of {name} | transformers | 2.00 s [2.00 s - 2.00 s] | 1.00 s [1.00 s - 1.00 s] | **2.00**" in text
         )
-
-
-def test_without_matplotlib_the_rest_is_written(tmp_path, monkeypatch):
-    def missing(*args):
-        raise ImportError("No module named 'matplotlib'")
-
-    monkeypatch.setattr(results_module.chart, "png", missing)
-    lines = []
-    Results(tmp_path, ABOUT, []).add(record("a"), lines.append)
-    assert (tmp_path / "results.md").exists() and not (tmp_path / "results.png").exists()
-    assert lines == ["no chart: No module named 'matplotlib'"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

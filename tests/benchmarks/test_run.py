@@ -24,7 +24,7 @@ def test_an_unusable_device_ends_the_run(usable, done, monkeypatch):
     """Each of the others would fail, in place of what was measured earlier."""
     monkeypatch.setattr(runs, "is_usable", lambda device: usable)
     written = []
-    results = SimpleNamespace(add=lambda record, log: written.append(record.name))
+    results = SimpleNamespace(add=lambda record: written.append(record.name))
     workloads = [Nothing(name=name, title=name) for name in ("a", "b")]
     records = runs.run_all(workloads, Context(), results)
     assert [record.name for record in records] == written == done

@@ -17,10 +17,8 @@ from benchmarks import workload as workload_module
 from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
 from benchmarks.backends.generate import Unpatched
 from benchmarks.machine import ROOT
-from benchmarks.profile import OTHERS
-from benchmarks.record import Target
 from benchmarks.workload import CAPTURED_STEP, Context, Generation, Workload
-from benchmarks.workloads import all_workloads, no_repeat_ngram, real_calls, smollm2_chat
+from benchmarks.workloads import all_workloads, real_calls, smollm2_chat
 from benchmarks.workloads.shapes import llama_small
 from fastgen.decoding import kv
 from tests.benchmarks.tiny_configs import CONFIGS
@@ -46,34 +44,6 @@ def tiny(name: str, /, **changes) -> Generation:
     sizes = {"batch": min(workload.batch, 2), "length": min(workload.length, 40), "new_tokens": 5, "repetitions": 1}
     fixed = {"memory": False, "targets": (), "further_backends": ()}
     return replace(workload, **{"config": config, **sizes, **fixed, **changes})
-
-
-def test_what_must_be_shown_of_the_captured_step_and_of_few_bits_has_targets():
-    least = {
-        "smollm2-b1": {"ratio": 3.0, "openvino/fastgen": 1.5, "openvino-int8/fastgen-int8": 1.5}
-        | {"llama.cpp-q8_0/fastgen-int8": 1.3, "openvino-int4/fastgen-int4": 1.8, "llama.cpp-q4_1/fastgen-int4": 1.3},
-        "smollm2-b4": {"ratio": 4.2, "openvino/fastgen": 1.35, "openvino-int8/fastgen-int8": 1.3},
-        "smollm2-b16": {"ratio": 3.4, "openvino/fastgen": 1.5, "openvino-int8/fastgen-int8": 1.1},
-        "smollm2-b4-beam4": {"ratio": 5.5, "openvino/fastgen": 1.6},
-        "smollm2-b1-bfloat16": {"ratio": 2.2, "openvino/fastgen": 1.1},
-        "smollm2-b16-bfloat16": {"ratio": 1.5, "openvino/fastgen": 1.1},
-        "smollm2-b4-beam4-bfloat16": {"ratio": 2.5, "openvino/fastgen": 1.1},
-        "opus-mt-b1": {"ratio": 4.5, "ctranslate2/fastgen": 3, "ctranslate2-int8/fastgen-int8": 1.8},
-        "opus-mt-b8": {"ratio": 3.5, "ctranslate2/fastgen": 3.2},
-        "opus-mt-greedy-b1": {"ratio": 3.5, "ctranslate2/fastgen": 1.9},
-        "bart-base-b4-s512": {"ratio": 4.2, "ctranslate2/fastgen": 2.4, "ctranslate2-int8/fastgen-int8": 1.3},
-        "bart-base-b16-s1024": {"ratio": 8, "ctranslate2/fastgen": 1.5, "openvino/fastgen": 3}
-        | {"ctranslate2-int8/fastgen-int8": 1.3},
-        "t5-base-b16-s128": {"ratio": 3.6, "ctranslate2/fastgen": 1.7},
-        "gpt2-b4-p512": {"ratio": 8},
-        "llama-1b-greedy-b16-p128": {"ratio": 2.2},
-    }
-    for name, metrics in least.items():
-        work = _ALL[name]
-        run = {"transformers", "fastgen", *work.further_backends}
-        for metric, bound in metrics.items():
-            assert max(target.at_least for target in work.targets if target.metric == metric) >= bound
-            assert metric == "ratio" or run.issuperset(metric.split("/"))
 
 
 def test_names_are_different_and_some_are_quick():
@@ -107,20 +77,6 @@ def test_generation(name):
     assert set(record.backends) == {"transformers", "fastgen"} and record.metrics["ratio"] > 0
     assert record.status == "ok" and record.date and record.wall_seconds > 0
     json.dumps(record.to_json())
-
-
-@pytest.mark.parametrize(("bound", "profiled"), [(0.0, False), (1e9, True)])
-def test_a_missed_target_shows_where_the_time_goes(bound, profiled):
-    target = Target("times as fast", "ratio", at_least=bound)
-    record = run_workload(tiny("gpt2-b4-p512", targets=(target,)), Context(threads=1))
-    assert bool(record.profile) is profiled
-    if profiled:
-        assert OTHERS in record.profile and all(seconds >= 0 for seconds in record.profile.values())
-        # Which of them serves a layer is measured.
-        ours = {name for name in record.profile if name.startswith("fastgen::") and "linear" in name}
-        products = ours | {"aten::addmm"} & set(record.profile)
-        assert products and products <= set(record.floor) <= set(record.profile) - {OTHERS}
-        assert all(seconds > 0 for seconds in record.floor.values())
 
 
 @pytest.mark.long
@@ -196,7 +152,6 @@ def test_cost_of_beams():
 
 
 def test_attention_alone(monkeypatch):
-    monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
     workload = replace(_ALL["attention-b16-s1024"], batch=2, heads=3, beams=2, prefix=16, dim=8)
     record = run_workload(workload, Context(repetitions=1))
     assert record.errors == [] and set(record.backends) == {"transformers", "fastgen", "copy"}
@@ -206,7 +161,6 @@ def test_attention_alone(monkeypatch):
 def test_attention_that_is_wrong_is_an_error(monkeypatch):
     from fastgen.ops import attention
 
-    monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
     original = attention.shared_prefix_attention
     monkeypatch.setattr(attention, "shared_prefix_attention", lambda *args: original(*args) * 1.01)
     workload = replace(_ALL["attention-b16-s1024"], batch=2, heads=3, beams=2, prefix=16, dim=8)
@@ -216,10 +170,9 @@ def test_attention_that_is_wrong_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("length", [2, 64])
 def test_no_repeat_ngram(length, monkeypatch):
-    monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
     workload = replace(_ALL["no-repeat-ngram-64"], length=length, rows=3, vocabulary=50, different_tokens=4)
     record = run_workload(workload, Context(repetitions=1))
-    assert record.errors == [] and record.identical is True and len(record.backends) == 5
+    assert record.errors == [] and record.identical is True and len(record.backends) == 2
     assert (record.metrics["banned"] > 0) == (length == 64)
 
 
@@ -346,10 +299,6 @@ def test_real_calls_are_measured_one_by_one(dtype, monkeypatch):
     assert record.metrics["slowest"] == pytest.approx(min(record.parameters["ratios"].values()), abs=1e-3)
     assert record.identical is (True if dtype == "float32" else None)
     json.dumps(record.to_json())
-
-
-def test_real_calls_have_the_time_that_they_need():
-    assert [w.seconds for name, w in _ALL.items() if name.startswith("real-calls")] == [None] * 3
 
 
 def test_real_calls_see_other_tokens(monkeypatch):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fastgen
 from benchmarks import smollm2
-from benchmarks.kept_bits import inputs_of
+from benchmarks.workloads.smollm2_chat import chat_prompts
 from fastgen import patching, settings
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
@@ -130,4 +130,4 @@ def test_smollm2(batch: int, beams: int) -> None:
     if folder is None:
         pytest.skip(smollm2.MISSING)
     with settings.changed(captured_step="always"):
-        check(both(folder), inputs_of(folder, batch), {"do_sample": False, "num_beams": beams}, 48)
+        check(both(folder), chat_prompts(folder, batch), {"do_sample": False, "num_beams": beams}, 48)
