@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import filelock
 import pytest
 import torch
 from hypothesis import settings
@@ -137,6 +139,30 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         pytest.exit(f"--device {device}: torch {torch.__version__} sees no CUDA device", returncode=4)
     return device
+
+
+@pytest.fixture(scope="session")
+def shared_folder(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], contextlib.AbstractContextManager[tuple[Path, bool]]]:
+    """What takes long to make, made once for all processes that share out the tests.
+
+    Inside `with shared_folder(name) as (folder, is_new)` one process at a time is; the first one gets an empty folder.
+    """
+
+    @contextlib.contextmanager
+    def take(name: str) -> Iterator[tuple[Path, bool]]:
+        base = tmp_path_factory.getbasetemp()
+        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
+        done = folder / "done"
+        with filelock.FileLock(f"{folder}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            yield folder, not done.exists()
+            done.touch()
+
+    return take
 
 
 @pytest.fixture(autouse=True)

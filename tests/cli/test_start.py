@@ -24,6 +24,7 @@ FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch
 UP = "import sys, fastgen_cli.generate as command; print('up', flush=True); sys.exit(command.main())"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("closed", "status", "said"),
     [((2,), 0, ""), ((0,), 0, "samples/s"), ((1,), 0, "samples/s"), ((0, 1, 2), 0, "")],
@@ -48,24 +49,22 @@ def test_closed_streams_that_are_needed(bart: Path, number: int, name: str) -> N
     assert done.stderr.count("\n") == 1 and f"{name} is closed" in done.stderr
 
 
-def test_ctrl_c_during_start_up(bart: Path, inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_ctrl_c_during_start_up(bart: Path, inputs: Path, tmp_path: Path, seed: int) -> None:
     """One line and status 130, whichever import it meets."""
-    moments = random.Random(0)
-    for attempt in range(4):
-        out = tmp_path / f"{attempt}.txt"
-        process = subprocess.Popen(
-            [sys.executable, "-c", UP, str(bart), str(inputs), str(out), *FAST, "--quiet"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )  # fmt: skip
-        assert process.stdout is not None and process.stdout.readline() == "up\n"
-        time.sleep(moments.uniform(0.01, 2.5))
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=300)
-        if process.returncode == 0:  # it was done before
-            continue
-        assert process.returncode == 130
-        assert said.count("\n") == 1 and said.startswith("fastgen-generate: interrupted"), said
+    process = subprocess.Popen(
+        [sys.executable, "-c", UP, str(bart), str(inputs), str(tmp_path / "out.txt"), *FAST, "--quiet"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    time.sleep(random.Random(seed).uniform(0.01, 2.5))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=300)
+    if process.returncode == 0:  # it was done before
+        return
+    assert process.returncode == 130
+    assert said.count("\n") == 1 and said.startswith("fastgen-generate: interrupted"), said
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ OPTIONS = sorted(set(build_parser()._option_string_actions) - LEFT_OUT)
 
 
 @pytest.mark.usefixtures("loaded_once")
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.sampled_from(OPTIONS), st.sampled_from(ODD) | st.integers(-5, 9).map(str)), max_size=2),
     st.booleans(),

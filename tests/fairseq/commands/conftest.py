@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,11 +30,13 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(shared_folder: Callable[[str], AbstractContextManager[tuple[Path, bool]]]) -> World:
     from tests.fairseq.commands.world import World
 
-    made = World(tmp_path_factory.mktemp("world"))
-    made.make()
+    with shared_folder("world") as (folder, is_new):
+        made = World(folder)
+        if is_new:
+            made.make()
     return made
 
 
