@@ -93,6 +93,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("long")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not item.config.getoption("--device").startswith("cuda"):
+        pytest.skip("needs an NVIDIA GPU: --device cuda")
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return (
         f"torch {torch.__version__}: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "

@@ -384,9 +384,8 @@ class TestCuda:
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{source.name}:\n{done.stdout}{done.stderr}"
 
+    @pytest.mark.gpu
     def test_replays_in_a_graph_with_new_tokens_and_lengths(self, device):
-        if device.type != "cuda":
-            pytest.skip("CUDA graphs need --device cuda")
         scores = torch.zeros(2, 6, device=device)
         tokens = torch.zeros(2, 8, dtype=torch.int64, device=device)
         lengths = torch.zeros(2, dtype=torch.int64, device=device)

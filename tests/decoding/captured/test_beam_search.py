@@ -145,9 +145,8 @@ def test_one_search_after_the_other(model, device):
     torch.testing.assert_close(state.scores[:1], alone.scores)
 
 
+@pytest.mark.gpu
 def test_replays_in_a_graph(device):
-    if device.type != "cuda":
-        pytest.skip("CUDA graphs need --device cuda")
     torch.manual_seed(0)
     steps = [torch.randn(8, VOCABULARY, device=device) for _ in range(9)]
     prompt = torch.full((2, 3), 9, device=device)

@@ -77,10 +77,9 @@ def test_late_flag(device):
     assert not flag.is_set()
 
 
+@pytest.mark.gpu
 def test_a_graph(device):
     """Captured without being executed, replayed on what is there then; one that fails leaves the device usable."""
-    if device.type != "cuda":
-        pytest.skip("CUDA graphs need --device cuda")
     x = torch.ones(4, device=device)
     (x + 1).mul_(2)  # loads what it needs
     torch.cuda.synchronize()

@@ -74,6 +74,7 @@ def test_eval_lm_with_a_text_for_a_model_is_one_line(language, tmp_path, capsys)
     assert "text.pt is nothing that torch has saved" in one_line(capsys, commands.EVAL_LM)
 
 
+@pytest.mark.long
 def test_eval_lm_loses_no_numbers(language):
     """They go to standard error or to standard output, as FairSeq has set up its log."""
     words = ["eval-lm", language.data, "--path", language.model, "--cpu", "--num-workers", 0]

@@ -280,9 +280,8 @@ class TestPlan:
         assert split_count(1, 9, 264) == 4
 
 
+@pytest.mark.gpu
 def test_replays_in_a_graph_with_another_length(device):
-    if device.type != "cuda":
-        pytest.skip("CUDA graphs need --device cuda")
     arguments = make(PLAIN | {"dtype": torch.float16, "prefix": 200}, device)
     arguments["suffix_keys"].nan_to_num_(), arguments["suffix_values"].nan_to_num_()
     arguments["ancestry"].clamp_(max=3)

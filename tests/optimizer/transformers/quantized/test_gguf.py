@@ -155,6 +155,7 @@ def blocks_in(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("types", [(name,) for name in TYPES] + [TYPES], ids="-".join)
 def test_llama(types: tuple[str, ...], kv_heads: int, tmp_path: Path) -> None:

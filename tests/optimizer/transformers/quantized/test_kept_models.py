@@ -39,10 +39,17 @@ def read(folder: Path, **named: Any) -> Both:
     return load(quantization_config=fastgen.KeepBits()), load()
 
 
-@pytest.fixture(params=["llama", "gpt2"])
-def both(request: pytest.FixtureRequest, tmp_path: Path) -> Both:
-    {"llama": write_llama, "gpt2": write_gpt2}[request.param](tmp_path / "model.gguf")
-    return read(tmp_path)
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    {"llama": write_llama, "gpt2": write_gpt2}[request.param](found / "model.gguf")
+    return found
+
+
+@pytest.fixture
+def both(folder: Path) -> Both:
+    return read(folder)
 
 
 def kept(model: nn.Module) -> int:

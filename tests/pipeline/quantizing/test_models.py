@@ -1,16 +1,11 @@
-"""A run of `fastgen-quantize` in one process: what is written, what is read, resumption."""
+"""What `fastgen-quantize` writes, and who loads it: plain Transformers, and FastGen."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import itertools
 import json
-import os
-import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,85 +14,12 @@ from safetensors.torch import load_file, save_file
 import fastgen
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model, saving
-from fastgen.pipeline.quantizing import run as running
-from fastgen.pipeline.quantizing.saving import load_model
-from fastgen.pipeline.quantizing.texts import Texts, samples, sequences
-from fastgen.quantization import calibration
-from fastgen.quantization.grouped import dequantized
 from fastgen.quantization.layers import QuantizedWeight
-from fastgen.quantization.writing import load_block
 from tests.pipeline import tiny
+from tests.pipeline.quantizing.runs import loaded_by_the_library, run, saved
 from tests.quantization import tiny as families
 
 pytestmark = pytest.mark.sampled(5)
-
-
-def _saved(build, folder: Path) -> Path:
-    tokens = tiny.tokenizer(encoder_decoder=False)
-    build(vocab_size=len(tokens)).save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return _saved(families.llama, tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory) -> Path:
-    """Its output layer has the weight of its embedding."""
-    return _saved(lambda **sizes: families.llama(tie_word_embeddings=True, **sizes), tmp_path_factory.mktemp("tied"))
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory) -> Path:
-    return _saved(families.gpt2, tmp_path_factory.mktemp("gpt2"))
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(tiny.sentences(30)) + "\n")
-    return path
-
-
-@pytest.fixture
-def pairs(tmp_path) -> Path:
-    path = tmp_path / "pairs.txt"
-    made = zip(tiny.sentences(8), tiny.sentences(8, seed=1), strict=True)
-    path.write_text("".join(f"{source}\t{target}\n" for source, target in made))
-    return path
-
-
-def options(model, out, text, **changes):
-    usual = {"group_size": 16, "samples": 4, "sample_length": 32, "device": "cpu", "quiet": True}
-    return QuantizeOptions(model=str(model), output=str(out), calibration=str(text), **(usual | changes))
-
-
-def run(model, out, text, **changes):
-    return quantize_model(options(model, out, text, **changes))
-
-
-def loaded_by_the_library(out, kind):
-    """Without FastGen, which would read the file itself."""
-    pytest.importorskip("compressed_tensors")
-    with fastgen.disabled():
-        return kind.from_pretrained(out).eval()
-
-
-@pytest.fixture
-def kept(monkeypatch):
-    """The models that runs have quantised, with the weights that theirs stand for."""
-    models = []
-
-    def save(loaded, *args):
-        models.append({name: tensor.clone() for name, tensor in loaded.model.state_dict().items()})
-        return saving.save(loaded, *args)
-
-    monkeypatch.setattr(running, "save", save)
-    return models
 
 
 @pytest.mark.parametrize(
@@ -197,7 +119,7 @@ def test_scales_are_stored_in_the_type_that_the_library_multiplies_in(text, tmp_
         model.lm_head.weight.data = numbers * torch.tensor(0.00123, dtype=torch.float16).float()
         return model
 
-    run(_saved(build, tmp_path / "model"), tmp_path / "out", text, bits=8, method="rtn", output_layer=True)
+    run(saved(build, tmp_path / "model"), tmp_path / "out", text, bits=8, method="rtn", output_layer=True)
     theirs = loaded_by_the_library(tmp_path / "out", AutoModelForCausalLM)
     assert torch.equal(theirs.lm_head.weight, kept[0]["lm_head.weight"])
 
@@ -313,207 +235,6 @@ def test_autoround(family, changes, llama, gpt2, text, pairs, tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if "bf16" not in changes else 2e-2)
 
 
-def test_the_report(llama, text, tmp_path):
-    report = run(llama, tmp_path / "out", text, evaluate=str(text))
-    written = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert [layer["name"] for layer in written["layers"]] == [layer.name for layer in report.layers]
-    assert written["measure"] == "perplexity"
-    assert written["bytes"]["before"] > written["bytes"]["after"] > 0
-    assert written["tokens_per_second"]["before"] > 0
-    assert 1 < written["quality"]["before"] != written["quality"]["after"]
-    assert all(0 < layer["error"] < 0.5 for layer in written["layers"])
-
-
-def test_perplexity_is_that_of_the_text(llama, text, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from fastgen.pipeline.quantizing.evaluation import quality
-
-    given = options(llama, tmp_path / "out", text)
-    loaded = load_model(given)
-    found = quality(loaded, list(Texts(given.reading(str(text), None))))
-    ids = loaded.tokenizer(text.read_text(), return_tensors="pt").input_ids[0]
-    model, losses = AutoModelForCausalLM.from_pretrained(llama).eval(), []
-    for part in ids.split(loaded.positions):
-        if len(part) > 1:
-            with torch.no_grad():
-                losses += [float(model(part[None], labels=part[None]).loss)] * (len(part) - 1)
-    assert found.measured_on == len(losses)
-    assert found.value == pytest.approx(float(torch.tensor(losses).double().mean().exp()), rel=1e-4)
-
-
-def test_samples_of_a_decoder_only_model(llama, text, tmp_path):
-    given = options(llama, tmp_path / "out", text)
-    loaded, texts = load_model(given), Texts(given.reading(str(text), None))
-    made = [sample["input_ids"][0].tolist() for sample in samples(loaded, texts, 1000, 10)]
-    joined = [token for ids in made for token in ids]
-    assert joined == loaded.tokenizer(text.read_text()).input_ids[: len(joined)]
-    assert {len(ids) for ids in made[:-1]} == {10}
-    assert len(samples(loaded, texts, 2, 10)) == 2
-    assert len(next(sequences(loaded, texts, 10**6))[0]) == loaded.positions
-
-
-def test_an_encoder_decoder_writes_the_targets_that_are_missing(bart, pairs, tmp_path):
-    given = options(bart, tmp_path / "out", pairs)
-    loaded = load_model(given)
-    (tmp_path / "sources.txt").write_text(pairs.read_text().splitlines()[0].partition("\t")[0] + "\n")
-    made = samples(loaded, Texts(given.reading(str(tmp_path / "sources.txt"), None)), 4, 32)
-    own = loaded.model.generate(input_ids=made[0]["input_ids"])
-    assert made[0]["labels"].tolist() == own[:, 1:].tolist()
-    told = samples(loaded, Texts(given.reading(str(pairs), None)), 1, 32)
-    target = pairs.read_text().splitlines()[0].partition("\t")[2]
-    assert told[0]["labels"].tolist() == [loaded.tokenizer(target).input_ids]
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("blocks", "changes"), [(0, {}), (1, {}), (2, {}), (1, {"bits_per_weight": 7})], ids=["0", "1", "2", "mixed"]
-)
-def test_an_interrupted_run_ends_in_the_same_weights(llama, text, tmp_path, monkeypatch, blocks, changes):
-    run(llama, tmp_path / "whole", text, **changes)
-    real, done = calibration.quantise_block, []
-
-    def stop_after(*args):
-        if len(done) == blocks:
-            raise KeyboardInterrupt
-        done.append(args[0].name)
-        return real(*args)
-
-    monkeypatch.setattr(calibration, "quantise_block", stop_after)
-    with pytest.raises(KeyboardInterrupt):
-        run(llama, tmp_path / "out", text, **changes)
-    assert not (tmp_path / "out").exists()
-    assert len(list((tmp_path / "out.partial").glob("block-*.safetensors"))) == blocks
-    monkeypatch.setattr(calibration, "quantise_block", lambda *args: done.append(args[0].name) or real(*args))
-    # Which layers get 8 bits is known, also where the model is measured on another text.
-    evaluated = {"evaluate": str(text)} if changes else {}
-    monkeypatch.setattr(calibration, "choices_of", lambda *_: pytest.fail("measured again"))
-    run(llama, tmp_path / "out", text, resume=True, **changes, **evaluated)
-    assert done == [f"model.layers.{number}" for number in range(3)]
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert not (tmp_path / "out.partial").exists()
-    reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("out", "whole")]
-    assert reports[0]["layers"] == reports[1]["layers"]
-    assert {layer["bits"] for layer in reports[0]["layers"]} == ({4, 8} if changes else {4})
-
-
-def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "_quantise", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(llama, tmp_path / "out", text)
-    with pytest.raises(SetupError, match="is left from an interrupted run"):
-        run(llama, tmp_path / "out", text)
-    for changes, message in (({"group_size": 32}, "group_size was 16 and is now 32"), ({"bits": 8}, "bits was 4")):
-        with pytest.raises(SetupError, match=message):
-            run(llama, tmp_path / "out", text, resume=True, **changes)
-    other = tmp_path / "other.txt"
-    other.write_text("in the beginning\n")
-    with pytest.raises(SetupError, match=r"cannot resume with other settings: text"):
-        run(llama, tmp_path / "out", other, resume=True)
-    assert run(llama, tmp_path / "out", text, resume=True, evaluate=str(other)).measure == "perplexity"
-    # It is complete: nothing is done again, and other settings are told.
-    assert run(llama, tmp_path / "out", text, resume=True) is None
-    with pytest.raises(SetupError, match="is not of this model, text and options"):
-        run(llama, tmp_path / "out", text, resume=True, bits=8)
-    with pytest.raises(SetupError, match="exists already"):
-        run(llama, tmp_path / "out", text)
-    assert run(llama, tmp_path / "out", text, overwrite=True, bits=8).bits == 8
-    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
-
-
-def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path, monkeypatch):
-    from fastgen.pipeline.quantizing.work import Work
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Work, "_drop", lambda self: (_ for _ in ()).throw(Stop))
-        with pytest.raises(Stop):
-            run(llama, tmp_path / "out", text)
-    assert (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
-    assert run(llama, tmp_path / "out", text, resume=True) is None
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_what_fastgen_did_not_write_is_not_replaced(llama, text, tmp_path):
-    for name in ("out", "other.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine").write_text("x")
-    for out in ("out", "other"):
-        with pytest.raises(SetupError, match="was not written by fastgen-quantize"):
-            run(llama, tmp_path / out, text, overwrite=True)
-    assert (tmp_path / "out" / "mine").exists() and (tmp_path / "other.partial" / "mine").exists()
-
-
-def test_two_runs_do_not_write_one_output(llama, text, tmp_path, monkeypatch):
-    def second(*_):
-        with pytest.raises(SetupError, match="another run is writing"):
-            run(llama, tmp_path / "out", text, resume=True)
-        raise Stop
-
-    monkeypatch.setattr(running, "_quantise", second)
-    with pytest.raises(Stop):
-        run(llama, tmp_path / "out", text)
-
-
-def test_a_full_disk(llama, text, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (10_000, 20_000):  # of a block, and of the model
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
-            with pytest.raises(PipelineError, match=r"cannot write .*(block|model).*--resume"):
-                run(llama, tmp_path / "out", text, resume=(tmp_path / "out.partial").exists())
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert not (tmp_path / "out").exists()
-    run(llama, tmp_path / "out", text, resume=True)
-    run(llama, tmp_path / "whole", text)
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_damaged_block_is_told(llama, text, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "save", lambda *_: (_ for _ in ()).throw(Stop))
-        with pytest.raises(Stop):
-            run(llama, tmp_path / "out", text)
-    block = tmp_path / "out.partial" / "block-0001.safetensors"
-    assert all(dequantized(layer.weight, torch.float32).isfinite().all() for layer in load_block(block).values())
-    os.truncate(block, 100)
-    with pytest.raises(SetupError, match=r"block-0001.safetensors is damaged"):
-        run(llama, tmp_path / "out", text, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"\n\n", "has no text"), (b"in the\n\xff\xfe\xfa\n", r"line 2: .*UTF-8"), (b"", "is empty|has no text"),
-        (b"a\0b\n", "line 1: the text has a NUL"), (b"\xff\xfea\0b\0", "UTF-16"),
-    ],
-)  # fmt: skip
-def test_text_that_cannot_be_used(llama, tmp_path, content, message):
-    (tmp_path / "bad.txt").write_bytes(content)
-    with pytest.raises(SetupError, match=message):
-        run(llama, tmp_path / "out", tmp_path / "bad.txt")
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_columns_and_references(llama, bart, tmp_path):
-    rows = [{"s": source, "t": source.upper()} for source in tiny.sentences(5)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = options(bart, tmp_path / "out", tmp_path / "rows.jsonl", input_column="s", reference_column="t")
-    assert [tuple(text) for text in Texts(given.reading(given.calibration, None))] == [(r["s"], r["t"]) for r in rows]
-    with pytest.raises(SetupError, match=r"choose the input column \(--input-column\)"):
-        run(llama, tmp_path / "out", tmp_path / "rows.jsonl")
-    (tmp_path / "sources.txt").write_text("in the beginning\n")
-    with pytest.raises(SetupError, match="has sources without references"):
-        run(bart, tmp_path / "out", tmp_path / "sources.txt", evaluate=str(tmp_path / "sources.txt"))
-
-
 def test_models_that_cannot_be_quantised(llama, text, tmp_path):
     run(llama, tmp_path / "small", text)
     pytest.importorskip("compressed_tensors")
@@ -575,41 +296,3 @@ def test_a_budget_of_bits(llama, text, tmp_path):
     assert means[6.0] > means[7.0] > means[9.9]
     with pytest.raises(PipelineError, match="bits-per-weight is too small: 4 bits with their scales are 6.00"):
         run(llama, tmp_path / "small", text, bits_per_weight=5.9)
-
-
-def test_the_choice_is_greedy():
-    choice = calibration.Choice
-    given = [choice(("a",), 1.0, 100, 0.25), choice(("b", "c"), 3.0, 200, 0.25), choice(("d",), 0.5, 10, 0.25)]
-    assert calibration.most_gaining(given, 8.25) == {"a", "b", "c", "d"}
-    assert calibration.most_gaining(given, 4.25) == frozenset()
-    assert calibration.most_gaining(given, 4.4) == {"d"}
-    assert calibration.most_gaining(given, 7.0) == {"d", "b", "c"}
-    assert calibration.most_gaining(given, 6.0) == {"d", "a"}  # what does not fit is passed over
-
-
-@pytest.mark.parametrize("again", ["resume", "overwrite"])
-@pytest.mark.parametrize("killed_at", [1, 2, 4, 7])
-def test_a_kill_while_the_directory_is_removed(killed_at, again, llama, text, tmp_path, monkeypatch):
-    """Whatever is left says whose it is: the next run takes it over, or drops it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "_write", lambda *_: (_ for _ in ()).throw(Stop))
-        with pytest.raises(Stop):
-            run(llama, tmp_path / "out", text)
-    removed = itertools.count(1)
-
-    def until(remove):
-        def removing(path, *args, **kwargs):
-            if next(removed) == killed_at:
-                raise Stop
-            return remove(path, *args, **kwargs)
-
-        return removing
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", until(os.unlink))
-        patch.setattr(Path, "unlink", until(Path.unlink))
-        patch.setattr(os, "rmdir", until(os.rmdir))
-        with contextlib.suppress(Stop):
-            run(llama, tmp_path / "out", text, overwrite=True)
-    run(llama, tmp_path / "out", text, **{again: True})
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]

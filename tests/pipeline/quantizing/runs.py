@@ -1,0 +1,38 @@
+"""What the tests of `fastgen-quantize` share: models and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fastgen
+from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
+from tests.pipeline import tiny
+
+
+class Stop(Exception):
+    """What a test ends a run with."""
+
+
+def saved(build, folder: Path) -> Path:
+    tokens = tiny.tokenizer(encoder_decoder=False)
+    build(vocab_size=len(tokens)).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def options(model, out, text, **changes):
+    usual = {"group_size": 16, "samples": 4, "sample_length": 32, "device": "cpu", "quiet": True}
+    return QuantizeOptions(model=str(model), output=str(out), calibration=str(text), **(usual | changes))
+
+
+def run(model, out, text, **changes):
+    return quantize_model(options(model, out, text, **changes))
+
+
+def loaded_by_the_library(out, kind):
+    """Without FastGen, which would read the file itself."""
+    pytest.importorskip("compressed_tensors")
+    with fastgen.disabled():
+        return kind.from_pretrained(out).eval()
