@@ -13,17 +13,14 @@ Recorded passes are recorded before they are timed. OpenVINO and ONNX Runtime ta
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import fastgen
@@ -32,7 +29,6 @@ from benchmarks.backends.base import Unsupported
 from benchmarks.encoder_sides import BASELINE, SIDES, SUBJECT, Batch, run
 from benchmarks.machine import ROOT
 from benchmarks.measure import alternate, format_seconds, timed
-from benchmarks.memory import PeakMemory, storage_bytes
 from benchmarks.minilm import unpacked
 from fastgen import settings
 from fastgen.ops import quantized_linear
@@ -154,20 +150,6 @@ def sentences(folder: Path, count: int, repetitions: int) -> tuple[Times, float]
     return times, _difference([expected], [found])
 
 
-def peak(model: Any, some: list[Batch], side: str) -> dict[str, int]:
-    """Bytes of this process at its peak: beyond those before the batches, and all; and those of the weights."""
-    run(model, batches([3], 1), side)
-    before = psutil.Process().memory_info().rss
-    with PeakMemory(torch.device("cpu")) as memory:
-        for batch in some:  # what a batch gives is not kept
-            run(model, [batch], side)
-    return {
-        "growth": memory.bytes,
-        "whole": before + memory.bytes,
-        "weights": storage_bytes(model.parameters()),
-    }
-
-
 def _rows(options: argparse.Namespace) -> dict[str, Callable[[], tuple[Any, list[Batch]]]]:
     layers, count = options.layers, options.texts
     one = {
@@ -188,14 +170,13 @@ def _parser() -> argparse.ArgumentParser:
         "--model", type=Path, metavar="FOLDER", help="all-MiniLM-L6-v2 (default: the installed package, or its shape)"
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="rows: minilm, sentences, bert-base, latency-10, int8, memory, ..."
+        "--only", nargs="+", metavar="NAME", help="rows: minilm, sentences, bert-base, latency-10, int8, ..."
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME", help=", ".join(SIDES))
     parser.add_argument("--threads", type=int, metavar="N", help="of every side (default: as torch has)")
     parser.add_argument("--texts", type=int, default=320, metavar="N", help="of the mixture (default: 320)")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="of each side (default: 3)")
     parser.add_argument("--layers", type=int, metavar="N", help="of random models (default: as their kind has)")
-    parser.add_argument("--peak-of", choices=(BASELINE, SUBJECT), help=argparse.SUPPRESS)
     return parser
 
 
@@ -217,27 +198,6 @@ def _int8(options: argparse.Namespace) -> None:
     _print_row("int8 of FastGen", {name: [seconds for seconds, _ in each] for name, each in found.items()}, "")
 
 
-def _memory(arguments: Sequence[str]) -> None:
-    """Each side in a process of its own."""
-    found = {}
-    for side in (BASELINE, SUBJECT):
-        command = [sys.executable, "-m", "benchmarks.encoders", *arguments, "--peak-of", side]
-        # What it says when it fails is shown.
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found[side] = json.loads(done.stdout.splitlines()[-1])
-    print(f"\n| memory, MiB | {BASELINE} | {SUBJECT} | part |\n| --- | --- | --- | --- |")
-    for name, what in _MEMORY.items():
-        one, other = found[BASELINE][name] / 2**20, found[SUBJECT][name] / 2**20
-        print(f"| {what} | {one:.1f} | {other:.1f} | {other / one:.2f} |", flush=True)
-
-
-_MEMORY = {
-    "growth": "at the peak, beyond the process with its loaded model",
-    "whole": "the whole process at the peak",
-    "weights": "of that, weights",
-}
-
-
 def _print_row(name: str, times: Times, difference: str) -> None:
     """Medians, and how many times as fast as each other side FastGen is: of medians, and of runs after each other."""
     medians = ", ".join(f"{side} {format_seconds(statistics.median(each))}" for side, each in times.items())
@@ -251,24 +211,18 @@ def _print_row(name: str, times: Times, difference: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table in Markdown. Returns 1 if results differ by more than 1e-5 of the largest number, else 0."""
-    given, parser = list(sys.argv[1:] if arguments is None else arguments), _parser()
-    options = parser.parse_args(given)
-    with tempfile.TemporaryDirectory() as temporary:
-        is_default = options.model is None and options.layers is None
-        if is_default and (folder := unpacked(Path(temporary))) is not None:
-            given += ["--model", str(folder)]
-        return _measured(parser.parse_args(given), given)
-
-
-def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
     fastgen.enable(padding="zero")
     torch.manual_seed(SEED)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.peak_of:
-        model, some = minilm(options.model, options.layers), batches(mixture(options.texts), BATCH)
-        print(json.dumps(peak(model, some, options.peak_of)))
-        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        if options.model is None and options.layers is None:
+            options.model = unpacked(Path(temporary))
+        return _measured(options)
+
+
+def _measured(options: argparse.Namespace) -> int:
     wanted, are_same = options.only, True
     names = [side for side in SIDES if side in {*options.sides, BASELINE, SUBJECT}]
     print("| | medians of the times | FastGen is | largest difference |\n| --- | --- | --- | --- |", flush=True)
@@ -286,8 +240,6 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         show("sentences", sentences(options.model, options.texts, options.repetitions))
     if not wanted or "int8" in wanted:
         _int8(options)
-    if not wanted or "memory" in wanted:
-        _memory(arguments)
     return 0 if are_same else 1
 
 

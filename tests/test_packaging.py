@@ -111,9 +111,13 @@ def environment_with(wheel: Path, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tree, tmp_path_factory) -> Path:
+def wheel(tree, shared_folder) -> Path:
     """With the libraries of this tree, which `make setup` has compiled."""
-    return build_wheel(tree, tmp_path_factory.mktemp("wheel"), [*(ROOT / "fastgen" / "ops").glob("libfastgen_*")])[0]
+    with shared_folder("wheel") as (folder, is_new):
+        if is_new:
+            build_wheel(tree, folder, [*(ROOT / "fastgen" / "ops").glob("libfastgen_*")])
+    (found,) = folder.glob("fastgen_transformers-*.whl")
+    return found
 
 
 @pytest.mark.long

@@ -27,10 +27,7 @@ def test_rows_are_measured_and_agree(capsys):
     assert [line.split()[1] for line in lines[2:]] == ["minilm", "latency-10", "int8"]
 
 
-@pytest.mark.long
-def test_the_installed_model_is_the_default(capsys, monkeypatch):
-    """In the processes that measure memory, too."""
-
+def test_the_installed_model_is_the_default(monkeypatch):
     def unpacked(folder):
         encoders.minilm(None, 1).save_pretrained(folder)
         return folder
@@ -40,11 +37,8 @@ def test_the_installed_model_is_the_default(capsys, monkeypatch):
     monkeypatch.setattr(
         encoders, "minilm", lambda folder, layers: seen.append((folder, layers)) or minilm(folder, layers)
     )
-    assert encoders.main([*_HERE[:-2], "--texts", "3", "--only", "latency-10", "memory"]) == 0
+    assert encoders.main([*_HERE[:-2], "--only", "latency-10"]) == 0
     assert [layers for folder, layers in seen if folder] == [None]
-    # That of one layer; six layers would have twice as much.
-    weights = capsys.readouterr().out.splitlines()[-1].split("|")
-    assert 40 < float(weights[2]) < 60
 
 
 def test_the_row_of_int8_says_why_there_is_none(capsys, monkeypatch):

@@ -27,22 +27,6 @@ def call(*words):
     return main([str(word) for word in words])
 
 
-@pytest.fixture(autouse=True)
-def patches_as_before():
-    import fastgen
-
-    yield
-    fastgen.enable()
-
-
-def one_line(capsys):
-    """What was printed on standard error, which must be one line."""
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1, text
-    assert "Traceback" not in text
-    return text
-
-
 def test_every_generation_field_is_an_option_and_none_is_shadowed():
     from transformers import GenerationConfig
 
@@ -99,13 +83,13 @@ def test_words_after_a_double_dash_are_left_alone():
         (["m", "/none/i.txt", "o"], "no such file"),
     ],
 )
-def test_usage_errors_are_one_line(words, message, capsys, monkeypatch, tmp_path):
+def test_usage_errors_are_one_line(words, message, one_line, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert call(*words) == 2
-    assert message in one_line(capsys)
+    assert message in one_line()
 
 
-def test_setup_errors_are_one_line(bart, inputs, tmp_path, capsys):
+def test_setup_errors_are_one_line(bart, inputs, tmp_path, one_line):
     out = tmp_path / "out.txt"
     (tmp_path / "g.json").write_text("{")
     (tmp_path / "short.txt").write_text("x\n")
@@ -123,12 +107,12 @@ def test_setup_errors_are_one_line(bart, inputs, tmp_path, capsys):
         ([bart, inputs, inputs, "--overwrite"], "same file"),
     ):
         assert call(*words, "--quiet", "--device", "cpu") == 2, words
-        assert message in one_line(capsys)
+        assert message in one_line()
     assert not out.exists()
     assert (tmp_path / "taken.txt").read_text() == "old"
 
 
-def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, capsys):
+def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, one_line):
     source, out = tmp_path / "some.txt", tmp_path / "out.txt"
     source.write_text("let there be light\n\nthe earth\n")
     files = {"--score-path": tmp_path / "s.json", "--report": tmp_path / "r.json"}
@@ -140,7 +124,7 @@ def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, capsys):
         path.write_text('{"line": "old"}')
         for resume in ([], ["--resume"]):
             assert call(*words, *resume) == 2
-            assert f"{path} exists already (--overwrite replaces it)" in one_line(capsys)
+            assert f"{path} exists already (--overwrite replaces it)" in one_line()
         assert path.read_text() == '{"line": "old"}'
         path.unlink()
     for path in old:
@@ -158,7 +142,7 @@ def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, capsys):
     assert not old[0].exists()
 
 
-def test_what_is_read_or_written_already_is_never_replaced(bart, inputs, tmp_path, capsys):
+def test_what_is_read_or_written_already_is_never_replaced(bart, inputs, tmp_path, one_line):
     out, config = tmp_path / "out.txt", tmp_path / "g.json"
     config.write_text("{}")
     (tmp_path / "link.txt").symlink_to(inputs)
@@ -179,13 +163,13 @@ def test_what_is_read_or_written_already_is_never_replaced(bart, inputs, tmp_pat
     ):
         for overwrite in ([], ["--overwrite"]):
             assert call(bart, inputs, out, "--reference", reference, "--quiet", *words, *overwrite) == 2, words
-            said = one_line(capsys)
+            said = one_line()
             assert message in said and "the same file" in said
     errors = tmp_path / "out.txt.errors.jsonl"
     before[errors] = b"{}\n"
     errors.write_bytes(before[errors])
     assert call(bart, errors, out, "--overwrite") == 2
-    assert "INPUT and the error file of OUTPUT are the same file" in one_line(capsys)
+    assert "INPUT and the error file of OUTPUT are the same file" in one_line()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -193,17 +177,17 @@ def test_what_is_read_or_written_already_is_never_replaced(bart, inputs, tmp_pat
     "name", ["out.txt.partial", "out.txt.errors.jsonl", "out.txt.errors.jsonl.partial", ".out.txt.unfinished"]
 )
 @pytest.mark.parametrize("options", [[], ["--resume"], ["--overwrite"], ["--resume", "--overwrite"]])
-def test_a_file_that_fastgen_did_not_write_is_never_replaced(bart, inputs, tmp_path, capsys, name, options):
+def test_a_file_that_fastgen_did_not_write_is_never_replaced(bart, inputs, tmp_path, one_line, name, options):
     mine = tmp_path / name
     for content in ("my notes\n", '{"journals": 1}\n', "\0"):
         mine.write_text(content)
         assert call(bart, inputs, tmp_path / "out.txt", *FAST, *options) == 2
-        assert str(mine) in one_line(capsys)
+        assert str(mine) in one_line()
         assert mine.read_text() == content
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.txt", name])
 
 
-def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, capsys, monkeypatch):
+def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, capsys, one_line, monkeypatch):
     """Between the last rename and the removal of the work file: the output is complete."""
     out = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
@@ -216,30 +200,30 @@ def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, cap
     whole = out.read_bytes()
     capsys.readouterr()
     assert call(bart, inputs, out, *FAST) == 2
-    assert "is left from an interrupted run (--resume continues it" in one_line(capsys)
+    assert "is left from an interrupted run (--resume continues it" in one_line()
     assert call(bart, inputs, out, *FAST, "--resume", "--quiet") == 0
-    assert "the output is complete" in one_line(capsys)
+    assert "the output is complete" in one_line()
     assert out.read_bytes() == whole
     assert not Path(f"{out}.partial").exists()
     # Another file of that name is nobody's output.
     assert call(bart, inputs, out, *FAST, "--resume") == 2
-    assert "exists already, and no run is interrupted, so there is nothing to resume" in one_line(capsys)
+    assert "exists already, and no run is interrupted, so there is nothing to resume" in one_line()
 
 
-def test_an_unwritable_output(bart, inputs, tmp_path, capsys, monkeypatch):
+def test_an_unwritable_output(bart, inputs, tmp_path, one_line, monkeypatch):
     # As root every file can be written, so the answer of the system is given for it.
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert call(bart, inputs, tmp_path / "out.txt") == 2
-    assert "permission denied" in one_line(capsys)
+    assert "permission denied" in one_line()
     monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
     assert call(bart, inputs, tmp_path / "out.txt") == 2
-    assert "read-only file system" in one_line(capsys)
+    assert "read-only file system" in one_line()
     monkeypatch.delattr("os.statvfs")
     assert call(bart, inputs, tmp_path / "out.txt") == 2
-    assert "permission denied" in one_line(capsys)
+    assert "permission denied" in one_line()
 
 
-def test_done_and_skipped_and_strict(bart, tmp_path, capsys):
+def test_done_and_skipped_and_strict(bart, tmp_path, capsys, one_line):
     source = tmp_path / "in.txt"
     source.write_text("light\nday\n")
     assert call(bart, source, tmp_path / "out.txt", *FAST) == 0
@@ -248,10 +232,10 @@ def test_done_and_skipped_and_strict(bart, tmp_path, capsys):
     assert "% for post-processing" in said
     source.write_text("light\n\nday\n")
     assert call(bart, source, tmp_path / "out.txt", *FAST, "--quiet", "--overwrite") == 1
-    assert "1 of 3 records skipped" in one_line(capsys)
+    assert "1 of 3 records skipped" in one_line()
     assert (tmp_path / "out.txt").read_text().split("\n")[1] == ""
     assert call(bart, source, tmp_path / "strict.txt", *FAST, "--quiet", "--strict") == 1
-    assert "line 2: the text is empty" in one_line(capsys)
+    assert "line 2: the text is empty" in one_line()
     assert not (tmp_path / "strict.txt").exists()
 
 
@@ -314,7 +298,7 @@ def test_the_last_line_where_fastgen_is_not_hooked(bart, inputs, tmp_path, capsy
     assert said[-1].endswith("; not accelerated: FastGen was not called (python -m fastgen says what it hooks)")
 
 
-def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, one_line, monkeypatch):
     from fastgen.pipeline.generation.run import ModelStage
 
     run = ModelStage.run
@@ -330,7 +314,7 @@ def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, capsys, monkeypatch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelStage, "run", interrupted)
         assert call(*words) == 130
-    said = one_line(capsys)
+    said = one_line()
     assert said.startswith("fastgen-generate: interrupted; to continue: fastgen-generate --resume ")
     assert call(*said.split("to continue: fastgen-generate ")[1].split()) == 0
     assert call(*words[:2], tmp_path / "whole.txt", *words[3:]) == 0

@@ -28,14 +28,6 @@ def call(*words):
     return main([str(word) for word in words])
 
 
-def one_line(capsys):
-    """What was printed on standard error, which must be one line."""
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1, text
-    assert "Traceback" not in text
-    return text
-
-
 @pytest.fixture
 def pairs(tmp_path):
     path = tmp_path / "pairs.txt"
@@ -85,14 +77,14 @@ def test_every_option_is_on_the_command_line():
         (["m", "/none/o", "--calibration", __file__], "does not exist"),
     ],
 )
-def test_wrong_options_are_one_line(words, message, capsys, monkeypatch, tmp_path):
+def test_wrong_options_are_one_line(words, message, one_line, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert call(*words) == 2
-    assert message in one_line(capsys)
+    assert message in one_line()
     assert not list(tmp_path.iterdir())
 
 
-def test_errors_of_models_and_places_are_one_line(bart, pairs, tmp_path, capsys):
+def test_errors_of_models_and_places_are_one_line(bart, pairs, tmp_path, one_line):
     out = tmp_path / "out"
     (tmp_path / "taken").mkdir()
     (tmp_path / "file").write_text("x")
@@ -112,7 +104,7 @@ def test_errors_of_models_and_places_are_one_line(bart, pairs, tmp_path, capsys)
         ),
     ):
         assert call(*words, "--quiet") == 2
-        assert message in one_line(capsys)
+        assert message in one_line()
         assert not out.exists() and not out.with_name("out.partial").exists()
 
 
@@ -151,9 +143,9 @@ def test_rounding_to_nearest_needs_no_text(tmp_path, pairs, capsys):
         capsys.readouterr()
 
 
-def test_what_measures_layers_needs_text(capsys):
+def test_what_measures_layers_needs_text(one_line):
     assert call("m", "o", "--method", "rtn", "--max-error", "0.1") == 2
-    assert "max-error measures layers on calibration text: --calibration FILE" in one_line(capsys)
+    assert "max-error measures layers on calibration text: --calibration FILE" in one_line()
 
 
 def test_a_gguf_file_is_unpacked_and_rounded(tmp_path, capsys):
@@ -186,22 +178,22 @@ def test_a_gguf_file_is_unpacked_and_rounded(tmp_path, capsys):
     torch.testing.assert_close(*logits)
 
 
-def test_a_folder_that_is_missing_is_no_connection_that_failed(tmp_path, capsys, monkeypatch):
+def test_a_folder_that_is_missing_is_no_connection_that_failed(tmp_path, one_line, monkeypatch):
     def fails(*args, **kwargs):
         raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fails)
     assert call("smollm", "out", "--method", "rtn", "--quiet") == 2
-    assert "model smollm cannot be loaded: there is no such folder, and the hub cannot be reached" in one_line(capsys)
+    assert "model smollm cannot be loaded: there is no such folder, and the hub cannot be reached" in one_line()
 
 
-def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, capsys, monkeypatch):
+def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, one_line, monkeypatch):
     words = [bart, tmp_path / "out", "--calibration", pairs, "--quiet", *FAST]
     with monkeypatch.context() as patch:
         patch.setattr(running, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call(*words) == 130
-    said = one_line(capsys)
+    said = one_line()
     assert said.startswith("fastgen-quantize: interrupted; to continue: fastgen-quantize --resume ")
     assert call("--resume", *words) == 0
 

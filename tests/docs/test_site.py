@@ -62,10 +62,11 @@ return faults;
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True)
+def site(shared_folder) -> Path:
+    with shared_folder("site") as (folder, is_new):
+        if is_new:
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+            subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
 

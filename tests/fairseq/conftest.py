@@ -52,8 +52,9 @@ def strict(counted: None) -> None:
 
 
 @pytest.fixture(scope="session")
-def trained_model() -> Any:
+def trained_model(shared_folder: Any) -> Any:
     """A model that has learnt something (see trained.py)."""
     from tests.fairseq import trained
 
-    return trained.train()
+    with shared_folder("trained") as (folder, _):
+        return trained.trained(folder / "weights.pt")

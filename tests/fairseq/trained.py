@@ -6,6 +6,7 @@ Its outputs are as a trained model's are: a few words are likely, the others are
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -57,19 +58,24 @@ def batch(sources: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def train() -> Trained:
-    """The same model each time, from a random state of its own."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
-        return _train()
-
-
-def _train() -> Trained:
+def trained(weights: Path) -> Trained:
+    """The same model each time: with the weights of this file, or trained, which writes the file."""
     words = models.dictionary()
     arguments = models.sizes(dropout=0.0, encoder_layers=1, share_all_embeddings=True)
     transformer.base_architecture(arguments)
     task = Namespace(source_dictionary=words, target_dictionary=words)
-    model = transformer.TransformerModel.build_model(arguments, task).train()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        model = transformer.TransformerModel.build_model(arguments, task)
+        if weights.exists():
+            model.load_state_dict(torch.load(weights))
+        else:
+            _train(model.train())
+            torch.save(model.state_dict(), weights)
+    return Trained(model.eval(), arguments, words)
+
+
+def _train(model: Any) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, _UPDATES, pct_start=0.2)
     for _ in range(_UPDATES):
@@ -82,7 +88,6 @@ def _train() -> Trained:
         loss.backward()
         optimizer.step()
         schedule.step()
-    return Trained(model.eval(), arguments, words)
 
 
 def _padded(rows: list[list[int]], left: bool = False) -> Tensor:
