@@ -40,7 +40,6 @@ def test_identical_and_accelerated(model):
     prompt = torch.randint(3, 60, (2, 12))
     result = fastgen.compare(model, prompt, num_beams=3, max_new_tokens=10)
     assert result.identical and result.accelerated and result.first_difference is None
-    assert result.original.seconds > 0 and result.speedup > 0 and result.first_speedup > 0
     text = str(result)
     assert "tokens: identical" in text and "accelerated: yes" in text
     assert "first call" in text and "later calls" in text
@@ -147,7 +146,7 @@ def test_a_pipeline_takes_iterators_and_data_sets(model):
     data_set = KeyDataset([{"text": text} for text in texts], "text")  # its results are computed as they are read
     for inputs in (iter(texts), data_set, (text for text in texts)):
         result = fastgen.compare(pipeline, inputs, max_new_tokens=4)
-        assert result.identical and result.accelerated and result.original.seconds > 0
+        assert result.identical and result.accelerated
 
 
 def test_a_model_in_a_wrapper_gets_all_inputs(model, monkeypatch):

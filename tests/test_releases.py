@@ -253,7 +253,7 @@ def test_continuous_batching_is_the_librarys() -> None:
 # ---- a release that does not exist
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("names", "reason"),
     [

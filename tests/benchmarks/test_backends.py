@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ import torch
 import fastgen
 from benchmarks import backends, smollm2
 from benchmarks.__main__ import USAGE, main, run_workload
-from benchmarks.backends import Job, Unsupported, elsewhere, generate, llama_cpp_process
+from benchmarks.backends import Job, Unsupported, elsewhere, generate
 from benchmarks.backends.ctranslate2 import CTranslate2
 from benchmarks.backends.llama_cpp import LlamaCpp
 from benchmarks.backends.openvino import OpenVINO
@@ -336,88 +333,3 @@ def test_llama_cpp_says_what_it_cannot_do(options, reason, environments, tmp_pat
 def test_llama_cpp_is_compared_in_the_type_of_the_model(environments, tmp_path):
     with pytest.raises(Unsupported, match="BF16 is compared with models in that type"):
         backends.make("llama.cpp-bf16").setup(beside_a_gguf(tmp_path))
-
-
-class FakeLlama(SimpleNamespace):
-    """As much of the library as the script calls. The next token is made from all tokens of its sequence."""
-
-    llama_logit_bias = type(
-        "llama_logit_bias", (ctypes.Structure,), {"_fields_": [("t", ctypes.c_int32), ("b", ctypes.c_float)]}
-    )
-    __version__ = "7"
-
-    def __init__(self, kind: str):
-        super().__init__(kind=kind, sequences={}, converted=[], forbidden=[])
-
-    def __getattr__(self, name):
-        return lambda *given: SimpleNamespace()  # what has no part in the result
-
-    def llama_model_quantize_default_params(self):
-        return ctypes.c_int()
-
-    def llama_model_quantize(self, file, target, parameters):
-        self.converted.append((file, target))
-        return 0
-
-    def llama_model_load_from_file(self, file, parameters):
-        assert parameters.use_extra_bufts is False
-
-    def llama_model_desc(self, model, said, size):
-        said.value = f"llama {self.kind}".encode()
-
-    def llama_batch_init(self, tokens, embeddings, sequences):
-        names = ("token", "pos", "n_seq_id", "logits")
-        return SimpleNamespace(**{name: [None] * tokens for name in names}, seq_id=[[None] for _ in range(tokens)])
-
-    def llama_vocab_n_tokens(self, vocabulary):
-        return 97
-
-    def llama_sampler_init_logit_bias(self, size, count, biases):
-        self.forbidden = [bias.t for bias in biases]
-
-    def llama_memory_clear(self, memory, data):
-        self.sequences = {}
-
-    def llama_decode(self, context, batch):
-        self.ends = {}
-        for place in range(batch.n_tokens):
-            sequence = self.sequences.setdefault(batch.seq_id[place][0], [])
-            assert batch.pos[place] == len(sequence) and batch.n_seq_id[place] == 1
-            sequence.append(batch.token[place])
-            if batch.logits[place]:
-                self.ends[place] = list(sequence)
-        return 0
-
-    def llama_sampler_sample(self, sampler, context, place):
-        return following(self.ends[place])
-
-
-def following(tokens: list[int]) -> int:
-    return sum((place + 3) * token for place, token in enumerate(tokens)) % 97
-
-
-def test_llama_cpp_gets_each_sequence_without_its_padding(monkeypatch):
-    library = FakeLlama("135M Q4_1")
-    monkeypatch.setitem(sys.modules, "llama_cpp", library)
-    padded, mask = [[0, 0, 5, 8], [9, 7, 6, 4]], [[0, 0, 1, 1], [1, 1, 1, 1]]
-    asked = {"file": "model", "precision": "Q4_1", "threads": 2, "new_tokens": 4, "end": [1, 2]}
-    version, generate = llama_cpp_process.load({**asked, "inputs": {"input_ids": padded, "attention_mask": mask}})
-    expected = [row[-sum(there) :] for row, there in zip(padded, mask, strict=True)]
-    for _ in range(4):
-        expected = [[*row, following(row)] for row in expected]
-    for count in (4, 1):
-        found = generate({"new_tokens": count})
-        assert [row[:4] for row in found] == padded
-        assert [row[4:] for row in found] == [row[-4:][:count] for row in expected]
-    assert version == "7" and library.forbidden == [1, 2] and library.converted == []
-
-
-def test_llama_cpp_converts_the_file(monkeypatch, tmp_path):
-    asked = {"file": "model", "precision": "F32", "threads": 2, "new_tokens": 4, "end": [], "folder": str(tmp_path)}
-    asked["inputs"] = {"input_ids": [[5]], "attention_mask": [[1]]}
-    for kind in ("all F32", "Q4_1"):
-        library = FakeLlama(kind)
-        monkeypatch.setitem(sys.modules, "llama_cpp", library)
-        with nullcontext() if kind == "all F32" else pytest.raises(RuntimeError, match="not F32: llama Q4_1"):
-            llama_cpp_process.load(asked)
-        assert library.converted == [(b"model", str(tmp_path / "model.gguf").encode())]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.measure import alternate, format_seconds, summary, timed
+from benchmarks.measure import alternate, format_seconds, summary
 
 
 def test_summary_keeps_every_run():
@@ -48,11 +48,6 @@ def test_a_backend_that_fails_is_left_out(fails_in):
     with pytest.raises(ValueError, match="it broke"):
         runs.clear()
         alternate(backends, 3)
-
-
-def test_timed_gives_the_result():
-    seconds, value = timed(lambda: "result")
-    assert value == "result" and seconds >= 0
 
 
 @pytest.mark.parametrize(
