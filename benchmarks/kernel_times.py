@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import copy_bandwidth, seconds_of
-from fastgen.ops import best_candidates, decode_attention, kv_write, no_repeat_ngram, rms_norm
+from fastgen.ops import attention, best_candidates, kv_write, no_repeat_ngram, rms_norm
 from fastgen.ops.gpu import grouped_linear
 
 _LEAST_BYTES = 256 * 2**20  # in turn, before an input comes again: several times the cache of an H200
@@ -76,7 +76,7 @@ def attention_case(
             return torch.randn(*shape, device=device, dtype=dtype)
 
         query, keys, values = (
-            tensor(rows, heads, dim),
+            tensor(rows, heads, 1, dim),
             tensor(batch, kv_heads, prefix, dim),
             tensor(batch, kv_heads, prefix, dim),
         )
@@ -85,12 +85,12 @@ def attention_case(
             parts = {
                 "suffix_keys": tensor(rows, kv_heads, suffix, dim),
                 "suffix_values": tensor(rows, kv_heads, suffix, dim),
-                "suffix_length": torch.tensor([suffix], device=device),
+                "suffix_lengths": torch.tensor([suffix], device=device),
                 "ancestry": ancestry.int().to(device),
             }
         return (
-            lambda: decode_attention.decode_attention(query, keys, values, **parts),
-            lambda: decode_attention.reference(query, keys, values, **parts),
+            lambda: attention.decode_attention(query, keys, values, **parts),
+            lambda: attention.reference(query, keys, values, **parts),
         )
 
     return Case(f"attention, {name}", make, numbers * dtype.itemsize)

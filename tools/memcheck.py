@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from fastgen.ops import best_candidates, decode_attention, kv_write, no_repeat_ngram, rms_norm
+from fastgen.ops import attention, best_candidates, kv_write, no_repeat_ngram, rms_norm
 from fastgen.ops import gpu as package
 from fastgen.ops.gpu import grouped_linear
 
@@ -50,14 +50,14 @@ def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
     same(caches[1][:, :, -1], caches[3][:, :, -1], "kv_write", 0.0)
     shared = tensor(batch, heads, prefix, dim)
     options = {
-        "suffix_length": last + 1,
+        "suffix_lengths": last + 1,
         "ancestry": torch.arange(rows, device=device).int().unsqueeze(1).repeat(1, suffix),
         "starts": torch.tensor([0, 5, prefix], device=device),
-        "bias": tensor(1, heads, prefix + suffix),
+        "mask": tensor(1, heads, 1, prefix + suffix),
     }
     for splits in (1, 3):
-        found = decode_attention.decode_attention(new, shared, shared, *caches[:2], **options, splits=splits)
-        wanted = decode_attention.reference(new, shared, shared, *caches[:2], **options)
+        found = attention.decode_attention(new.unsqueeze(2), shared, shared, *caches[:2], **options, splits=splits)
+        wanted = attention.reference(new.unsqueeze(2), shared, shared, *caches[:2], **options)
         same(found, wanted, f"decode_attention in {dtype}", tolerance)
 
 

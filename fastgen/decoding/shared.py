@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 from fastgen.decoding import library_code
 from fastgen.ops.attention import (
     gather_suffix,
+    pays,
     shared_prefix_attention,
     shared_prefix_context,
     shared_prefix_scores,
-    suits_kernel,
 )
 
 # Passed through without building the full tensor: they ask about it, not for its contents.
@@ -335,7 +335,7 @@ def _attention(
     if keys.reader is not None:
         return keys.reader.attend(query, keys, values, attn_mask, scale)
     ancestry, own = keys.ancestry, (keys.suffix, values.suffix)
-    if ancestry is not None and not suits_kernel(query, (keys.prefix, values.prefix), own, attn_mask):
+    if ancestry is not None and not pays(query, (keys.prefix, values.prefix), own, attn_mask):
         ancestry, own = None, (keys.own(), values.own())
     return shared_prefix_attention(query, keys.prefix, values.prefix, *own, attn_mask, scale, ancestry=ancestry)
 

@@ -14,7 +14,6 @@ from importlib import import_module
 OPERATORS = (
     "attention",
     "best_candidates",
-    "decode_attention",
     "elementwise",
     "fingerprint",
     "kv_write",

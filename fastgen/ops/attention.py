@@ -1,10 +1,11 @@
-"""Attention over a prefix that several sequences share and a suffix that each has for itself.
+"""Attention of a decode step: a prefix that several rows share, and a suffix that each has for itself.
 
-One input is continued by `per_input` sequences (its beams, or its returned samples). They have the same prefix: the
-prompt, or the encoder output in cross-attention. Its K/V is stored and read once per input: the queries of all
-sequences of an input become the rows of one matrix product. The split into a shared and an own part is that of
-FastSeq's attention cache optimisation (Yan et al., "FastSeq: Make Sequence Generation Faster", ACL 2021); the softmax
-runs over the scores of both parts together, so the result is that of ordinary attention.
+One input is continued by `per_input` rows (its beams, or its returned samples). They have the same prefix: the prompt,
+or the encoder output in cross-attention. Its K/V is stored and read once per input: the queries of all rows of an input
+become the rows of one matrix product. The split into a shared and an own part is that of FastSeq's attention cache
+optimisation (Yan et al., "FastSeq: Make Sequence Generation Faster", ACL 2021); the softmax runs over the scores of
+both parts together, so the result is that of ordinary attention. The suffix is never moved: when beams are reordered,
+only the table `ancestry` changes.
 
 Shapes, used throughout:
     rows = batch * per_input   sequences, those of one input next to each other
@@ -12,36 +13,272 @@ Shapes, used throughout:
     prefix                  [batch, kv heads, N, dim]
     suffix                  [rows, kv heads, T, dim], or None while there is none
 
-The products `shared_prefix_scores` and `shared_prefix_context` are plain torch, for models with attention code of their
-own. `shared_prefix_attention` is the whole of it: for the few queries of a decoding step it is an operator of that
-name, with kernels in csrc/cpu/shared_prefix_attention.cpp.
+`decode_attention` is the operator, with kernels for the CPU (csrc/cpu/decode_attention.cpp) and for NVIDIA GPUs
+(gpu/attention.py). They cut a sequence into parts that are worked on at the same time and merged by their maxima and
+sums, as in flash-decoding (Dao et al., 2023) and, for a shared prefix, in FlashInfer's cascade inference (Ye et al.,
+2024).
+
+`shared_prefix_scores`, `shared_prefix_context` and `composed` are the same in operations of torch: for models with
+attention code of their own, and for more queries than a decode step has.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library
+from fastgen.ops import _library, gpu
 
-# The most query rows (per_input * query heads per kv head * Q) that go to the kernel: without a suffix, and with one,
-# when the reference has two products each and a softmax instead of one fused kernel. Beyond, blocked matrix products
-# over many rows gain more than is lost in memory traffic; bfloat16 products even have hardware of their own. Measured
-# with AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
+# The most query rows (per_input * query heads per kv head * Q) for which the CPU's kernel takes less time than torch:
+# without a suffix, and with one, when torch has two products each and a softmax instead of one fused kernel. Beyond,
+# blocked matrix products over many rows gain more than is lost in memory traffic; bfloat16 products even have hardware
+# of their own. Measured with AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
 MAX_ROWS = {torch.float32: (12, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
 
 
-backend = functools.partial(_library.backend, "fastgen::shared_prefix_attention")
+backend = functools.partial(_library.backend, "fastgen::decode_attention_out")
 
 
 @functools.cache
 def reads_ancestry(device: str) -> bool:
     """Whether there is a kernel for that kind of device which reads a suffix through a table without gathering it."""
-    return device == "cpu" and _library.has_kernel("fastgen::shared_prefix_attention")
+    return device == "cpu" and _library.has_kernel("fastgen::decode_attention_out")
+
+
+def decode_attention(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    suffix_lengths: Tensor | None = None,
+    ancestry: Tensor | None = None,
+    window: int | None = None,
+    causal: bool = False,
+    row_map: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Scaled dot-product attention of a few queries per row over what its input and its own history have.
+
+    The result is that of `torch.nn.functional.scaled_dot_product_attention` on the full tensors with
+    `enable_gqa=True`. Nothing waits for the device; lengths and tables are read when the kernel runs.
+
+    Args:
+        query: [rows, heads, Q, dim], any floating type.
+        prefix_keys, prefix_values: [batch, kv heads, N, dim] of the same type; values may have another dim. N may be 0.
+        suffix_keys, suffix_values: [rows, kv heads, T, dim], or None both. Of all K/V the last dimension is contiguous.
+        mask: broadcastable to [rows, heads, Q, N + T]; bool (True: attend), or floating: added to the scores.
+        scale: factor on the scores; 1 / sqrt(dim) by default.
+        starts, ends: [batch], int32 or int64: prefix positions outside [start, end) are padding; they are not read. By
+            default all count.
+        suffix_lengths: one integer for all rows, or [rows]: filled positions of the suffix; all T by default. On a
+            CPU a row gets the same bits either way; on a GPU that is so in one part (`splits`), without a window, or
+            where the rows of an input agree.
+        ancestry: [rows, T or more], int32: the row in which suffix position t of a row lies; rows of the same input. By
+            default its own.
+        window: the queries see so many positions, the last of the suffix included; padding counts, a prefix ends at N.
+        causal: the queries of a row belong to the last Q positions of its suffix, and do not see those behind their
+            own. Without a window and a row map.
+        row_map: [rows], int64: the row of the KV cache that each row of the query reads, as far as its own length. Then
+            the suffix may have another number of rows, and `batch`, `starts` and `ends` are those of the cache; without
+            a suffix, a row of the cache is an input. Without an ancestry. On a GPU, what is read is copied.
+        splits: in how many parts a GPU works on a sequence; chosen by default.
+
+    Returns:
+        [rows, heads, Q, dim of the values], in the type of the query; zeros for a query that sees nothing.
+
+    Raises:
+        ValueError: shapes or types are not as above.
+    """
+    given = (query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale)
+    on_gpu = row_map is None and query.dtype in gpu.KERNEL_TYPES and gpu.available(query)
+    if not on_gpu and _suits_cpu(query, mask, starts, ends, suffix_lengths):
+        try:  # it looks at its arguments itself, in less time than Python takes
+            return on_cpu(*given, starts, ends, suffix_lengths, ancestry, window, causal, row_map)
+        except (RuntimeError, IndexError):
+            _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
+            raise
+    _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
+    if on_gpu:
+        from fastgen.ops.gpu import attention as kernels
+
+        return kernels.launch(
+            *given, starts=starts, ends=ends, suffix_lengths=suffix_lengths, ancestry=ancestry, window=window,
+            causal=causal, splits=splits,
+        )  # fmt: skip
+    return reference(
+        *given, starts=starts, ends=ends, suffix_lengths=suffix_lengths, ancestry=ancestry, window=window,
+        causal=causal, row_map=row_map,
+    )  # fmt: skip
+
+
+def on_cpu(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    suffix_lengths: Tensor | None = None,
+    ancestry: Tensor | None = None,
+    window: int | None = None,
+    causal: bool = False,
+    row_map: Tensor | None = None,
+) -> Tensor:
+    """The CPU's kernel, which checks its arguments: RuntimeError where they are not those of `decode_attention`."""
+    out = query.new_empty(*query.shape[:3], prefix_values.shape[3])
+    OPERATOR(
+        out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, starts, ends, suffix_lengths,
+        ancestry, window, causal, row_map,
+    )  # fmt: skip
+    return out
+
+
+def _suits_cpu(
+    query: Tensor, mask: Tensor | None, starts: Tensor | None, ends: Tensor | None, lengths: Tensor | None
+) -> bool:
+    return (
+        query.device.type == "cpu"
+        and query.dtype in gpu.KERNEL_TYPES
+        and (mask is None or mask.dtype in (query.dtype, torch.float32, torch.bool))
+        and _library.has_kernel("fastgen::decode_attention_out")
+        and all(bound is None or (bound.dtype == torch.int32 and bound.is_contiguous()) for bound in (starts, ends))
+        and (lengths is None or lengths.dtype == torch.int64)
+    )
+
+
+def reference(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    suffix_lengths: Tensor | None = None,
+    ancestry: Tensor | None = None,
+    window: int | None = None,
+    causal: bool = False,
+    row_map: Tensor | None = None,
+) -> Tensor:
+    """The operator in plain torch, for any device and type. Arguments as above."""
+    if row_map is not None:
+        inputs = row_map // (1 if suffix_keys is None else len(suffix_keys) // len(prefix_keys))
+        prefix_keys, prefix_values = prefix_keys[inputs], prefix_values[inputs]
+        starts, ends = (None if bound is None else bound[inputs] for bound in (starts, ends))
+        suffix_keys, suffix_values = (None if part is None else part[row_map] for part in (suffix_keys, suffix_values))
+    rows, _, queries, _ = query.shape
+    batch, _, length, _ = prefix_keys.shape
+    if not rows:
+        return query.new_empty(*query.shape[:3], prefix_values.shape[3])
+    position = torch.arange(length, device=query.device).expand(batch, -1)
+    first = 0 if starts is None else starts.unsqueeze(1)
+    seen = (position >= first) & (position < (length if ends is None else ends.unsqueeze(1)))
+    filled: Tensor | int = 0
+    # What is not seen is not read: there may be anything, NaN too.
+    dtype, accurate = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    prefix_keys, prefix_values = (
+        part.masked_fill(~seen[:, None, :, None], 0).to(accurate) for part in (prefix_keys, prefix_values)
+    )
+    seen = seen.repeat_interleave(rows // batch, dim=0)
+    if suffix_keys is not None and suffix_values is not None:
+        capacity = suffix_keys.shape[2]
+        given = torch.tensor(capacity, device=query.device) if suffix_lengths is None else suffix_lengths
+        filled = given.reshape(-1, 1).clamp(0, capacity).expand(rows, -1)
+        is_filled = torch.arange(capacity, device=query.device) < filled
+        if ancestry is not None:
+            sources = torch.where(is_filled, ancestry[:, :capacity], 0)
+            suffix_keys, suffix_values = (gather_suffix(part, sources) for part in (suffix_keys, suffix_values))
+        suffix_keys, suffix_values = (
+            part.masked_fill(~is_filled[:, None, :, None], 0).to(accurate) for part in (suffix_keys, suffix_values)
+        )
+        seen = torch.cat([seen, is_filled], dim=1)
+    if window is not None:
+        seen = seen & (torch.arange(seen.shape[1], device=query.device) >= length + filled - window)
+    seen = seen[:, None, None]
+    if causal:
+        position = torch.arange(seen.shape[3], device=query.device)
+        behind = torch.arange(queries - 1, -1, -1, device=query.device)
+        seen = seen & (position < (length + filled - behind)[:, None, :, None])
+    if mask is not None and mask.dtype == torch.bool:
+        seen, mask = seen & mask, None
+    added = torch.zeros_like(seen, dtype=accurate).masked_fill(~seen, -torch.inf)
+    added = (added if mask is None else added + mask).to(accurate)
+    query = query.to(accurate)
+    return composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, added, scale).to(dtype)
+
+
+def _check(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None,
+    suffix_values: Tensor | None,
+    mask: Tensor | None,
+    suffix_lengths: Tensor | None,
+    ancestry: Tensor | None,
+    window: int | None,
+    causal: bool,
+    row_map: Tensor | None,
+) -> None:
+    """Raises on what the operator does not take. The C++ kernel checks for itself that it reads no other memory."""
+    require = _library.checks("decode_attention", ValueError)
+    require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
+    require(prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim]")
+    require((suffix_keys is None) == (suffix_values is None), "a suffix needs both keys and values")
+    own = suffix_keys is not None
+    require(own or not (causal or suffix_lengths is not None or ancestry is not None), "what is said is of a suffix")
+    require(not causal or (window is None and row_map is None), "a causal call has no window and no row map")
+    rows, heads, queries, dim = query.shape
+    batch, kv_heads, prefix, _ = prefix_keys.shape
+    stored = rows
+    if row_map is not None:
+        stored = batch if suffix_keys is None else len(suffix_keys)
+        fits = row_map.shape == (rows,) and row_map.dtype == torch.int64 and ancestry is None
+        require(fits, "a row map must be [rows], int64, and without an ancestry")
+    for what, many, few in (("rows", stored, batch), ("heads", heads, kv_heads)):
+        multiple = many % few == 0 if few > 0 else many == 0
+        require(multiple, f"the {many} {what} of the query must be a multiple of the {few} {what} of the prefix")
+    suffix, value_dim = 0 if suffix_keys is None else suffix_keys.shape[2], prefix_values.shape[3]
+    for name, part, shape in (
+        ("prefix_keys", prefix_keys, (batch, kv_heads, prefix, dim)),
+        ("prefix_values", prefix_values, (batch, kv_heads, prefix, value_dim)),
+        ("suffix_keys", suffix_keys, (stored, kv_heads, suffix, dim)),
+        ("suffix_values", suffix_values, (stored, kv_heads, suffix, value_dim)),
+    ):
+        if part is not None:
+            right = part.dtype == query.dtype and part.device == query.device and tuple(part.shape) == shape
+            given = f"{list(part.shape)} {part.dtype} on {part.device}"
+            require(right, f"{name} must be {list(shape)} {query.dtype} on {query.device}, but is {given}")
+            require(part.shape[3] < 2 or part.stride(3) == 1, f"the last dimension of {name} must be contiguous")
+    if suffix_lengths is not None:
+        fits = suffix_lengths.numel() == 1 or suffix_lengths.shape == (rows,)
+        require(fits and not suffix_lengths.is_floating_point(), "lengths must be one integer, or one for each row")
+    if ancestry is not None:
+        fits = ancestry.dim() == 2 and ancestry.shape[0] == rows and ancestry.shape[1] >= suffix
+        require(fits and ancestry.dtype == torch.int32, f"ancestry must be [{rows}, {suffix} or more], int32")
+    if mask is not None:
+        scores = (rows, heads, queries, prefix + suffix)
+        fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], scores[::-1], strict=False))
+        require(fits, f"the mask {list(mask.shape)} cannot be expanded to {list(scores)}")
+        require(mask.dtype == torch.bool or mask.is_floating_point(), "the mask must be bool or floating")
+
+
+# ---- the same in operations of torch
 
 
 def _by_input(x: Tensor, kv_heads: int, per_input: int) -> Tensor:
@@ -107,41 +344,23 @@ def shared_prefix_attention(
     *,
     ancestry: Tensor | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention over a shared prefix and an own suffix.
+    """`decode_attention` of any number of queries: by the kernel, or in plain torch where that takes less time.
 
-    The result is that of `torch.nn.functional.scaled_dot_product_attention` on the full tensors with
-    `enable_gqa=True`, `dropout_p=0` and `is_causal=False`, for the same `attn_mask` and `scale`.
-
-    Args:
-        query: [rows, heads, Q, dim], any floating dtype.
-        prefix_keys, prefix_values: [batch, kv heads, N, dim] of the same dtype; values may have another dim than keys.
-        suffix_keys, suffix_values: [rows, kv heads, T, dim], or None both.
-        mask: broadcastable to [rows, heads, Q, N + T]; bool (True: attend) or additive in the dtype of the query.
-        scale: factor on the scores; 1 / sqrt(dim) by default.
-        ancestry: [rows, T], int32: suffix position t of row r is stored in row `ancestry[r, t]` of the suffix tensors;
-            in row r itself by default. So rows that continue others need not be moved.
-
-    Returns:
-        [rows, heads, Q, dim of the values], in the dtype of the query. A query that may attend to nothing gives zeros.
-
-    Raises:
-        RuntimeError: a shape, a type or a device is not as above.
+    The arguments are as there, with the types that autocast lets differ. RuntimeError where they do not fit.
     """
-    if not suits_kernel(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), mask):
-        return composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
-    return torch.ops.fastgen.shared_prefix_attention.default(
-        query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry
-    )
+    if pays(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), mask):
+        return on_cpu(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry)
+    return composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
 
 
-def suits_kernel(
+def pays(
     query: Tensor, prefix: tuple[Tensor, Tensor], suffix: tuple[Tensor | None, Tensor | None], mask: Tensor | None
 ) -> bool:
-    """Whether the kernel takes these arguments of `shared_prefix_attention`, and less time than plain torch."""
+    """Whether the kernel of the CPU takes these arguments of `decode_attention`, and less time than plain torch."""
     device, dtype = query.device.type, query.dtype
     if device != "cpu" or dtype not in MAX_ROWS or (dtype.itemsize == 2 and not _converts_halves()):
         return False
-    if query.dim() != 4 or prefix[0].dim() != 4:
+    if query.dim() != 4 or prefix[0].dim() != 4 or not reads_ancestry(device):
         return False
     if query.shape[:3].numel() > prefix[0].shape[:2].numel() * MAX_ROWS[dtype][suffix[0] is not None]:
         return False
@@ -160,12 +379,6 @@ def _converts_halves() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The operator in plain torch, for any device. Arguments as in the schema."""
-    _check(*args, **kwargs)
-    return composed(*args, **kwargs)
-
-
 def composed(
     query: Tensor,
     prefix_keys: Tensor,
@@ -176,7 +389,10 @@ def composed(
     scale: float | None = None,
     ancestry: Tensor | None = None,
 ) -> Tensor:
-    """Made of operations of torch, which take what autocast makes of types that differ."""
+    """Attention of any number of queries, in operations of torch, which take what autocast makes of types that differ.
+
+    Half-precision scores and weights are rounded, as torch does it; `reference` computes in float32.
+    """
     if query.shape[0] == 0 or query.shape[2] == 0:
         return query.new_empty(*query.shape[:3], prefix_values.shape[3])
     if mask is not None:
@@ -214,7 +430,7 @@ def gather_suffix(suffix: Tensor, ancestry: Tensor) -> Tensor:
 def _prefix_attention(
     query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """`shared_prefix_attention` without a suffix: one fused kernel, whose rows are the sequences of an input."""
+    """`composed` without a suffix: one fused kernel, whose rows are the sequences of an input."""
     rows, heads, length, _ = query.shape
     batch, kv_heads, prefix_length, _ = prefix_keys.shape
     per_input = rows // batch
@@ -229,57 +445,9 @@ def _prefix_attention(
     return _by_row(context, heads, per_input)
 
 
-def _check(
-    query: Tensor,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    suffix_keys: Tensor | None = None,
-    suffix_values: Tensor | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    ancestry: Tensor | None = None,
-) -> None:
-    """Raises on what the operator does not take. The C++ kernel checks for itself that it reads no other memory."""
-    require = _library.checks("shared_prefix_attention", RuntimeError)
-    require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
-    require(prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim]")
-    require((suffix_keys is None) == (suffix_values is None), "a suffix needs both keys and values")
-    require(suffix_keys is None or suffix_keys.dim() == 4, "the suffix must be [rows, kv heads, T, dim]")
-    require(suffix_keys is not None or ancestry is None, "ancestry needs a suffix")
-    rows, heads, queries, dim = query.shape
-    batch, kv_heads, prefix, _ = prefix_keys.shape
-    suffix, value_dim = 0 if suffix_keys is None else suffix_keys.shape[2], prefix_values.shape[3]
-    for what, many, few in (("rows", rows, batch), ("heads", heads, kv_heads)):
-        multiple = many % few == 0 if few > 0 else many == 0
-        require(multiple, f"the {many} {what} of the query must be a multiple of the {few} {what} of the prefix")
-    for name, part, dtype, shape in (
-        ("prefix_keys", prefix_keys, query.dtype, (batch, kv_heads, prefix, dim)),
-        ("prefix_values", prefix_values, query.dtype, (batch, kv_heads, prefix, value_dim)),
-        ("suffix_keys", suffix_keys, query.dtype, (rows, kv_heads, suffix, dim)),
-        ("suffix_values", suffix_values, query.dtype, (rows, kv_heads, suffix, value_dim)),
-        ("ancestry", ancestry, torch.int32, (rows, suffix)),
-    ):
-        if part is not None:
-            right = part.dtype == dtype and part.device == query.device and tuple(part.shape) == shape
-            given = f"{list(part.shape)} {part.dtype} on {part.device}"
-            require(right, f"{name} must be {list(shape)} {dtype} on {query.device}, but is {given}")
-    if mask is not None:
-        scores = (rows, heads, queries, prefix + suffix)
-        fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], scores[::-1], strict=False))
-        require(fits, f"the mask {list(mask.shape)} cannot be expanded to {list(scores)}")
-        known = mask.dtype in (torch.bool, torch.float32, query.dtype)
-        require(known, "the mask must be bool, float32 or of the type of the query")
-
-
-def _fake(query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    _check(query, prefix_keys, prefix_values, *args, **kwargs)
-    return query.new_empty(*query.shape[:3], prefix_values.shape[3])
-
-
 _library.define(
-    "shared_prefix_attention(Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys=None, "
-    "Tensor? suffix_values=None, Tensor? mask=None, float? scale=None, *, Tensor? ancestry=None) -> Tensor",
-    reference,
-    _fake,
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "decode_attention_out(Tensor(a!) out, Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys, "
+    "Tensor? suffix_values, Tensor? mask, float? scale, Tensor? starts, Tensor? ends, Tensor? suffix_lengths, "
+    "Tensor? ancestry, int? window, bool causal, Tensor? row_map) -> ()"
 )
+OPERATOR = torch.ops.fastgen.decode_attention_out.default

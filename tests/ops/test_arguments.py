@@ -104,31 +104,31 @@ def decode_arguments(**changed: Any) -> dict[str, Any]:
     prefix = {"prefix_keys": torch.randn(1, 1, 2, 4), "prefix_values": torch.randn(1, 1, 2, 4)}
     suffix = {"suffix_keys": torch.randn(2, 1, 3, 4), "suffix_values": torch.randn(2, 1, 3, 4)}
     return {
-        "out": torch.zeros(2, 1, 4), "query": torch.randn(2, 1, 4), **prefix, **suffix, "starts": None, "ends": None,
-        "suffix_length": torch.tensor(3), "ancestry": None, "bias": None, "scale": None, "window": None, "queries": 1,
-        "owners": None, **changed,
+        "out": torch.zeros(2, 1, 1, 4), "query": torch.randn(2, 1, 1, 4), **prefix, **suffix, "mask": None,
+        "scale": None, "starts": None, "ends": None, "suffix_lengths": torch.tensor(3), "ancestry": None,
+        "window": None, "causal": False, "row_map": None, **changed,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["ancestry", "owners", "suffix_length", "starts", "ends"])
+@pytest.mark.parametrize("name", ["ancestry", "row_map", "suffix_lengths", "starts", "ends"])
 def test_decode_attention_into_its_indices(name):
     memory = torch.zeros(8, dtype=torch.int64)
     as_int32 = memory.view(torch.int32)
     indices = {
-        "ancestry": as_int32[:6].view(2, 3), "owners": memory[:2], "suffix_length": memory[0], "starts": as_int32[:1],
-        "ends": as_int32[:1],
+        "ancestry": as_int32[:6].view(2, 3), "row_map": memory[:2], "suffix_lengths": memory[0],
+        "starts": as_int32[:1], "ends": as_int32[:1],
     }  # fmt: skip
-    out = memory.view(torch.float32)[:8].view(2, 1, 4)
+    out = memory.view(torch.float32)[:8].view(2, 1, 1, 4)
     assert_refused(ops.decode_attention_out, decode_arguments(out=out, **{name: indices[name]}), "shares memory")
 
 
 @pytest.mark.parametrize("dim", [2**40, 2**62])
 def test_decode_attention_without_keys_but_with_a_huge_head(dim):
     empty = torch.empty(1, 1, 0, dim)
-    query = torch.zeros(1, 1, 1).expand(1, 1, dim)
+    query = torch.zeros(1, 1, 1, 1).expand(1, 1, 1, dim)
     args = decode_arguments(
-        out=torch.zeros(1, 1, 4), query=query, prefix_keys=empty, prefix_values=torch.empty(1, 1, 0, 4),
-        suffix_keys=None, suffix_values=None, suffix_length=None,
+        out=torch.zeros(1, 1, 1, 4), query=query, prefix_keys=empty, prefix_values=torch.empty(1, 1, 0, 4),
+        suffix_keys=None, suffix_values=None, suffix_lengths=None,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="a head of more than"):
         ops.decode_attention_out(*args.values())

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fastgen.ops import _library
 from fastgen.ops import gpu as package
-from fastgen.ops.decode_attention import decode_attention, reference
-from tests.ops.gpu.test_decode_attention import PLAIN, TOLERANCE, TYPES, assert_right, expected, make
-from tests.ops.gpu.test_decode_attention import cases as gpu_cases
+from fastgen.ops.attention import decode_attention, reference
+from tests.ops.gpu.test_attention import PLAIN, TOLERANCE, TYPES, assert_right, expected, make
+from tests.ops.gpu.test_attention import cases as gpu_cases
 from tests.ops.instructions import instruction_set
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -59,7 +59,7 @@ def arguments_of(case):
     capacity = arguments["suffix_keys"].shape[2] if "suffix_keys" in arguments else 0
     if capacity and case["filled"] is not None:
         filled = min(max(case["filled"], 0), capacity)
-        arguments["suffix_length"].fill_(case["filled"])
+        arguments["suffix_lengths"].fill_(case["filled"])
         for name in ("suffix_keys", "suffix_values"):
             arguments[name].normal_(generator=generator)[:, :, filled:] = math.nan
         if "ancestry" in arguments:
@@ -69,31 +69,31 @@ def arguments_of(case):
     rows, heads = arguments["query"].shape[:2]
     positions = prefix + capacity
     shape = {
-        "a number": (1,), "positions": (positions,), "heads": (heads, positions), "rows": (rows, 1, positions),
-        "rows and heads": (rows, heads, 1), "all": (rows, heads, positions), "all masked": (1, 1, positions),
+        "a number": (1,), "positions": (positions,), "heads": (heads, 1, positions), "rows": (rows, 1, 1, positions),
+        "rows and heads": (rows, heads, 1, 1), "all": (rows, heads, 1, positions), "all masked": (1, 1, 1, positions),
     }.get(case["bias"])  # fmt: skip
     if shape is not None:
         bias = torch.randn(shape, generator=generator)
         bias[torch.rand(shape, generator=generator) < (2 if case["bias"] == "all masked" else 0.2)] = -math.inf
-        arguments["bias"] = bias.to(case["dtype"] if case["bias_type"] == "query" else torch.float32)
+        arguments["mask"] = bias.to(case["dtype"] if case["bias_type"] == "query" else torch.float32)
     if case["embedded"]:
-        for name in ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "bias"):
+        for name in ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "mask"):
             if name in arguments:
                 arguments[name] = embedded(arguments[name])
     return arguments
 
 
-NAMES = ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "starts", "ends", "suffix_length",
-         "ancestry", "bias", "scale", "window", "queries", "owners")  # fmt: skip
+NAMES = ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "mask", "scale", "starts", "ends",
+         "suffix_lengths", "ancestry", "window", "causal", "row_map")  # fmt: skip
 
 
 def kernel(out=None, **arguments):
     """The operator itself, into memory that holds NaN."""
     if out is None:
         query, values = arguments["query"], arguments["prefix_values"]
-        out = query.new_full((*query.shape[:2], values.shape[3]), math.nan)
+        out = query.new_full((*query.shape[:3], values.shape[3]), math.nan)
     torch.ops.fastgen.decode_attention_out(
-        out, *[arguments.get(name, 1 if name == "queries" else None) for name in NAMES]
+        out, *[arguments.get(name, False if name == "causal" else None) for name in NAMES]
     )
     return out
 
@@ -146,11 +146,11 @@ def test_a_row_gets_the_bits_that_its_length_gives_to_all(name, changes):
     if "ancestry" in arguments:
         own = torch.arange(rows, dtype=torch.int32).unsqueeze(1)
         arguments["ancestry"][:] = torch.where(arguments["ancestry"] < rows, arguments["ancestry"], own)
-    arguments["suffix_length"][0] = 0
+    arguments["suffix_lengths"][0] = 0
     with instruction_set(name):
         found = kernel(**arguments)
-        for row, length in enumerate(arguments["suffix_length"]):
-            wanted = kernel(**(arguments | {"suffix_length": length}))
+        for row, length in enumerate(arguments["suffix_lengths"]):
+            wanted = kernel(**(arguments | {"suffix_lengths": length}))
             assert torch.equal(found[row], wanted[row])
 
 
@@ -173,13 +173,13 @@ def test_against_the_definition(name, dtype):
 def test_rows_that_see_nothing_give_zeros(name, prefix):
     """One that is masked, among others that are not, and an input that is padding."""
     arguments = arguments_of(SIMPLE | {"prefix": prefix, "suffix": 10})
-    bias = torch.zeros(8, 1, prefix + 13)
-    bias[2] = -math.inf
+    mask = torch.zeros(8, 1, 1, prefix + 13)
+    mask[2] = -math.inf
     with instruction_set(name):
-        found = kernel(**arguments, bias=bias)
+        found = kernel(**arguments, mask=mask)
         assert not found[2].any() and found[[0, 1, 3]].any(-1).all()
         arguments["starts"] = torch.tensor([prefix, 0], dtype=torch.int32)
-        arguments["suffix_length"].zero_()
+        arguments["suffix_lengths"].zero_()
         found = kernel(**arguments)
     assert not found[:4].any() and found[4:].any(-1).all() == (prefix > 0)
 
@@ -204,7 +204,7 @@ def test_the_number_of_threads_does_not_matter(changes):
 @needs_kernel
 def test_dimensions_of_the_query_in_any_order():
     arguments = arguments_of(SIMPLE)
-    arguments["query"] = arguments["query"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    arguments["query"] = arguments["query"].permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)
     assert_right(SIMPLE, kernel(**arguments), reference(**arguments).double())
 
 
@@ -219,12 +219,12 @@ def test_inputs_are_left_alone():
 
 ROWS, HEADS, DIM, CAPACITY = 4, 2, 8, 6
 RIGHT = {
-    "query": torch.zeros(ROWS, HEADS, DIM),
+    "query": torch.zeros(ROWS, HEADS, 1, DIM),
     "prefix_keys": torch.zeros(2, HEADS, 5, DIM),
     "prefix_values": torch.zeros(2, HEADS, 5, 3),
     "suffix_keys": torch.zeros(ROWS, HEADS, CAPACITY, DIM),
     "suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 3),
-    "suffix_length": torch.tensor(6),
+    "suffix_lengths": torch.tensor(6),
 }
 
 
@@ -232,12 +232,12 @@ RIGHT = {
 @pytest.mark.parametrize(
     "changes",
     [
-        {"query": torch.zeros(5, HEADS, DIM)},
-        {"query": torch.zeros(ROWS, 3, DIM)},
-        {"query": torch.zeros(ROWS, HEADS, 16)},
-        {"query": torch.zeros(ROWS, HEADS, 1, DIM)},
-        {"query": torch.zeros(ROWS, HEADS, DIM).double()},
-        {"query": torch.zeros(ROWS, HEADS, DIM).half()},
+        {"query": torch.zeros(5, HEADS, 1, DIM)},
+        {"query": torch.zeros(ROWS, 3, 1, DIM)},
+        {"query": torch.zeros(ROWS, HEADS, 1, 16)},
+        {"query": torch.zeros(ROWS, HEADS, DIM)},
+        {"query": torch.zeros(ROWS, HEADS, 1, DIM).double()},
+        {"query": torch.zeros(ROWS, HEADS, 1, DIM).half()},
         {"prefix_keys": torch.zeros(0, HEADS, 5, DIM)},
         {"prefix_keys": torch.zeros(2, 0, 5, DIM)},
         {"prefix_keys": torch.zeros(2, HEADS, 5, DIM).half()},
@@ -249,10 +249,9 @@ RIGHT = {
         {"suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 4)},
         {"suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 3).half()},
         {"suffix_values": None},
-        {"suffix_length": None},
-        {"suffix_length": torch.tensor([1, 2])},
-        {"suffix_length": torch.ones(ROWS, 1).long()},
-        {"suffix_length": torch.tensor(3, dtype=torch.int32)},
+        {"suffix_lengths": torch.tensor([1, 2])},
+        {"suffix_lengths": torch.ones(ROWS, 1).long()},
+        {"suffix_lengths": torch.tensor(3, dtype=torch.int32)},
         {"starts": torch.zeros(3, dtype=torch.int32)},
         {"starts": torch.zeros(2, dtype=torch.int64)},
         {"ends": torch.zeros(2, 1, dtype=torch.int32)},
@@ -262,26 +261,26 @@ RIGHT = {
         {"ancestry": torch.zeros(ROWS - 1, CAPACITY).int()},
         {"ancestry": torch.full((ROWS, CAPACITY), ROWS).int()},
         {"ancestry": torch.full((ROWS, CAPACITY), -1).int()},
-        {"owners": torch.full((ROWS,), ROWS)},
-        {"owners": torch.full((ROWS,), -1)},
-        {"owners": torch.zeros(ROWS - 1, dtype=torch.int64)},
-        {"owners": torch.zeros(ROWS, dtype=torch.int32)},
-        {"owners": torch.zeros(ROWS, dtype=torch.int64), "ancestry": torch.zeros(ROWS, CAPACITY).int()},
-        {"bias": torch.zeros(ROWS, HEADS, 10)},
-        {"bias": torch.zeros(2, HEADS, 11)},
-        {"bias": torch.zeros(1, ROWS, HEADS, 11)},
-        {"bias": torch.zeros(ROWS, HEADS, 11).double()},
-        {"bias": torch.zeros(ROWS, HEADS, 11).half()},
-        {"out": torch.zeros(ROWS, HEADS, 4)},
-        {"out": torch.zeros(ROWS, HEADS, 3).half()},
-        {"out": torch.zeros(ROWS, 3, HEADS).transpose(1, 2)},
+        {"row_map": torch.full((ROWS,), ROWS)},
+        {"row_map": torch.full((ROWS,), -1)},
+        {"row_map": torch.zeros(ROWS - 1, dtype=torch.int64)},
+        {"row_map": torch.zeros(ROWS, dtype=torch.int32)},
+        {"row_map": torch.zeros(ROWS, dtype=torch.int64), "ancestry": torch.zeros(ROWS, CAPACITY).int()},
+        {"mask": torch.zeros(ROWS, HEADS, 1, 10)},
+        {"mask": torch.zeros(2, HEADS, 1, 11)},
+        {"mask": torch.zeros(1, ROWS, HEADS, 1, 11)},
+        {"mask": torch.zeros(ROWS, HEADS, 1, 11).double()},
+        {"mask": torch.zeros(ROWS, HEADS, 1, 11).half()},
+        {"out": torch.zeros(ROWS, HEADS, 1, 4)},
+        {"out": torch.zeros(ROWS, HEADS, 1, 3).half()},
+        {"out": torch.zeros(ROWS, 3, 1, HEADS).transpose(1, 3)},
     ],
     ids=lambda changes: str({name: value if value is None else list(value.shape) for name, value in changes.items()}),
 )
 def test_the_kernel_reads_nothing_else(changes):
     """Whoever calls the operator itself gets an error, not other memory."""
     kernel(**RIGHT)
-    with pytest.raises(RuntimeError, match="decode_attention: |shared_prefix_attention: "):
+    with pytest.raises(RuntimeError, match="decode_attention: "):
         kernel(**(RIGHT | changes))
 
 
@@ -293,16 +292,16 @@ def test_rows_that_read_any_row_of_the_store(name, per_input, suffix):
     case = SIMPLE | {"per_input": per_input, "suffix": suffix, "ancestry": False, "padding": "both", "group": 2}
     stored = arguments_of(case)
     for count in (1, 4, 11):
-        owners = torch.randint(0, len(stored["query"]), (count,))
-        given = stored | {"query": torch.randn(count, *stored["query"].shape[1:]), "owners": owners}
-        each = {part: tensor[owners // per_input] for part, tensor in given.items() if part.startswith("prefix")}
-        each |= {bound: given[bound][owners // per_input] for bound in ("starts", "ends")}
+        row_map = torch.randint(0, len(stored["query"]), (count,))
+        given = stored | {"query": torch.randn(count, *stored["query"].shape[1:]), "row_map": row_map}
+        each = {part: tensor[row_map // per_input] for part, tensor in given.items() if part.startswith("prefix")}
+        each |= {bound: given[bound][row_map // per_input] for bound in ("starts", "ends")}
         if suffix:
-            given["suffix_length"] = torch.randint(0, suffix + 1, (count,))
-            each |= {part: given[part][owners] for part in ("suffix_keys", "suffix_values")}
+            given["suffix_lengths"] = torch.randint(0, suffix + 1, (count,))
+            each |= {part: given[part][row_map] for part in ("suffix_keys", "suffix_values")}
         with instruction_set(name):
             found = decode_attention(**given)
-            assert torch.equal(found, kernel(**(given | each | {"owners": None})))
+            assert torch.equal(found, kernel(**(given | each | {"row_map": None})))
         torch.testing.assert_close(found, reference(**given), rtol=2e-5, atol=2e-5)
 
 
@@ -312,10 +311,10 @@ def test_rows_that_read_any_row_of_the_store(name, per_input, suffix):
         ({}, TOLERANCE[torch.float32]),
         ({"starts": torch.tensor([3, 0]), "ends": torch.tensor([50, 20])}, 0),
         ({"starts": torch.tensor([3, 9, 0, 9]).int()[::2]}, 0),
-        ({"suffix_length": torch.tensor([20]).int()}, 0),
-        ({"bias": torch.randn(2, 73).double()}, 0),
-        ({"bias": torch.randn(2, 73).half()}, 0),
-        ({"bias": torch.randn(73)}, TOLERANCE[torch.float32]),
+        ({"suffix_lengths": torch.tensor([20]).int()}, 0),
+        ({"mask": torch.randn(2, 1, 73).double()}, 0),
+        ({"mask": torch.randn(2, 1, 73).half()}, 0),
+        ({"mask": torch.randn(73)}, TOLERANCE[torch.float32]),
         ("double", 0),
     ],
 )

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.operations import Constant, Operation, Place
-from fastgen.ops import (  # noqa: F401
-    decode_attention,
-    kv_write,
-    search_step,
-)
+from fastgen.ops import attention, kv_write, search_step  # noqa: F401 (define operators)
 
 # Operators that read the sizes of such buffers when they run.
 _FOLLOWING = frozenset(

@@ -11,8 +11,7 @@ from fastgen.decoding import host_memory
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.streams import StreamKV
 from fastgen.decoding.shared import CannotBeCaptured, Parts, SharedKV
-from fastgen.ops.attention import gather_suffix
-from fastgen.ops.decode_attention import decode_attention
+from fastgen.ops.attention import decode_attention, gather_suffix
 from fastgen.ops.kv_write import kv_write
 
 
@@ -296,25 +295,22 @@ class StaticKV:
         Returns:
             [*query.shape[:3], dim of the values].
         """
-        rows, heads, queries, dim = query.shape
-        bias = self._bias(query, mask)
-        context = decode_attention(
-            query.reshape(rows, heads * queries, dim),
+        return decode_attention(
+            query,
             keys.prefix,
             values.prefix,
             keys.suffix,
             values.suffix,
+            self._needed(mask, query.shape[2]),
+            scale,
             starts=self.starts,
             ends=self.ends,
-            suffix_length=self._state.filled if self._suffix else None,
+            suffix_lengths=self._state.filled if self._suffix else None,
             ancestry=keys.ancestry,
-            bias=bias,
-            scale=scale,
             window=self._window,
-            queries=self.width,
-            owners=self._owners,
+            causal=self.width > 1,
+            row_map=self._owners,
         )
-        return context.view(rows, heads, queries, -1)
 
     def leave_out(self, scores: Tensor) -> Tensor:
         """Takes what does not count out of the scores of a model, [rows, heads, queries, prefix + capacity], in place.
@@ -345,21 +341,15 @@ class StaticKV:
         seen = counts | ((position >= self.prefix_capacity) & (position <= own))
         return seen if self._window is None else seen & (position > own - self._window)
 
-    def _bias(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
-        """What is added to the scores, [rows or 1, heads * queries or 1, N + capacity]; None if lengths say it all."""
-        self._check(query.shape[2])
+    def _needed(self, mask: Tensor | None, queries: int) -> Tensor | None:
+        """The mask, with four dimensions; None if lengths say it all."""
+        self._check(queries)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
         if self.host_may_wait:
             # A mask that is left out because everything counts is made all the same where the host may not look at it.
             self._says_nothing_new[:] = [mask is None or self._equals_lengths(mask)]
-        if mask is None or self._says_nothing_new == [True]:
-            return None
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
-        if mask.shape[1:3] == (1, 1):
-            return mask[:, :, 0]
-        return mask.expand(-1, *query.shape[1:3], -1).flatten(1, 2)
+        return None if self._says_nothing_new == [True] else mask
 
     def _equals_lengths(self, mask: Tensor) -> bool:
         rows, _, queries, length = mask.shape

@@ -1,6 +1,6 @@
 """Triton kernels of the operators in `fastgen.ops`, and how they are started.
 
-    best_candidates, decode_attention, kv_write, rms_norm   the launches of operators of those names
+    attention, best_candidates, kv_write, rms_norm          the launches of operators of those names
     grouped_linear                                          linear layers on weights of 4 or 8 bits, and their layout
     _kernels, _grouped_kernels                              the kernels; only their import needs Triton
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastgen.ops import attention, decode_attention, kv_write
+from fastgen.ops import attention, kv_write
 from tests.ops.fuzz.cases import Case, maybe, near, of, size, untouched
 
 _TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
@@ -47,74 +47,47 @@ def _ancestry(rng: random.Random, sizes: _Sizes, length: int) -> Tensor:
     return (own + torch.randint(sizes.per_input, (sizes.rows, length))).int()
 
 
-@of("shared_prefix_attention")
-def shared_prefix_attention(rng: random.Random) -> Case:
-    sizes, dtype, queries = _Sizes(rng), rng.choice(_TYPES), rng.choice((1, 1, 2, 5))
-    query = _random(rng, dtype, sizes.rows, sizes.heads, queries, sizes.dim)
-    suffix, mask, ancestry = [None, None], None, None
-    length = rng.choice((0, 1, size(rng, 80)))
-    if rng.random() < 0.7:
-        suffix = _kv(rng, dtype, sizes, sizes.rows, length)
-        ancestry = maybe(rng, _ancestry(rng, sizes, length))
-    else:
-        length = 0
-    positions = sizes.prefix + length
-    if rng.random() < 0.5:
-        shape = [rng.choice((1, each)) for each in (sizes.rows, sizes.heads, queries)] + [positions]
-        mask = torch.rand(shape) < 0.8 if rng.random() < 0.5 else torch.randn(shape).to(dtype)
-    scale = maybe(rng, 0.3)
-    prefix = _kv(rng, dtype, sizes, sizes.batch, sizes.prefix)
-    given = [query, *prefix, *suffix, mask, scale, ancestry]
-    numbers = [each.float() if isinstance(each, Tensor) and each.is_floating_point() else each for each in given]
-    if positions:
-        wanted = attention.composed(*numbers)
-    else:
-        wanted = torch.zeros(sizes.rows, sizes.heads, queries, sizes.value_dim)
-    return Case(given, lambda args, found: near(found, wanted, _TOLERANCE[dtype]))
-
-
 @of("decode_attention_out")
 def decode_attention_out(rng: random.Random) -> Case:
     sizes, dtype = _Sizes(rng), rng.choice(_TYPES)
-    queries = rng.choice((1, 1, 1, 3))
-    capacity = rng.choice((1, size(rng, 80))) if queries > 1 or rng.random() < 0.7 else None
-    options: dict[str, Any] = {"queries": queries}
-    has_owners = queries == 1 and rng.random() < 0.2
-    rows = rng.choice((1, 2, 3)) if has_owners else sizes.rows
-    query = _random(rng, dtype, rows, sizes.heads * queries, sizes.dim)
+    queries, causal = rng.choice((1, 1, 1, 2, 5)), rng.random() < 0.3
+    capacity = rng.choice((1, size(rng, 80))) if causal or rng.random() < 0.7 else None
+    options: dict[str, Any] = {"causal": causal}
+    has_row_map = not causal and rng.random() < 0.2
+    rows = rng.choice((1, 2, 3)) if has_row_map else sizes.rows
+    query = _random(rng, dtype, rows, sizes.heads, queries, sizes.dim)
     prefix = _kv(rng, dtype, sizes, sizes.batch, sizes.prefix)
-    if has_owners:
+    if has_row_map:
         stored = sizes.batch if capacity is None else sizes.rows
-        options["owners"] = torch.randint(0, stored, (rows,))
+        options["row_map"] = torch.randint(0, stored, (rows,))
     suffix: list[Tensor | None] = [None, None]
     if capacity is not None:
         suffix = list(_kv(rng, dtype, sizes, sizes.rows, capacity))
-        one = rng.random() < 0.6 or has_owners
-        least = queries if queries <= capacity else 0
-        options["suffix_length"] = torch.randint(least, capacity + 1, () if one else (rows,))
-        if not has_owners and rng.random() < 0.6:
+        one = rng.random() < 0.6 or has_row_map
+        least = queries if causal and queries <= capacity else 0
+        options["suffix_lengths"] = maybe(rng, torch.randint(least, capacity + 1, () if one else (rows,)))
+        if not has_row_map and rng.random() < 0.6:
             options["ancestry"] = _ancestry(rng, sizes, capacity)
-    elif not has_owners and sizes.rows != rows:
-        raise AssertionError
     if rng.random() < 0.3:
         options["starts"] = torch.randint(0, sizes.prefix + 1, (sizes.batch,)).int()
     if rng.random() < 0.3:
         options["ends"] = torch.randint(0, sizes.prefix + 1, (sizes.batch,)).int()
-    if queries == 1 and rng.random() < 0.3:
+    if not causal and rng.random() < 0.3:
         options["window"] = rng.choice((0, 1, 17, 10**6))
+    mask, scale = None, maybe(rng, 0.3)
     if rng.random() < 0.4:
-        shape = [rng.choice((1, each)) for each in query.shape[:2]] + [sizes.prefix + (capacity or 0)]
-        options["bias"] = torch.randn(shape).to(rng.choice((dtype, torch.float32)))
-    options["scale"] = maybe(rng, 0.3)
-    names = ("starts", "ends", "suffix_length", "ancestry", "bias", "scale", "window", "queries", "owners")
+        shape = [rng.choice((1, each)) for each in query.shape[:3]] + [sizes.prefix + (capacity or 0)]
+        added = torch.randn(shape).to(rng.choice((dtype, torch.float32)))
+        mask = torch.rand(shape) < 0.8 if rng.random() < 0.4 else added
+    names = ("starts", "ends", "suffix_lengths", "ancestry", "window", "causal", "row_map")
     given = [
-        untouched((*query.shape[:2], sizes.value_dim), dtype), query, *prefix, *suffix,
+        untouched((*query.shape[:3], sizes.value_dim), dtype), query, *prefix, *suffix, mask, scale,
         *(options.get(name) for name in names),
     ]  # fmt: skip
     floats = [None if each is None else each.float() for each in (query, *prefix, *suffix)]
-    if "bias" in options:
-        options["bias"] = options["bias"].float()
-    wanted = decode_attention.reference(*floats, **options)
+    if mask is not None and mask.is_floating_point():
+        mask = mask.float()
+    wanted = attention.reference(*floats, mask, scale, **options)
     return Case(given, lambda args, _: near(args[0], wanted, _TOLERANCE[dtype]))
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fastgen.ops import gpu as package
+from fastgen.ops.attention import decode_attention
 from fastgen.ops.best_candidates import best_continuations
-from fastgen.ops.decode_attention import decode_attention
 from fastgen.ops.gpu.grouped_linear import grouped_linear, pack, rows
 from fastgen.ops.gpu.rms_norm import launch
 from fastgen.ops.kv_write import kv_write
@@ -39,15 +39,15 @@ def attention(dtype, per_input, kv_heads, group, dim, prefix=1024, suffix=144, b
             parts = {
                 "suffix_keys": torch.empty(rows, kv_heads, suffix, dim, dtype=dtype),
                 "suffix_values": torch.empty(rows, kv_heads, suffix, dim, dtype=dtype),
-                "suffix_length": torch.zeros(rows, dtype=torch.int64),
+                "suffix_lengths": torch.zeros(rows, dtype=torch.int64),
                 "ancestry": torch.zeros(rows, suffix, dtype=torch.int32),
             }
         options = dict(more)
         if options.pop("bias", False):
-            options["bias"] = torch.empty(1, heads, prefix + suffix, dtype=dtype)
+            options["mask"] = torch.empty(1, heads, 1, prefix + suffix, dtype=dtype)
         prefix_part = torch.empty(batch, kv_heads, prefix, dim, dtype=dtype)
         ends = torch.zeros(batch, dtype=torch.int32)
-        query = torch.empty(rows, heads, dim, dtype=dtype)
+        query = torch.empty(rows, heads, 1, dim, dtype=dtype)
         decode_attention(query, prefix_part, prefix_part, ends=ends, splits=splits, **parts, **options)
 
     return run

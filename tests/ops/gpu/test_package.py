@@ -19,12 +19,12 @@ blocked = {blocked}
 if blocked:
     sys.modules["triton"] = None
 import torch
-from fastgen.ops import best_candidates, decode_attention, kv_write, rms_norm
+from fastgen.ops import attention, best_candidates, kv_write, rms_norm
 assert blocked or "triton" not in sys.modules
 x, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 3, 8)
 kv_write.kv_write(x, x, cache, cache.clone(), torch.tensor(1))
 assert cache[:, :, 1].eq(1).all()
-assert decode_attention.decode_attention(x, x.unsqueeze(2), x.unsqueeze(2)).eq(1).all()
+assert attention.decode_attention(*[x.unsqueeze(2)] * 3).eq(1).all()
 assert rms_norm.rms_norm(x, torch.ones(8)).sub(1).abs().max() < 1e-5
 assert best_candidates.best_continuations(x[:, 0], torch.zeros(1, 2), 4).scores.shape == (1, 4)
 assert blocked or "triton" not in sys.modules

@@ -1,4 +1,4 @@
-// Shared-prefix attention for one instruction set. Included once for each, inside a namespace of its own that defines
+// Decode attention for one instruction set. Included once for each, inside a namespace of its own that defines
 // Vector and the operations on it (vector_*.h). For that reason there is no include guard, and nothing of the standard
 // library is called but memcpy: a function that the linker merges with its twins of other files must not be compiled
 // for an instruction set that the machine may lack.

@@ -1,4 +1,4 @@
-// The kernels of shared-prefix attention for each instruction set, and the choice at run time.
+// The kernels of decode attention for each instruction set, and the choice at run time.
 #pragma once
 
 #include "problem.h"

@@ -1,4 +1,4 @@
-// Shared-prefix attention on the CPU: one call of the operator as its kernels see it, whatever they are compiled for.
+// Attention of a decode step on the CPU: one call of the operator as its kernels see it, whatever they are compiled for.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,11 @@ struct AttentionProblem {
   // With a window, the last so many positions of prefix and suffix together count.
   bool has_window;
   int64_t window;
-  // Row r reads the suffix of row owners[r] of the store, and the prefix of its input, of which `copies` rows are; null:
-  // its own. With owners, each row counts as an input, and `starts` and `ends` are those of the inputs of the store.
-  const int64_t* owners;
+  // Row r reads the suffix of row row_map[r] of the KV cache, and the prefix of its input, of which `copies` rows are; null:
+  // its own. With a row map, each row counts as an input, and `starts` and `ends` are those of the inputs of the cache.
+  const int64_t* row_map;
   int64_t copies;
-  int64_t stored;  // rows of the store
+  int64_t stored;  // rows of the KV cache
   // The queries of a row belong to its last positions, one to each: none of them sees the positions behind its own.
   bool causal;
   void* output;  // [rows, heads, queries, value_dim], contiguous
@@ -47,11 +47,11 @@ struct AttentionProblem {
   bool fused;
   float* states;
 
-  // The row of the store that has a position of the suffix of `row`: its own one, where the table, which has been checked,
+  // The row of the cache that has a position of the suffix of `row`: its own one, where the table, which has been checked,
   // has been changed since by another thread.
   int64_t named_row(int32_t named, int64_t row) const { return named >= 0 && named < stored ? named : row; }
-  int64_t suffix_of(int64_t row) const { return owners == nullptr ? row : owners[row]; }
-  int64_t prefix_of(int64_t input) const { return owners == nullptr ? input : owners[input] / copies; }
+  int64_t suffix_of(int64_t row) const { return row_map == nullptr ? row : row_map[row]; }
+  int64_t prefix_of(int64_t input) const { return row_map == nullptr ? input : row_map[input] / copies; }
   int64_t length_of(int64_t row) const { return lengths == nullptr ? suffix_length : lengths[row]; }
   // Positions of prefix and suffix together before this one do not count for a row.
   int64_t first_of(int64_t row) const {

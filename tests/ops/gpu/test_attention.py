@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops.decode_attention import decode_attention, reference
-from fastgen.ops.gpu.decode_attention import plan, split_count
+from fastgen.ops.attention import decode_attention, reference
+from fastgen.ops.gpu.attention import plan, split_count
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -54,7 +54,7 @@ def make(case, device):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, case["dtype"])
 
     # A query between others in memory, as a fused projection leaves it.
-    arguments = {"query": tensor(rows, 3, heads, dim)[:, 1]}
+    arguments = {"query": tensor(rows, 3, heads, dim)[:, 1].unsqueeze(2)}
     arguments["prefix_keys"] = tensor(batch, prefix, kv_heads, dim).transpose(1, 2)
     arguments["prefix_values"] = tensor(batch, kv_heads, prefix, value_dim)
     starts, ends = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), prefix)
@@ -88,26 +88,26 @@ def make(case, device):
                 arguments["ancestry"][row, filled:] = 10**6
         for name in ("suffix_keys", "suffix_values"):
             arguments[name].transpose(1, 2)[~is_read.to(device)] = math.nan
-        arguments["suffix_length"] = torch.as_tensor(lengths if case["row_lengths"] else [length], device=device)
+        arguments["suffix_lengths"] = torch.as_tensor(lengths if case["row_lengths"] else [length], device=device)
     else:
         capacity = 0
     if case["bias"] != "none":
         shape = {"head": (1, heads, prefix + capacity), "row": (rows, 1, prefix + capacity)}
         bias = tensor(*shape.get(case["bias"], (rows, heads, prefix + capacity)))
         bias[..., torch.rand(prefix + capacity, generator=generator).to(device) < 0.2] = -math.inf
-        arguments["bias"] = bias
+        arguments["mask"] = bias.unsqueeze(2)
     arguments |= {key: case[key] for key in ("scale", "window")}
     return arguments
 
 
 def expected(arguments):
-    """The definition, a row and a head at a time, in float64 on the CPU."""
+    """The definition for one query a row, a row and a head at a time, in float64 on the CPU."""
     given = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     query, keys, values = (given[k].double() for k in ("query", "prefix_keys", "prefix_values"))
-    rows, heads, dim = query.shape
+    rows, heads, _, dim = query.shape
     batch, kv_heads, prefix, _ = keys.shape
-    lengths = given["suffix_length"].expand(rows).tolist() if "suffix_length" in given else [0] * rows
-    out = torch.zeros(rows, heads, values.shape[3], dtype=torch.float64)
+    lengths = given["suffix_lengths"].expand(rows).tolist() if "suffix_lengths" in given else [0] * rows
+    out = torch.zeros(rows, heads, 1, values.shape[3], dtype=torch.float64)
     scale = given["scale"] if given["scale"] is not None else dim**-0.5
     for row in range(rows):
         b, length = row // (rows // batch), lengths[row]
@@ -125,14 +125,14 @@ def expected(arguments):
             for source, t, where in positions:
                 own = source != "prefix"
                 key = given["suffix_keys"][source, h, t].double() if own else keys[b, h, t]
-                score = float(query[row, head] @ key) * scale
-                if "bias" in given:
-                    score += float(given["bias"].expand(rows, heads, -1)[row, head, where])
+                score = float(query[row, head, 0] @ key) * scale
+                if "mask" in given:
+                    score += float(given["mask"].expand(rows, heads, 1, -1)[row, head, 0, where])
                 scores.append(score)
                 seen.append(given["suffix_values"][source, h, t].double() if own else values[b, h, t])
             if scores and max(scores) > -math.inf:
                 weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
-                out[row, head] = weights @ torch.stack(seen)
+                out[row, head, 0] = weights @ torch.stack(seen)
     return out
 
 
@@ -187,8 +187,8 @@ def test_a_row_gets_the_bits_that_its_length_gives_to_all(per_input, ancestry, d
         arguments["ancestry"].clamp_(max=per_input - 1)
         arguments["ancestry"][per_input:].clamp_(min=per_input)
     found = decode_attention(**arguments, splits=1)
-    for row, length in enumerate(arguments["suffix_length"]):
-        wanted = decode_attention(**(arguments | {"suffix_length": length}), splits=1)
+    for row, length in enumerate(arguments["suffix_lengths"]):
+        wanted = decode_attention(**(arguments | {"suffix_lengths": length}), splits=1)
         assert torch.equal(found[row], wanted[row])
 
 
@@ -202,45 +202,49 @@ def test_inputs_are_left_alone(device):
 
 def test_true_float32(device, kernels):
     """Operands that differ where tf32 has no bits: the difference must not get lost."""
-    query = torch.full((1, 1, 32), 1.0, device=device)
+    query = torch.full((1, 1, 1, 32), 1.0, device=device)
     keys = torch.full((1, 1, 2, 32), 1.0, device=device)
     keys[0, 0, 1] += 2.0**-14
     values = torch.eye(2, device=device).repeat(1, 16).view(1, 1, 2, 32).contiguous()
     result = decode_attention(query, keys, values, scale=2.0**9)
     wanted = torch.softmax(torch.tensor([0.0, 1.0]), 0).to(device)  # (0.5, 0.5) if it does
-    torch.testing.assert_close(result[0, 0, :2], wanted, rtol=0, atol=1e-3)
+    torch.testing.assert_close(result[0, 0, 0, :2], wanted, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("interpreted", ["0", "1"])  # the kernel of the CPU, and Triton's
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query": torch.zeros(5, 2, 8)}, "5 rows are no multiple of 2 inputs"),
-        ({"query": torch.zeros(4, 3, 8)}, "3 heads are no multiple"),
-        ({"query": torch.zeros(4, 2, 16)}, "keys of 8 for a query of 16"),
-        ({"query": torch.zeros(4, 2, 8).double()}, "different types"),
-        ({"suffix_values": None}, "without values"),
-        ({"suffix_keys": None}, "without values"),
-        ({"suffix_keys": None, "suffix_values": torch.zeros(1)}, "without values"),
-        ({"ancestry": torch.tensor(0).int()}, r"\[rows, capacity\]"),
-        ({"prefix_values": torch.tensor(0.0)}, "dimensions"),
-        ({"suffix_length": None}, "needs its length"),
-        ({"suffix_length": torch.tensor([1, 2, 3])}, "one for each row"),
-        ({"suffix_length": torch.ones(4, 1).long()}, "one for each row"),
+        ({"query": torch.zeros(5, 2, 1, 8)}, "5 rows of the query must be a multiple of the 2"),
+        ({"query": torch.zeros(4, 3, 1, 8)}, "3 heads of the query must be a multiple"),
+        ({"query": torch.zeros(4, 2, 8)}, "query must be"),
+        ({"query": torch.zeros(4, 2, 1, 16)}, "prefix_keys must be"),
+        ({"query": torch.zeros(4, 2, 1, 8).double()}, "prefix_keys must be .*float64"),
+        ({"suffix_values": None}, "both keys and values"),
+        ({"suffix_keys": None}, "both keys and values"),
+        ({"suffix_keys": None, "suffix_values": torch.zeros(1)}, "both keys and values"),
+        ({"suffix_keys": None, "suffix_values": None}, "of a suffix"),
+        ({"ancestry": torch.tensor(0).int()}, "ancestry must be"),
+        ({"prefix_values": torch.tensor(0.0)}, "the prefix must be"),
+        ({"suffix_lengths": torch.tensor([1, 2, 3])}, "one for each row"),
+        ({"suffix_lengths": torch.ones(4, 1).long()}, "one for each row"),
         ({"ancestry": torch.zeros(4, 6).long()}, "int32"),
-        ({"ancestry": torch.zeros(4, 5).int()}, r"\[rows, capacity\]"),
-        ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "do not fit"),
+        ({"ancestry": torch.zeros(4, 5).int()}, "ancestry must be"),
+        ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "suffix_keys must be"),
+        ({"mask": torch.zeros(4, 1, 1, 10)}, "cannot be expanded"),
+        ({"mask": torch.zeros(11).long()}, "bool or floating"),
+        ({"causal": True, "window": 3}, "no window"),
     ],
 )
 def test_wrong_arguments(changes, message, interpreted, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     arguments = {
-        "query": torch.zeros(4, 2, 8),
+        "query": torch.zeros(4, 2, 1, 8),
         "prefix_keys": torch.zeros(2, 2, 5, 8),
         "prefix_values": torch.zeros(2, 2, 5, 8),
         "suffix_keys": torch.zeros(4, 2, 6, 8),
         "suffix_values": torch.zeros(4, 2, 6, 8),
-        "suffix_length": torch.tensor(3),
+        "suffix_lengths": torch.tensor(3),
     }
     with pytest.raises(ValueError, match=message):
         decode_attention(**(arguments | changes))
@@ -292,7 +296,7 @@ def test_replays_in_a_graph_with_another_length(device):
     with torch.cuda.graph(graph):
         out = decode_attention(**arguments, splits=4)
     for length in (1, 7, 23):
-        arguments["suffix_length"].fill_(length)
+        arguments["suffix_lengths"].fill_(length)
         out.fill_(math.nan)
         graph.replay()
         assert_right({"dtype": torch.float16}, out, expected(arguments))

@@ -1,4 +1,4 @@
-"""The kernels of `fastgen.ops.decode_attention` on a GPU, and the sizes that they are started with."""
+"""The kernels of `fastgen.ops.attention` on a GPU, and the sizes that they are started with."""
 
 from __future__ import annotations
 
@@ -82,25 +82,35 @@ def launch(
     prefix_values: Tensor,
     suffix_keys: Tensor | None,
     suffix_values: Tensor | None,
+    mask: Tensor | None,
+    scale: float | None,
     *,
     starts: Tensor | None,
     ends: Tensor | None,
-    suffix_length: Tensor | None,
+    suffix_lengths: Tensor | None,
     ancestry: Tensor | None,
-    bias: Tensor | None,
-    scale: float | None,
     window: int | None,
-    queries: int,
+    causal: bool,
     splits: int | None,
 ) -> Tensor:
-    """Starts the kernels; the arguments are those of `decode_attention`, and have been checked."""
+    """Starts the kernels; the arguments are those of `decode_attention`, and have been checked.
+
+    To them a head with several queries is as many heads, one behind the other.
+    """
     from fastgen.ops.gpu import _kernels as kernels
 
+    shape = query.shape[:3]
+    query = query.flatten(1, 2)
     rows, heads, dim = query.shape
     batch, kv_heads, length, _ = prefix_keys.shape
     value_dim = prefix_values.shape[3]
     per_input, group = rows // batch, heads // kv_heads
     capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
+    if suffix_keys is not None and suffix_lengths is None:
+        suffix_lengths = torch.full((1,), capacity, device=query.device)
+    if ancestry is not None and ancestry.stride(1) != 1:
+        ancestry = ancestry.contiguous()
+    bias = None if mask is None else _added(mask, shape, query.dtype)
     chosen = plan(
         batch, kv_heads, per_input * group, max(dim, value_dim), length + per_input * capacity, query.element_size(),
         *gpu.limits(query.device),
@@ -118,13 +128,13 @@ def launch(
         kernels.attend,
         (batch * kv_heads * chosen.m_tiles, splits),
         (
-            query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
+            query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_lengths, ancestry, bias,
             out, part_maximum, part_total, part_context,
             length, capacity, window or 0, kv_heads, float(dim**-0.5 if scale is None else scale),
             query.stride(0), query.stride(1), *prefix_keys.stride()[:3], *prefix_values.stride()[:3],
             *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
             *(no_strides if suffix_values is None else suffix_values.stride()[:3]),
-            0 if suffix_length is None or suffix_length.numel() == 1 else suffix_length.stride(0),
+            0 if suffix_lengths is None or suffix_lengths.numel() == 1 else suffix_lengths.stride(0),
             0 if ancestry is None else ancestry.stride(0),
             *(no_strides if bias is None else bias.expand(rows, heads, length + capacity).stride()), splits,
         ),
@@ -149,7 +159,7 @@ def launch(
         HAS_ANCESTRY=ancestry is not None,
         HAS_BIAS=bias is not None,
         HAS_WINDOW=window is not None,
-        QUERIES=queries,
+        QUERIES=shape[2] if causal else 1,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )  # fmt: skip
@@ -163,4 +173,12 @@ def launch(
             BLOCK_S=gpu.power_of_two(splits),
             num_warps=1 if splits <= 8 else 4,
         )
-    return out
+    return out.view(*shape, value_dim)
+
+
+def _added(mask: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of so many rows, heads and queries, [rows or 1, heads * queries or 1, positions]."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+    return mask[:, :, 0] if mask.shape[1:3] == (1, 1) else mask.expand(-1, *shape[1:], -1).flatten(1, 2)
