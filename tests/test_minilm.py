@@ -16,7 +16,7 @@ import fastgen
 from benchmarks import minilm
 from benchmarks.retrieval import nearest
 from fastgen import settings
-from fastgen.decoding.layers import FastLayers
+from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen_cli.encode import embed
 
@@ -56,7 +56,7 @@ def strict() -> Iterator[None]:
     fastgen.reset_stats()
     yield
     fastgen.enable(padding="exact")
-    FastLayers.drop_kept()
+    cache.drop_all()
 
 
 @pytest.fixture
