@@ -129,8 +129,9 @@ class DraftWeights:
             if self._draft_head is None:
                 self._draft_head = DraftHead.of(self._head, self._weights[self._head].weight)
                 self._head_is_plain = self._draft_head is not None  # without one, it is not tried again
-                if self._draft_head is not None:
-                    self._draft_head.weight.users.add(self)
+            if self._draft_head is not None:
+                self._draft_head.weight.users.add(self)
+                self._draft_head.weight.note_use()
             self._used_head = self._draft_head
         if self._used_head is None and self._head not in self._products:
             self._copy(self._head)
