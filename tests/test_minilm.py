@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 import fastgen
 from benchmarks import minilm
 from fastgen import settings
-from fastgen.decoding.layers import FastLayers
+from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen_cli.encode import embed
 
@@ -55,7 +55,7 @@ def strict() -> Iterator[None]:
     fastgen.reset_stats()
     yield
     fastgen.enable(padding="exact")
-    FastLayers.drop_kept()
+    cache.drop_all()
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """The forms that layers take while a model generates: each stands for the `forward` of one layer.
 
-A quantised copy counts as long as the parameter is the same object, in the same memory, of the same version. Torch does
-not count writing through `parameter.data`. So a call does not use a copy that was made before it began, even if that
-belongs to a call that still runs in another thread, unless the user asks for it (`packed_weights="keep"`).
+A call does not use a quantised copy that was made before it began, even if that belongs to a call that still runs in
+another thread, unless the user asks for it (`packed_weights="keep"`). `fastgen.decoding.weights` has the copies.
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastgen import counters, interrupts, patching
-from fastgen.decoding.parameter_snapshot import ParameterSnapshot, is_plain
-from fastgen.memory import free_host_memory
-from fastgen.ops import quantized_linear
+from fastgen.decoding.modules import is_plain
+from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose
 
 _plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=False)
@@ -37,14 +35,6 @@ _overridden_linear: ContextVar[Products | None] = ContextVar("fastgen_overridden
 def override_linear(products: Products) -> AbstractContextManager[None]:
     """Inside this, the linear layers among these multiply so in the calling thread, if they have a faster form."""
     return patching.held(_overridden_linear, products)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device, with what torch holds of a GPU and does not use."""
-    if device.type != "cuda":
-        return free_host_memory()
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
@@ -181,24 +171,6 @@ class FloatLinear(_LinearForm):
         return None if kernel is None else kernel.multiply(x, by_outputs, bias)
 
 
-class Quantization(NamedTuple):
-    """The form of a quantised copy of a weight.
-
-    Attributes:
-        precision: "int8", "int4" or "bf16".
-        group_size: inputs that share a scale; not for "bf16".
-    """
-
-    precision: str
-    group_size: int
-
-    @property
-    def itemsize(self) -> float:
-        """Bytes of a number, with its share of a scale in float16."""
-        share = 2 / self.group_size
-        return {"bf16": 2.0, "int8": 1.0 + share, "int4": 0.5 + share}[self.precision]
-
-
 class QuantizedLinear(_LinearForm):
     """A linear layer on a quantised copy of its weight, which is made when the layer is used first.
 
@@ -206,33 +178,34 @@ class QuantizedLinear(_LinearForm):
         used: something was multiplied with the copy.
     """
 
-    __slots__ = ("_snapshot", "_transposed", "form", "used")
+    __slots__ = ("_since", "_transposed", "_weight", "form", "used")
 
-    def __init__(self, module: nn.Module, transposed: bool, form: Quantization) -> None:
+    def __init__(self, module: nn.Module, transposed: bool, form: cache.Format) -> None:
         super().__init__(module)
         self.form = form
         self.used = False
         self._transposed = transposed
-        self._snapshot: ParameterSnapshot | None = None
+        self._since = 0
+        self._weight: cache.DerivedWeight | None = None
 
     def _is_exact(self) -> bool:
         return False
 
     def guarded(self) -> Hashable:
-        parameter, snapshot = self._module._parameters.get("weight"), self._snapshot
-        if parameter is None or snapshot is None or not snapshot.is_of(parameter):
+        parameter, weight = self._module._parameters.get("weight"), self._weight
+        if parameter is None or weight is None or not weight.is_of(parameter):
             return None
-        return snapshot.number
+        return weight.number
 
-    def forget(self) -> None:
-        """Drops the copy, and one that another thread is making. Products under way are not disturbed."""
-        self._snapshot = None
+    def begin_call(self) -> None:
+        """A copy that was made before does not count. Products under way are not disturbed."""
+        self._since = cache.now()
 
     def end_call(self) -> None:
         """Only a copy may outlive the call, if the user wants that."""
         self.used = False
-        if self._snapshot is not None and self._snapshot.packed is None:
-            self._snapshot = None
+        if self._weight is not None and self._weight.copy is None:
+            self._weight = None
 
     def _can_do_without(self) -> bool:
         """The result would not be the one that the user asks for."""
@@ -243,23 +216,14 @@ class QuantizedLinear(_LinearForm):
         parameter = parameters.get("weight")
         if parameter is None:
             return None
-        snapshot = self._snapshot  # read once: another thread may replace it
-        if snapshot is None or not snapshot.is_of(parameter):
-            plain = is_plain(self._module, self._dtype, self._device)
-            snapshot = self._snapshot = ParameterSnapshot(parameter, plain)
-        if not snapshot.is_plain or x.shape[-1] != parameter.shape[0 if self._transposed else 1]:
+        weight = self._weight  # read once: another thread may replace it
+        if weight is None or not weight.is_of(parameter):
+            if not is_plain(self._module, self._dtype, self._device):
+                self._weight = None
+                return None
+            weight = self._weight = cache.of(parameter.t() if self._transposed else parameter, self.form, parameter)
+        if x.shape[-1] != parameter.shape[0 if self._transposed else 1]:
             return None  # of an input that does not fit, torch says so
-        if snapshot.packed is None:
-            snapshot.packed = self._packed(parameter)
+        copy = weight.required(self._since)
         self.used = True
-        return quantized_linear.quantized_linear(x, snapshot.packed, parameters["bias"])
-
-    def _packed(self, parameter: Tensor) -> Any:
-        """Raises torch.OutOfMemoryError where memory is too short: no layer goes on in other numbers instead."""
-        size = int(parameter.numel() * self.form.itemsize)
-        if size >= free_memory(parameter.device):
-            raise torch.OutOfMemoryError(
-                f"there is no memory for weights in {self.form.precision}: {size} more bytes are needed. Free some, or "
-                'set weight_dtype="fp32"'
-            )
-        return quantized_linear.pack(parameter.t() if self._transposed else parameter, *self.form)
+        return formats.multiply_low_bit(x, copy, parameters["bias"])

@@ -19,20 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import caches, counters, settings
+from fastgen import counters, settings
 from fastgen.decoding import library_code, norms
 from fastgen.decoding.layer_forms import (
     FloatLinear,
     FunctionForm,
-    Quantization,
     QuantizedLinear,
     Replacement,
     weight_of,
 )
-from fastgen.decoding.modules import modules_of
-from fastgen.decoding.parameter_snapshot import is_plain
+from fastgen.decoding.modules import is_plain, modules_of
+from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
-from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
@@ -84,13 +82,6 @@ class FastLayers:
         with cls._lock:
             return cls._of.setdefault(model, cls(model, kinds, functions))
 
-    @classmethod
-    def drop_kept(cls) -> None:
-        """Drops the quantised copies of all models that do not generate at the moment."""
-        with cls._lock:
-            for layers in list(cls._of.values()):
-                layers._kept = {}
-
     def __enter__(self) -> FastLayers:
         self.enter()
         return self
@@ -115,9 +106,9 @@ class FastLayers:
                 if len(self._users) == 1:
                     self._asked = asked
                     self._install()
-                elif now.packed_weights != "keep":
+                if now.packed_weights != "keep":
                     for layer in self._quantized_layers():
-                        layer.forget()
+                        layer.begin_call()
         except BaseException:
             user.leaving.close()
             raise
@@ -152,7 +143,7 @@ class FastLayers:
             if replacement is None:
                 continue
             former = self._kept.get(module)
-            if type(former) is type(replacement) is QuantizedLinear and former.form == replacement.form:
+            if type(former) is type(replacement) is QuantizedLinear and former.form is replacement.form:
                 replacement = former
             replacement.active = True
             self._installed[module] = replacement  # first: what is noted is taken out
@@ -167,7 +158,7 @@ class FastLayers:
         # What a copy of the model has that was made while it generated is its class's, and is gone when the call is.
         if own is not None and own != type(module).forward.__get__(module):
             if type(own) is QuantizedLinear and settings.current().packed_weights != "keep":
-                own.forget()  # of another model that shares this layer, and generates at the moment
+                own.begin_call()  # of another model that shares this layer, and generates at the moment
             return None  # somebody else's, an adapter's or a hook's
         if not library_code.is_own(type(module).forward):
             return None
@@ -203,7 +194,7 @@ class FastLayers:
 
     def _remove(self) -> None:
         layers = self._quantized_layers()
-        for precision in {layer.form.precision for layer in layers if layer.used}:
+        for precision in {layer.form.name for layer in layers if layer.used}:
             counters.count_accelerated(f"{precision} weights")
         for layer in layers:
             layer.end_call()
@@ -219,9 +210,9 @@ class FastLayers:
 def precision_on(device: torch.device) -> str:
     """The precision of quantised copies that the user asks for, if there are kernels for it on this device."""
     wanted = settings.current().weight_dtype
-    if wanted == "fp32" or not quantized_linear.is_for(device):
+    if wanted == "fp32" or not formats.is_for(device):
         return "fp32"
-    reason = quantized_linear.unavailable(wanted, device)
+    reason = formats.unavailable(wanted, device)
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
@@ -231,12 +222,10 @@ def precision_on(device: torch.device) -> str:
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
     """Weights in groups serve layers in half precision, too."""
     weight = weight_of(module)
-    is_of_type = weight.dtype in quantized_linear.types(precision, weight.device)
-    if not is_of_type or not is_plain(module, weight.dtype, weight.device.type):
+    if not formats.has_low_bit(weight, precision) or not is_plain(module, weight.dtype, weight.device.type):
         return None
-    return QuantizedLinear(module, transposed, Quantization(precision, settings.current().weight_group_size))
+    return QuantizedLinear(module, transposed, formats.low_bit(precision, settings.current().weight_group_size))
 
 
-caches.register(FastLayers.drop_kept)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FastLayers.forget_other_threads)

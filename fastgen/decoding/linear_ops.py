@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fastgen import settings
 from fastgen.decoding.operations import Operation, Place
-from fastgen.decoding.panel_copies import PanelCopy, PanelOp, PanelOps, has_panels
+from fastgen.decoding.panel_ops import PanelOp, PanelOps, has_panels
+from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose, grouped
 from fastgen.ops.linear.choose import GEMM, Kernel
 
@@ -71,7 +72,7 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
     if op is None or not isinstance(place, Place) or place.storage in written or not has_panels(x, weight, bias):
         return op
     # GEMM has the bits of the panels: it stands in for them where there is no copy.
-    return PanelOp(op._replace(kernel=GEMM), result, x, PanelCopy.of(weight), bias)
+    return PanelOp(op._replace(kernel=GEMM), result, x, cache.of(weight, formats.PANELS), bias)
 
 
 def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOp | None:

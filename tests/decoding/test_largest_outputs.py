@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.decoding import output_layer
+from fastgen.decoding import lm_head
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.largest_outputs import ESTIMATE, LARGEST, TOP_TWO
@@ -33,7 +33,7 @@ OTHER = torch.zeros(ROWS, 1, dtype=torch.bool)
 
 @pytest.fixture(autouse=True)
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
 
 
 def logits() -> Tensor:

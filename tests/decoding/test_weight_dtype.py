@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import fastgen
-from fastgen import settings
-from fastgen.decoding import layer_forms, layers
+from fastgen import memory, settings
+from fastgen.decoding import layers
 from fastgen.decoding.layer_forms import FloatLinear, QuantizedLinear
 from fastgen.decoding.layers import FastLayers
+from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 from tests.decoding.layers.tiny import KINDS, each_change, model_of_layers
@@ -33,7 +34,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with torch.no_grad():
         yield found
     fastgen.enable()
-    FastLayers.drop_kept()
+    cache.drop_all()
 
 
 def _skip_without(precision: str) -> None:
@@ -55,7 +56,7 @@ def _precisions(model: nn.Module) -> list[str | None]:
     found = [vars(layer).get("forward") for layer in model]
     of_float = "fp32"
     return [
-        layer.form.precision if type(layer) is QuantizedLinear else of_float if type(layer) is FloatLinear else None
+        layer.form.name if type(layer) is QuantizedLinear else of_float if type(layer) is FloatLinear else None
         for layer in found
     ]
 
@@ -260,7 +261,7 @@ def test_an_input_that_does_not_fit_is_refused_by_torch(precision: str) -> None:
 
 def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer goes on in other numbers: the result would depend on what is free."""
-    monkeypatch.setattr(layer_forms, "free_host_memory", lambda: 100)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 100)
     model, x = nn.Sequential(nn.Linear(20, 20)), torch.randn(2, 20)
     with FastLayers.of(model, KINDS), pytest.raises(torch.OutOfMemoryError, match=f"weights in {precision}"):
         model(x)

@@ -13,7 +13,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
-from fastgen.decoding.layers import FastLayers
+from fastgen.decoding.weights import cache
 from fastgen.ops import gpu as operators
 from fastgen.ops.gpu import grouped_linear
 from fastgen.optimizer.transformers.quantized import replacing
@@ -162,7 +162,7 @@ def test_rounded_weights(family: Any, precision: str, device: torch.device, rows
     after = expected()
     with settings.changed(weight_dtype=precision, weight_group_size=32, packed_weights="keep"):
         assert_same(after, run(model, inputs, GREEDY))
-    FastLayers.drop_kept()
+    cache.drop_all()
 
 
 def test_rounded_weights_that_are_not_kept(device: torch.device, rows: list[int]) -> None:

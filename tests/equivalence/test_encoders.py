@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 import fastgen
 from fastgen import patching, settings
 from fastgen.decoding import layers
+from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose, gemm
 from fastgen.optimizer.transformers.encoders import call, passes, programs
@@ -282,7 +283,7 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     with settings.changed(weight_dtype="int8"), torch.inference_mode():
         torch.testing.assert_close(model(**given).logits, -exact, rtol=0.0, atol=TOLERANCE)
     assert "packed_weights" in str(fastgen.stats()["int8 weights"]["not used"])
-    layers.FastLayers.drop_kept()
+    cache.drop_all()
 
 
 def _gradients(model: Any, given: dict[str, Any]) -> Any:

@@ -37,7 +37,7 @@ TAKING = (
     "decoding/captured/recording.py:_captures", "decoding/host_memory.py:kept", "decoding/host_memory.py:_let_go",
     "decoding/layers.py:__enter__", "decoding/layers.py:__exit__", "decoding/layers.py:_install",
     "decoding/layers.py:_leave", "decoding/layers.py:_remove", "decoding/layers.py:of",
-    "decoding/weight_copies.py:call", "decoding/weight_copies.py:leave", "decoding/narrow_weights.py:suspended",
+    "decoding/weights/cache.py:call", "decoding/weights/cache.py:leave", "decoding/panel_ops.py:suspended",
     "ops/_plan.py:_plan",
     "ops/_plan.py:_close", "ops/_team.py:for_replay", "optimizer/transformers/call.py:__enter__",
     "optimizer/transformers/call.py:__exit__", "optimizer/transformers/call.py:_leave",

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import layers, linear_ops, output_layer
+from fastgen.decoding import layers, linear_ops, lm_head
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
@@ -51,7 +51,7 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is recorded for the first call already. The largest outputs are found with a copy of the weight."""
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
-    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     graph_cache.drop_all()
     replay = Program.replay
 

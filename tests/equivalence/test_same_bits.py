@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, GPT2LMHeadModel
 
 import fastgen
-from fastgen.decoding import layer_forms
+from fastgen import memory
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import gpu as operators
 from fastgen.ops import quantized_linear
@@ -67,7 +67,7 @@ def test_memory_and_earlier_calls_change_no_bit(
     first = check(model, INPUTS, SCORES)
     for _ in range(3):
         _assert_the_same_bits(first, run(model, INPUTS, SCORES))
-    monkeypatch.setattr(layer_forms, "free_host_memory", lambda: 0)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 0)
     graph_cache.drop_all()
     _assert_the_same_bits(first, run(model, INPUTS, SCORES))
 
@@ -135,9 +135,9 @@ def test_no_precision_depends_on_free_memory(precision: str, strict: None, monke
     model = _bart()
     fastgen.enable(weight_dtype=precision)
     plenty = run(model, INPUTS, SCORES)
-    monkeypatch.setattr(layer_forms, "free_host_memory", lambda: 2 * 384 * 1024 + 1)  # enough for each of the weights
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 2 * 384 * 1024 + 1)  # enough for each of the weights
     _assert_the_same_bits(plenty, run(model, INPUTS, SCORES))
-    monkeypatch.setattr(layer_forms, "free_host_memory", lambda: 0)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 0)
     with pytest.raises(torch.OutOfMemoryError, match=f"no memory for weights in {precision}"):
         run(model, INPUTS, SCORES)
 

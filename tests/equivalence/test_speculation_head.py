@@ -10,7 +10,7 @@ import torch
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import output_layer
+from fastgen.decoding import lm_head
 from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
 from fastgen.ops import largest_output
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
@@ -26,7 +26,7 @@ PENALTY = {"repetition_penalty": 1.2}
 
 def estimates(model: Any, precision: str) -> bool:
     """Whether the last step of a draft that was recorded estimates the output layer."""
-    return DraftWeights.of(model, LINEAR_LAYERS, precision, settings.current().weight_group_size)._rough is not None
+    return DraftWeights.of(model, LINEAR_LAYERS, precision, settings.current().weight_group_size)._used_head is not None
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -63,7 +63,7 @@ def test_models_in_half_precision_have_no_estimates() -> None:
     model = copy.deepcopy(KNOWN["llama"].build()).bfloat16()
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, model.get_output_embeddings())
     weights.copy_head(for_largest=True)
-    assert weights._rough is None and model.get_output_embeddings() in weights._products
+    assert weights._used_head is None and model.get_output_embeddings() in weights._products
 
 
 def test_the_copy_of_the_output_layer() -> None:
@@ -77,14 +77,14 @@ def test_the_copy_of_the_output_layer() -> None:
     x = torch.randn(5, 1, head.in_features)
     with weights.used(), torch.no_grad():
         assert head not in weights._products
-        estimated = weights._rough.estimate(x)
+        estimated = weights._used_head.estimate(x)
     exact = (x.flatten(0, 1) @ head.weight.detach().t()).argmax(dim=1)
     assert (weights.largest(estimated[:, -1]) == exact).all()
-    weights._rough.estimate(x)
+    weights._used_head.estimate(x)
     with pytest.raises(OtherLogits):
         weights.largest(estimated[:, -1] + 0.0)
     weights.copy_head(for_largest=True)
-    assert head in weights._products and weights._rough is None
+    assert head in weights._products and weights._used_head is None
     logits = torch.randn(3, 7)
     assert torch.equal(weights.largest(logits), logits.argmax(dim=1))
 
@@ -95,13 +95,13 @@ def test_a_check_of_one_position_estimates_the_outputs(
 ) -> None:
     """As a step of a plain call does, whatever processors ban."""
     found: list[int] = []
-    find_two = output_layer.Step.find_two
+    find_two = lm_head.GreedyHead.find_two
 
-    def counted(step: output_layer.Step, out: torch.Tensor, *more: Any) -> None:
+    def counted(step: lm_head.GreedyHead, out: torch.Tensor, *more: Any) -> None:
         found.append(len(out))
         find_two(step, out, *more)
 
-    monkeypatch.setattr(output_layer.Step, "find_two", counted)
+    monkeypatch.setattr(lm_head.GreedyHead, "find_two", counted)
     monkeypatch.setattr(Pace, "choose", lambda *_, **__: 0)
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())

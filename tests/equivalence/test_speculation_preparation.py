@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import layer_forms
+from fastgen import memory
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.self_draft import DraftWeights
 from fastgen.ops import quantized_linear
@@ -132,7 +132,7 @@ def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is a plain one, and nothing is allocated."""
-    monkeypatch.setattr(layer_forms, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 1000)
     fastgen.enable(captured_step="always")
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())

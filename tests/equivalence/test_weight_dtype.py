@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding.layers import FastLayers
+from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, run
@@ -34,7 +34,7 @@ def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     with settings.changed(weight_dtype=request.param):
         yield request.param
-    FastLayers.drop_kept()
+    cache.drop_all()
 
 
 @pytest.fixture

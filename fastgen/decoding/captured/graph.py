@@ -17,10 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
-from fastgen.decoding import weight_copies
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.weights import cache
 from fastgen.interrupts import undoing
 from fastgen.locks import forkable_lock
 from fastgen.ops import _library
@@ -39,13 +39,13 @@ def taken(device: torch.device) -> Iterator[None]:
     """
     lock = _turn_of(device)
     if lock._is_owned():  # a call inside of another one
-        with weight_copies.call():
+        with cache.call():
             yield
         return
     with undoing(partial(_give_back, lock)):
         if not lock.acquire(blocking=waits(device)):
             raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
-        with weight_copies.call():
+        with cache.call():
             yield
 
 
@@ -75,7 +75,7 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     Nothing that the call needs is in the memory of graphs and programs between two of its own. Nobody waits for a call
     on the CPU, unless the user says always.
     """
-    weight_copies.others_run()
+    cache.others_run()
     if not waits(device):
         yield
         return

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import arena, largest_outputs, linear_ops, output_layer, panel_copies
+from fastgen.decoding import arena, largest_outputs, linear_ops, lm_head, panel_ops
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of, with_out
@@ -38,7 +38,7 @@ class Program:
 
     def __init__(self, memory: arena.Arena = memory, growing: Growing | None = None) -> None:
         self._memory, self._growing = memory, growing
-        self._calls = panel_copies.Calls()
+        self._calls = panel_ops.Calls()
         self._chunks: set[arena.Chunk] = set()
         self.follows = False
 
@@ -50,7 +50,7 @@ class Program:
         """
         with torch._C._InferenceMode(True):
             compiler = _Compiler(record(function)[0], self._memory, self._growing)
-            self._calls, self._chunks = panel_copies.Calls(compiler.calls()), compiler.chunks
+            self._calls, self._chunks = panel_ops.Calls(compiler.calls()), compiler.chunks
             self.follows = compiler.follows
 
     def replay(self) -> None:
@@ -82,13 +82,13 @@ class _Compiler:
         self._read = frozenset(storage for each in recording.operations for storage in each.used)
         self._written = frozenset(storage for each in recording.operations for storage in each.made | each.in_place)
         self._storages = recording.storages
-        self._layers: dict[int, output_layer.Step] = {}
+        self._heads: dict[int, lm_head.GreedyHead] = {}
         self._places = memory.place(_lifetimes(recording, self._groups))
         self.chunks = {chunk for chunk, _ in self._places.values()}
 
-    def calls(self) -> list[Callable[[], object] | panel_copies.PanelOps]:
+    def calls(self) -> list[Callable[[], object] | panel_ops.PanelOps]:
         """Small elementwise operators that follow one another are one call, and so are the products of a group."""
-        found: list[Callable[[], object] | panel_copies.PanelOps] = []
+        found: list[Callable[[], object] | panel_ops.PanelOps] = []
         works = (work for group in self._groups for work in linear_ops.batched([self._work(each) for each in group]))
         for are_small, alike in itertools.groupby(works, lambda work: isinstance(work, list)):
             some: list[Any] = list(alike)
@@ -100,12 +100,12 @@ class _Compiler:
         function = operation.function
         results: list[Any] = [place and self._value(place) for place in operation.fresh]
         if function is largest_outputs.ESTIMATE:
-            layer = self._layers[storage_of(operation.fresh[0])] = output_layer.Step(*results, *args)
-            return partial(layer.estimate)
+            head = self._heads[storage_of(operation.fresh[0])] = lm_head.GreedyHead(*results, *args)
+            return partial(head.estimate)
         if function is largest_outputs.LARGEST:
-            return partial(self._layers[storage_of(operation.leaves[0])].find, *results)
+            return partial(self._heads[storage_of(operation.leaves[0])].find, *results)
         if function is largest_outputs.TOP_TWO:
-            return partial(self._layers[storage_of(operation.leaves[2])].find_two, *args[:2], *args[3:5])
+            return partial(self._heads[storage_of(operation.leaves[2])].find_two, *args[:2], *args[3:5])
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
         ]

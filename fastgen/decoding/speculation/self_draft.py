@@ -1,38 +1,33 @@
 """A model's own weights in few bits, as the draft of the model itself: the same layers, but for their products.
 
-Rounded to 8 bits, a model mostly chooses the tokens that it chooses with its own weights, and a step reads a quarter of
-the bytes. What is drafted is checked with the weights as they are, so a copy that is out of date costs time, not truth.
+Rounded to 8 bits, a model mostly chooses the tokens that it chooses with its own weights, and a step reads a quarter
+of the bytes. What is drafted is verified with the weights as they are: a copy that is out of date costs time, not
+truth.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastgen import caches
 from fastgen.decoding import layer_forms, layers
-from fastgen.decoding.modules import device_of
-from fastgen.decoding.parameter_snapshot import is_plain
+from fastgen.decoding.lm_head import DraftHead
+from fastgen.decoding.modules import device_of, is_plain
+from fastgen.decoding.weights import cache, formats
 from fastgen.locks import forkable_lock
-from fastgen.ops import largest_output, quantized_linear
-from fastgen.ops.linear import as_rows, grouped
-
-# Bytes of a number, without its share of a scale; and the part of the free memory that copies may take.
-_BYTES, _MOST_MEMORY = {"int8": 1.0, "int4": 0.5}, 0.5
-
-# What `quantized_linear.pack` makes.
-_Packed = quantized_linear.PackedWeight | quantized_linear.TiledWeight | quantized_linear.LinedWeight
 
 
 class OtherLogits(Exception):
-    """The model makes other logits of its output layer's outputs: what was guessed from these counts for nothing."""
+    """The model makes other logits of its LM head's outputs: what was guessed from these counts for nothing."""
 
 
 class DraftWeights:
@@ -41,43 +36,40 @@ class DraftWeights:
     Args:
         model: weights that are not plain parameters in float32, bfloat16 or float16 are left out.
         kinds: the classes of linear layers, and whether their weight is stored by inputs.
-        head: the output layer, which `copy_head` copies.
+        head: the LM head, which `copy_head` copies.
         precision: "int8" or "int4".
         group_size: inputs that share a scale.
 
-    Raises:
-        ValueError: there is no weight to copy, or too little memory.
+    Attributes:
+        number: of no others in this process. What is captured with these copies holds them.
     """
 
     _lock = forkable_lock()
-    _of: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], DraftWeights]] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[nn.Module, DraftWeights] = weakref.WeakKeyDictionary()
+    _numbers = itertools.count()
 
     def __init__(
         self, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> None:
-        self.versions = versions(model)
-        self._form = precision, group_size
+        self.number = next(self._numbers)
+        self._device = device_of(model)
+        self._format = formats.low_bit(precision, group_size)
+        self._weights: dict[nn.Module, cache.DerivedWeight] = {}  # tied weights are one
         self._products: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
-        self._packed: dict[int, _Packed] = {}  # by weight: tied ones are packed once
-        self._left: list[tuple[nn.Module, Tensor, bool]] = []  # what is to be copied; whether it is stored by inputs
-        device = device_of(model)
         for module in model.modules():
             transposed, weight = kinds.get(type(module)), module._parameters.get("weight")
-            if transposed is None or weight is None or not is_plain(module, weight.dtype, device.type):
+            if transposed is None or weight is None or not is_plain(module, weight.dtype, self._device.type):
                 continue
-            if weight.numel() < layers.MIN_QUANTISED or weight.dtype not in quantized_linear.types(precision, device):
+            if weight.numel() < layers.MIN_QUANTISED or not formats.has_low_bit(weight, precision):
                 continue
-            self._left.append((module, weight, transposed))
-        if not self._left:
-            raise ValueError("the model has no weights to draft with in few bits")
-        numbers = sum({id(weight): weight.numel() for _, weight, _ in self._left}.values())
-        if numbers * _BYTES[precision] > _MOST_MEMORY * layer_forms.free_memory(device):
-            raise ValueError("too little memory is free for a copy of the weights in few bits")
-        self._head = next((each for each in self._left if each[0] is head), None)
-        self._left = [each for each in self._left if each[0] is not head]
-        self._rough_head: _RoughHead | None = None
-        self._rough: _RoughHead | None = None  # that is in use
+            found = self._weights[module] = cache.of(weight.t() if transposed else weight, self._format, weight)
+            found.users.add(self)
+        self._head = head if head in self._weights else None
+        self._left = [module for module in self._weights if module is not head]
+        self._draft_head: DraftHead | None = None
+        self._used_head: DraftHead | None = None
         self._head_is_plain = True  # its outputs are the logits, as far as is known
+        self._is_dropped = False
 
     @classmethod
     def of(
@@ -85,117 +77,85 @@ class DraftWeights:
     ) -> DraftWeights:
         """Those that are kept with the model, if it has not been changed since."""
         with cls._lock:
-            kept = cls._of.setdefault(model, {})
-            found = kept.get((precision, group_size))
-            if found is None or found.versions != versions(model):
-                kept.clear()
-                found = kept[precision, group_size] = cls(model, kinds, precision, group_size, head)
+            found = cls._of.get(model)
+            if found is None or found._format is not formats.low_bit(precision, group_size) or not found._is_current():
+                found = cls._of[model] = cls(model, kinds, precision, group_size, head)
             return found
 
-    @classmethod
-    def drop_all(cls) -> None:
-        with cls._lock:
-            cls._of.clear()
+    def _is_current(self) -> bool:
+        of = [(module._parameters.get("weight"), weight) for module, weight in self._weights.items()]
+        return not self._is_dropped and all(own is not None and weight.is_of(own) for own, weight in of)
+
+    def forget(self) -> None:
+        """A copy has gone: what drafts with it, or is captured with it, goes, too."""
+        if not self._is_dropped:
+            self._is_dropped = True
+            self._products, self._draft_head, self._used_head = {}, None, None
+            caches.free_captured_steps()
 
     def copy(self, seconds: float = math.inf) -> bool:
-        """Copies weights for about so many seconds; says whether all but the head are. In one thread at a time."""
+        """Copies weights for about so many seconds; says whether all but the head are. In one thread at a time.
+
+        Raises:
+            ValueError: there is no weight to copy, or too little memory.
+        """
+        if not self._weights:
+            raise ValueError("the model has no weights to draft with in few bits")
+        missing = {weight for weight in map(self._weights.__getitem__, self._left) if weight.current() is None}
+        if missing and not cache.has_memory(sum(self._format.nbytes(each.weight) for each in missing), self._device):
+            raise ValueError("too little memory is free for a copy of the weights in few bits")
+        for weight in self._weights.values():
+            weight.note_use()
         end = time.perf_counter() + seconds
         while self._left and time.perf_counter() < end:
-            self._copy(*self._left.pop())
+            self._copy(self._left.pop())
         return not self._left
 
-    def _copy(self, module: nn.Module, weight: Tensor, transposed: bool) -> None:
-        if id(weight) not in self._packed:
-            with torch.no_grad():
-                rows = weight.t() if transposed else weight
-                self._packed[id(weight)] = quantized_linear.pack(rows, *self._form)
-        self._products[module] = partial(_multiply, self._packed[id(weight)], module)
+    def _copy(self, module: nn.Module) -> None:
+        copy = self._weights[module].optional()
+        if copy is not None:
+            self._products[module] = partial(_multiply, copy, module)
 
     def copy_head(self, for_largest: bool = False) -> None:
-        """Copies the output layer, if need be: before it is `used`, and not while a step is recorded.
+        """Copies the LM head, if need be: before it is `used`, and not while a step is recorded.
 
         Args:
             for_largest: of the logits nobody wants to know more than the `largest`.
         """
-        self._rough = None
+        self._used_head = None
         if self._head is None:
             return
-        module, weight, transposed = self._head
-        if for_largest and self._head_is_plain and _RoughHead.serves(module, weight, transposed):
-            if self._rough_head is None:
-                copy = largest_output.rough_copy_of(weight)
-                self._rough_head = None if copy is None else _RoughHead(module, weight, copy)
-                self._head_is_plain = copy is not None  # without one, it is not tried again
-            self._rough = self._rough_head
-        if self._rough is None and module not in self._products:
-            self._copy(module, weight, transposed)
+        if for_largest and self._head_is_plain:
+            if self._draft_head is None:
+                self._draft_head = DraftHead.of(self._head, self._weights[self._head].weight)
+                self._head_is_plain = self._draft_head is not None  # without one, it is not tried again
+            if self._draft_head is not None:
+                self._draft_head.weight.users.add(self)
+                self._draft_head.weight.note_use()
+            self._used_head = self._draft_head
+        if self._used_head is None and self._head not in self._products:
+            self._copy(self._head)
 
     def used(self) -> AbstractContextManager[None]:
         """Inside this, the calling thread's forward passes multiply with the copies that there are."""
-        if self._rough is None or self._head is None:
+        if self._used_head is None or self._head is None:
             return layer_forms.override_linear(self._products)
-        return layer_forms.override_linear({**self._products, self._head[0]: self._rough.estimate})
+        return layer_forms.override_linear({**self._products, self._head: self._used_head.estimate})
 
     def largest(self, logits: Tensor) -> Tensor:
         """The largest of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
 
         Raises:
-            OtherLogits: they are no outputs of the output layer. After another `copy_head`, that does not matter.
+            OtherLogits: they are no outputs of the LM head. After another `copy_head`, that does not matter.
         """
-        if self._rough is None:
+        if self._used_head is None:
             return logits.argmax(dim=-1)
-        found = self._rough.largest(logits)
+        found = self._used_head.largest(logits)
         if found is None:
             self._head_is_plain = False
             raise OtherLogits
         return found
 
 
-class _RoughHead:
-    """An output layer in 4 bits. The few outputs that may be the largest are computed from the weight as it is."""
-
-    def __init__(self, module: nn.Module, weight: Tensor, copy: largest_output.Copy) -> None:
-        self._module, self._weight, self._copy = module, weight.detach(), copy
-        self._x: Tensor | None = None
-        self._estimates: Tensor | None = None
-
-    @staticmethod
-    def serves(module: nn.Module, weight: Tensor, transposed: bool) -> bool:
-        """Whether there is a kernel for this layer, whose weight may be stored by inputs."""
-        bias = module._parameters.get("bias")
-        return not transposed and largest_output.serves(weight[:1], weight, bias)
-
-    def estimate(self, x: Tensor) -> Tensor:
-        """In the place of the layer's forward pass."""
-        self._x = as_rows(x)
-        self._estimates = grouped.grouped_linear(x, self._copy.numbers, self._module._parameters.get("bias"))
-        return self._estimates
-
-    def largest(self, logits: Tensor) -> Tensor | None:
-        """The largest output of each row, as far as the estimates say; None if these are not the logits."""
-        x, estimates, self._x, self._estimates = self._x, self._estimates, None, None
-        if x is None or estimates is None or not _are_same(logits, estimates):
-            return None
-        found = torch.empty(len(x), dtype=torch.int64, device=x.device)
-        largest_output.largest_output_out(
-            found, logits, x, self._weight, self._module._parameters.get("bias"), self._copy
-        )
-        return found
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same numbers in the same memory, in one order."""
-    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata and one.dtype is other.dtype
-    return same and one.numel() == other.numel() and one.is_contiguous() and other.is_contiguous()
-
-
-def versions(model: nn.Module) -> int:
-    """Goes up whenever a parameter is written to."""
-    return sum(parameter._version for parameter in model.parameters() if not parameter.is_inference())
-
-
-def _multiply(packed: _Packed, module: nn.Module, x: Tensor) -> Tensor:
-    return quantized_linear.quantized_linear(x, packed, module._parameters.get("bias"))
-
-
-caches.register(DraftWeights.drop_all)
+def _multiply(copy: Any, module: nn.Module, x: Tensor) -> Tensor:
+    return formats.multiply_low_bit(x, copy, module._parameters.get("bias"))

@@ -46,13 +46,14 @@ def panels_gemm(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) ->
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a weight in 16 bits may take the place of this one: x is [rows, inputs], all of float32.
 
-    The weight is [outputs, inputs], its numbers next to each other; the bias [outputs] or None.
+    The weight is [outputs, inputs], its numbers next to each other; the bias [outputs] or None. Up to how many rows it
+    gains anything, the table says (`choose.reads_panels`).
     """
     return (
         x.dtype is torch.float32
         and x.dim() == 2
         and fit(x, weight, bias)
-        and 0 < x.numel() <= MAX_ROWS * x.shape[1]
+        and x.numel() > 0
         and x.stride(1) == 1
         and weight.is_contiguous()
         and is_available()

@@ -1,8 +1,9 @@
 """Hugging Face Transformers: the functions that are hooked.
 
 `generate` opens a call and repeats it with the original code should anything go wrong; `_prefill`, which every decoding
-loop calls before its first step, runs on one row per input and puts FastGen's K/V store into the cache. Loops, other
-processors and criteria stay the library's.
+loop calls before its first step, runs on one row per input and puts FastGen's KV cache into the library's. Then a
+captured step takes the place of the loop and of the processors that it knows (`loop`, `captured`). Where it does not
+serve, the library's loop, processors and criteria run, on hooks. The user's own always run.
 """
 
 from __future__ import annotations

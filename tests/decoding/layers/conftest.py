@@ -9,7 +9,7 @@ import torch
 
 import fastgen
 from fastgen.decoding import layers
-from fastgen.decoding.layers import FastLayers
+from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 
@@ -21,7 +21,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.no_grad():
         yield
     fastgen.enable(weight_dtype="fp32", packed_weights="call")
-    FastLayers.drop_kept()
+    cache.drop_all()
 
 
 @pytest.fixture

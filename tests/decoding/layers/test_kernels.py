@@ -108,6 +108,7 @@ def test_what_is_captured_is_torchs(dtype: torch.dtype, multiplied: Multiplied) 
 def test_a_weight_that_changes(dtype: torch.dtype, multiplied: Multiplied) -> None:
     """In place, in the place of another, and to one that only torch multiplies with."""
     model, x = nn.Sequential(layer(dtype)), torch.randn(2, 40).to(dtype)
+    one = len(expected(dtype, 2))
 
     def check(count: int) -> None:
         close = torch.finfo(dtype).eps
@@ -117,20 +118,20 @@ def test_a_weight_that_changes(dtype: torch.dtype, multiplied: Multiplied) -> No
         assert len(multiplied) == count
 
     with FastLayers.of(model, KINDS):
-        check(1)
+        check(one)
         model[0].weight.data.mul_(2)
-        check(2)
+        check(2 * one)
         model[0].weight = nn.Parameter(torch.randn(30, 40).to(dtype))
-        check(3)
+        check(3 * one)
         model[0].weight.data = torch.randn(40, 30).to(dtype).t()
-        check(3 + len(expected(dtype, 2, Layout.COLUMNS)))
+        check(3 * one + len(expected(dtype, 2, Layout.COLUMNS)))
         model[0].weight.data = torch.randn(30, 40).to(dtype)
-        count = len(multiplied) + 1
+        count = len(multiplied) + one
         check(count)
         model[0].bias = None
-        check(count + 1)
+        check(count + one)
         torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.ReLU())
-        check(count + 1)
+        check(count + one)
 
 
 def test_a_weight_of_another_type_fails_as_without_fastgen() -> None:

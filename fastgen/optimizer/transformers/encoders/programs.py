@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen import caches, counters, interrupts, settings
-from fastgen.decoding import panel_copies
+from fastgen.decoding import panel_ops
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import tensors_in
@@ -59,7 +59,7 @@ class _Pass:
                 buffer.copy_(tensor)
 
         function()  # the buffers are there before the recording
-        with panel_copies.suspended():
+        with panel_ops.suspended():
             self._program.capture(graph.capturable(function))
 
     def run(self, inputs: dict[str, Tensor]) -> Any:

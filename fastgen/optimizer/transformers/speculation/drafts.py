@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
-from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits, versions
+from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
@@ -111,23 +111,24 @@ class SelfDraft(Draft):
 
     def __init__(self, model: Any, precision: str, group_size: int) -> None:
         self._model, self._form = model, (precision, group_size)
-        self._weights: DraftWeights | None = None
 
     @property
     def kind(self) -> Hashable:
-        return "self-draft", *self._form, versions(self._model)
+        return "self-draft", *self._form, self._weights.number
+
+    @cached_property
+    def _weights(self) -> DraftWeights:
+        return DraftWeights.of(self._model, LINEAR_LAYERS, *self._form, self._model.get_output_embeddings())
 
     def make(self, seconds: float = math.inf) -> bool:
         try:
-            head = self._model.get_output_embeddings()
-            self._weights = DraftWeights.of(self._model, LINEAR_LAYERS, *self._form, head)
+            return self._weights.copy(seconds)
         except ValueError as error:
             raise CannotBeCaptured(str(error)) from error
-        return self._weights.copy(seconds)
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
         self.make()
-        # Steps that drafted with the weights of before would keep those.
+        # Steps that drafted with the copies of before would keep those.
         graph_cache.forget(self._model, self._is_old)
 
     def _is_old(self, key: Any) -> bool:
@@ -137,7 +138,6 @@ class SelfDraft(Draft):
 
     def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
         weights = self._weights
-        assert weights is not None, "what it drafts with is made first"
         weights.copy_head(step.takes_largest)
         for _ in range(count):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.decoding import output_layer, panel_copies, weight_copies
-from fastgen.decoding.panel_copies import COUNTED_AS, PanelCopy
+from fastgen.decoding import lm_head
+from fastgen.decoding.weights import cache, formats
 from fastgen.ops import narrow
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import (
@@ -41,8 +42,8 @@ def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is recorded for the first call already, and weights of any size have a copy."""
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
-    monkeypatch.setattr(panel_copies, "_LEAST_NUMBERS", 0)
-    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(formats, "MIN_PANELS", 0)
+    monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     graph_cache.drop_all()
 
 
@@ -56,15 +57,15 @@ def round_to(dtype: torch.dtype, model: Any) -> None:
         weight.copy_(weight.to(dtype).float())
 
 
-def copies() -> list[PanelCopy]:
+def copies() -> list[cache.DerivedWeight]:
     """Those that there are."""
     gc.collect()
-    return [each for each in PanelCopy._known.values() if each._copy is not None]
+    return [each for each in cache.known() if each.format is formats.PANELS and each.copy is not None]
 
 
 def reads() -> int:
     """Calls that have read weights in fewer bits."""
-    return fastgen.stats().get(COUNTED_AS, {"accelerated": 0})["accelerated"]
+    return fastgen.stats().get(formats.PANELS.counted_as, {"accelerated": 0})["accelerated"]
 
 
 @two
@@ -80,7 +81,7 @@ def test_no_bit_changes(family: Any, way: dict[str, Any], dtype: torch.dtype, mo
     found = run(model, inputs, returned)
     assert reads() == 3
     with monkeypatch.context() as context:
-        context.setattr(PanelCopy, "_copied", lambda self, weight: None)
+        context.setattr(formats, "PANELS", dataclasses.replace(formats.PANELS, make=lambda weight: None))
         graph_cache.drop_all()
         wanted = run(model, inputs, returned)
     assert reads() == 3 and captures() == 4, reasons()
@@ -155,7 +156,7 @@ def test_another_checkpoint_of_the_same_kind(family: Any) -> None:
     model.load_state_dict(other)
     check(model, inputs, GREEDY)
     assert reads() == 1 and not copies()
-    for _ in range(2 + weight_copies.STEPS_OF_COPY // 4):
+    for _ in range(2 + cache.STEPS_OF_COPY // 4):
         check(model, inputs, GREEDY)
     assert copies() and reads() > 1
 
@@ -200,4 +201,4 @@ def test_a_model_takes_its_copies_with_it() -> None:
     run(model, inputs, BEAMS)
     assert copies()
     del model
-    assert not copies() and not PanelCopy._known
+    assert not copies() and not cache.known()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import fastgen
 from fastgen import memory, settings
-from fastgen.decoding import panel_copies, weight_copies
+from fastgen.decoding import panel_ops
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.panel_copies import COUNTED_AS, PanelCopy
+from fastgen.decoding.weights import cache, formats
 from fastgen.ops import _plan, fingerprint, narrow
 from fastgen.ops.linear import choose, gemm, panels
 
@@ -31,7 +31,7 @@ TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
 @pytest.fixture(autouse=True)
 def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     fastgen.reset_stats()
-    monkeypatch.setattr(panel_copies, "_LEAST_NUMBERS", 0)
+    monkeypatch.setattr(formats, "MIN_PANELS", 0)
 
 
 def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
@@ -47,7 +47,7 @@ class Step:
         self.biases = [torch.randn(len(weight)) if biased else None for weight in weights]
         self.out = [torch.zeros(rows, len(weight)) for weight in weights]
         of = zip(weights, self.biases, strict=True)
-        self.with_panels = {each.data_ptr() for each, bias in of if panel_copies.has_panels(self.x, each, bias)}
+        self.with_panels = {each.data_ptr() for each, bias in of if panel_ops.has_panels(self.x, each, bias)}
         self.program = Program()
         self.program.capture(self.step)
 
@@ -72,18 +72,18 @@ class Step:
         return kernel.multiply(self.x, weight, bias)
 
     def call(self, steps: int = 5) -> bool:
-        with weight_copies.call():
+        with cache.call():
             return all([self.is_right() for _ in range(steps)])
 
 
-def known() -> list[PanelCopy]:
+def known() -> list[cache.DerivedWeight]:
     gc.collect()
-    return list(PanelCopy._known.values())
+    return [each for each in cache.known() if each.format is formats.PANELS]
 
 
-def copies() -> list[PanelCopy]:
+def copies() -> list[cache.DerivedWeight]:
     """Those that there are."""
-    return [each for each in known() if each._copy is not None]
+    return [each for each in known() if each.copy is not None]
 
 
 @TYPES
@@ -105,7 +105,7 @@ def test_several_with_one_input() -> None:
     ]
     step = Step(*weights)
     assert step.call() and len(copies()) == 3
-    assert fastgen.stats()[COUNTED_AS]["accelerated"] == 1
+    assert fastgen.stats()[formats.PANELS.counted_as]["accelerated"] == 1
 
 
 def test_one_number_that_is_none_of_16_bits() -> None:
@@ -129,11 +129,11 @@ def test_one_number_that_is_none_of_16_bits() -> None:
 def test_no_copy(make: Callable[[], Step]) -> None:
     step = make()
     step.call()
-    assert not known() and COUNTED_AS not in fastgen.stats()
+    assert not known() and formats.PANELS.counted_as not in fastgen.stats()
 
 
 def test_no_copy_of_a_small_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panel_copies, "_LEAST_NUMBERS", OUTPUTS * INPUTS + 1)
+    monkeypatch.setattr(formats, "MIN_PANELS", OUTPUTS * INPUTS + 1)
     assert Step(weight_of(torch.bfloat16)).call() and not known()
 
 
@@ -154,7 +154,7 @@ def test_a_weight_that_the_step_writes_has_no_copy() -> None:
 
     program = Program()
     program.capture(step)
-    with weight_copies.call():
+    with cache.call():
         for _ in range(5):
             before = weight.clone()
             program.replay()
@@ -186,7 +186,7 @@ def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) ->
     step, looks, look = Step(weight_of(torch.bfloat16)), [], fingerprint.fingerprint
     monkeypatch.setattr(fingerprint, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
     for _ in range(3):
-        with weight_copies.call():
+        with cache.call():
             for _ in range(3):
                 assert step.call(steps=2)
     assert len(looks) == 3
@@ -203,12 +203,12 @@ def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None
         weight.data[30:] = weight_of(dtype)[30:]
         assert step.call() and not copies()
     weight.data.copy_(weight_of(dtype))
-    assert step.call(weight_copies.STEPS_OF_COPY + 3) and len(copies()) == (dtype is not torch.float32)
+    assert step.call(cache.STEPS_OF_COPY + 3) and len(copies()) == (dtype is not torch.float32)
     assert weight._version == version
     weight.data.copy_(weight_of(torch.float16))
-    for _ in range(weight_copies.PAUSE + 2):
+    for _ in range(cache.BACK_OFF + 2):
         assert step.call(3)
-    assert step.call(weight_copies.STEPS_OF_COPY + 3) and len(copies()) == 1
+    assert step.call(cache.STEPS_OF_COPY + 3) and len(copies()) == 1
 
 
 def test_one_number_that_has_changed() -> None:
@@ -217,34 +217,34 @@ def test_one_number_that_has_changed() -> None:
     for place in ((0, 0), (OUTPUTS - 1, INPUTS - 1)):
         step.weights[0].data[place] += 1
         assert step.call() and not copies()
-        assert step.call(weight_copies.STEPS_OF_COPY)
+        assert step.call(cache.STEPS_OF_COPY)
 
 
 def test_without_looking_at_the_weight_again_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above can see."""
     step = Step(weight_of(torch.bfloat16))
     assert step.call()
-    monkeypatch.setattr(PanelCopy, "_look_again", lambda self: None)
+    monkeypatch.setattr(cache.DerivedWeight, "_validate", lambda self, call: None)
     step.weights[0].data.normal_()
     assert not step.call()
 
 
 def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
     step = Step(weight_of(torch.bfloat16))
-    with weight_copies.call():
+    with cache.call():
         assert all(step.is_right() for _ in range(3)) and copies()
-        weight_copies.others_run()
-        with weight_copies.call():  # of others, inside
+        cache.others_run()
+        with cache.call():  # of others, inside
             step.weights[0].data.copy_(weight_of(torch.bfloat16))
         assert all(step.is_right() for _ in range(20))
-    assert step.call(2 * weight_copies.STEPS_OF_COPY) and copies()
+    assert step.call(2 * cache.STEPS_OF_COPY) and copies()
 
 
 def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
     weight = weight_of(torch.bfloat16)
     first, second, other = Step(weight), Step(weight, rows=5), Step(weight_of(torch.float16))
     assert first.call() and second.call() and other.call() and len(copies()) == 2
-    copy = weakref.ref(PanelCopy.of(weight)._copy)
+    copy = weakref.ref(cache.of(weight, formats.PANELS).copy)
     del first, other
     assert len(copies()) == 1 and second.call() and copy() is not None
     del second
@@ -255,11 +255,11 @@ def test_copies_take_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) 
     """All of them together: what they have taken is not free any more."""
     size = panels.pack(weight_of(torch.bfloat16).bfloat16()).nbytes
     steps = [Step(weight_of(torch.bfloat16)) for _ in range(4)]
-    total = 2 * size / panel_copies.MOST_OF_MEMORY
+    total = 2 * size / cache.SHARE_OF_MEMORY
     monkeypatch.setattr(memory, "free_host_memory", lambda: total - size * len(copies()))
     assert all(step.call() for step in steps) and len(copies()) == 2
     del steps[:2]
-    for _ in range(weight_copies.PAUSE + 2):
+    for _ in range(cache.BACK_OFF + 2):
         assert all(step.call(20) for step in steps)
     assert len(copies()) == 2
 
@@ -286,15 +286,15 @@ def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, asked, copy = Step(weight_of(torch.bfloat16)), [], PanelCopy.copy
-    monkeypatch.setattr(PanelCopy, "copy", lambda self: (asked.append(1), copy(self))[1])
+    step, asked, copy = Step(weight_of(torch.bfloat16)), [], cache.DerivedWeight.in_step
+    monkeypatch.setattr(cache.DerivedWeight, "in_step", lambda self: (asked.append(1), copy(self))[1])
     for _ in range(2):
         asked.clear()
         assert step.call(9) and len(asked) == 2
     step.weights[0].data.copy_(weight_of(torch.bfloat16))
     asked.clear()
-    assert step.call(weight_copies.STEPS_OF_COPY + 9) and copies()
-    assert len(asked) == weight_copies.STEPS_OF_COPY + 1
+    assert step.call(cache.STEPS_OF_COPY + 9) and copies()
+    assert len(asked) == cache.STEPS_OF_COPY + 1
 
 
 def test_a_copy_of_a_weight_that_has_changed_is_freed() -> None:
@@ -302,7 +302,7 @@ def test_a_copy_of_a_weight_that_has_changed_is_freed() -> None:
     weight = weight_of(torch.bfloat16)
     step = Step(weight)
     assert step.call()
-    copy = weakref.ref(PanelCopy.of(weight)._copy)
+    copy = weakref.ref(cache.of(weight, formats.PANELS).copy)
     assert step.call(1) and copy() is not None
     weight.normal_()
     assert step.call(2) and copy() is None
@@ -312,12 +312,12 @@ def test_calls_are_counted() -> None:
     step = Step(weight_of(torch.bfloat16))
     for steps in (1, 2, 9):
         step.call(steps)
-    assert fastgen.stats()[COUNTED_AS] == {"accelerated": 2, "fallback": {}}
+    assert fastgen.stats()[formats.PANELS.counted_as] == {"accelerated": 2, "fallback": {}}
 
 
 def test_suspended() -> None:
     x, weight = torch.randn(1, 512), torch.randn(256, 512).bfloat16().float()
-    assert panel_copies.has_panels(x, weight, None)
-    with panel_copies.suspended():
-        assert not panel_copies.has_panels(x, weight, None)
-    assert panel_copies.has_panels(x, weight, None)
+    assert panel_ops.has_panels(x, weight, None)
+    with panel_ops.suspended():
+        assert not panel_ops.has_panels(x, weight, None)
+    assert panel_ops.has_panels(x, weight, None)

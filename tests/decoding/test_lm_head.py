@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import weakref
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from fastgen import memory, settings
-from fastgen.decoding import output_layer, weight_copies
+from fastgen.decoding import lm_head
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.output_layer import OutputLayer
+from fastgen.decoding.weights import cache, formats
 from fastgen.ops import fingerprint, largest_output
 
 pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there
 @pytest.fixture(autouse=True)
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # what other tests have left; it takes long, so only where something must be gone
-    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(OutputLayer, "waits", 1)
+    monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(formats, "LM_HEAD", dataclasses.replace(formats.LM_HEAD, waits=1))
 
 
 class Greedy:
@@ -40,8 +41,8 @@ class Greedy:
         return torch.equal(self.out, F.linear(self.x, self.weight).argmax(dim=-1))
 
 
-def layers() -> list[OutputLayer]:
-    return list(OutputLayer._known.values())
+def layers() -> list[cache.DerivedWeight]:
+    return [each for each in cache.known() if each.format.name == formats.LM_HEAD.name]
 
 
 def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
@@ -64,36 +65,36 @@ def test_a_weight_that_has_changed_between_two_calls(scale: float) -> None:
     version = greedy.weight._version
     for _ in range(2):
         greedy.weight.data[300:] = torch.randn(300, 64) * scale
-        with weight_copies.call():
+        with cache.call():
             assert all(greedy.is_right() for _ in range(5))
     assert greedy.weight._version == version
     greedy.weight.data.normal_()
-    for _ in range(weight_copies.PAUSE):
-        with weight_copies.call():
+    for _ in range(cache.BACK_OFF):
+        with cache.call():
             assert greedy.is_right()
-    with weight_copies.call():
-        assert all(greedy.is_right() for _ in range(weight_copies.STEPS_OF_COPY + 1))
-    assert layers()[0].copy() is not None
+    with cache.call():
+        assert all(greedy.is_right() for _ in range(cache.STEPS_OF_COPY + 1))
+    assert layers()[0].in_step() is not None
 
 
 def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of a few tokens makes none."""
     monkeypatch.undo()
-    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     greedy = Greedy(torch.randn(600, 64))
-    for _ in range(weight_copies.STEPS_OF_COPY - 1):
-        assert greedy.is_right() and layers()[0]._copy is None
-    assert greedy.is_right() and layers()[0]._copy is not None and greedy.is_right()
+    for _ in range(cache.STEPS_OF_COPY - 1):
+        assert greedy.is_right() and layers()[0].copy is None
+    assert greedy.is_right() and layers()[0].copy is not None and greedy.is_right()
 
 
 def test_a_copy_of_a_changed_weight_must_pay_first() -> None:
     greedy = Greedy(torch.randn(600, 64))
     assert greedy.is_right()
     greedy.weight.normal_()
-    with weight_copies.call():
-        for _ in range(weight_copies.STEPS_OF_COPY - 1):
-            assert greedy.is_right() and layers()[0]._copy is None
-        assert greedy.is_right() and layers()[0]._copy is not None and greedy.is_right()
+    with cache.call():
+        for _ in range(cache.STEPS_OF_COPY - 1):
+            assert greedy.is_right() and layers()[0].copy is None
+        assert greedy.is_right() and layers()[0].copy is not None and greedy.is_right()
 
 
 def test_without_looking_at_the_weight_again_it_would_be_wrong() -> None:
@@ -106,48 +107,48 @@ def test_without_looking_at_the_weight_again_it_would_be_wrong() -> None:
 
 def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
     greedy = Greedy(torch.randn(600, 64))
-    with weight_copies.call():
+    with cache.call():
         assert greedy.is_right()
-        weight_copies.others_run()
-        with weight_copies.call():  # of others, inside
+        cache.others_run()
+        with cache.call():  # of others, inside
             greedy.weight.normal_()
         assert all(greedy.is_right() for _ in range(20))
-    with weight_copies.call():
-        assert all(greedy.is_right() for _ in range(2 * weight_copies.STEPS_OF_COPY))
-        assert layers()[0].copy() is not None
+    with cache.call():
+        assert all(greedy.is_right() for _ in range(2 * cache.STEPS_OF_COPY))
+        assert layers()[0].in_step() is not None
 
 
 def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy, looks, look = Greedy(torch.randn(600, 64)), [], fingerprint.fingerprint
     monkeypatch.setattr(fingerprint, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
     for _ in range(3):
-        with weight_copies.call():
+        with cache.call():
             for _ in range(4):
-                with weight_copies.call():
+                with cache.call():
                     assert greedy.is_right()
     assert len(looks) == 3
 
 
 def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = Greedy(torch.ones(600, 64))
-    for _ in range(output_layer._STEPS):
-        assert layers()[0].copy() is not None
+    for _ in range(lm_head._STEPS):
+        assert layers()[0].in_step() is not None
         assert greedy.is_right()
-    assert layers()[0].copy() is None
+    assert layers()[0].in_step() is None
     with monkeypatch.context() as context:
         context.setattr(fingerprint, "fingerprint", None)  # nobody asks
-        for _ in range(weight_copies.PAUSE):
-            with weight_copies.call():
-                assert greedy.is_right() and layers()[0].copy() is None
+        for _ in range(cache.BACK_OFF):
+            with cache.call():
+                assert greedy.is_right() and layers()[0].in_step() is None
 
 
 def test_no_copy_outlives_a_change_in_a_program() -> None:
     weight = torch.randn(600, 64)
     programs = [Greedy(weight, rows) for rows in (1, 2, 3)]
     assert all(each.is_right() for each in programs)
-    copy = weakref.ref(layers()[0].copy().sizes)
+    copy = weakref.ref(layers()[0].in_step().sizes)
     weight.normal_()
-    with weight_copies.call():
+    with cache.call():
         assert programs[0].is_right()
     gc.collect()
     assert copy() is None
@@ -164,16 +165,17 @@ def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None
         context.setattr(settings, "_current", settings.Settings(packed_weights="never"))
         assert does_without()
     with monkeypatch.context() as context:
-        context.setattr(memory, "free_host_memory", lambda: 0)
+        context.setattr(lm_head, "_LEAST_BYTES", 600 * 64 * 4 + 1)
         assert does_without()
     with monkeypatch.context() as context:
-        context.setattr(output_layer, "_LEAST_BYTES", 600 * 64 * 4 + 1)
-        assert does_without()
-    with monkeypatch.context() as context:
-        context.setattr(output_layer, "_MOST_ROWS", 1)
+        context.setattr(lm_head, "_MOST_ROWS", 1)
         assert does_without()
     greedy = Greedy(weight, rows=3)
     assert greedy.is_right() and layers()
+    layers()[0].drop()
+    with monkeypatch.context() as context, cache.call():
+        context.setattr(memory, "free_host_memory", lambda: 0)
+        assert all(greedy.is_right() for _ in range(2 * cache.STEPS_OF_COPY)) and layers()[0].copy is None
 
 
 @pytest.mark.parametrize(("rows", "has_copy"), [(1, True), (4, True), (9, True), (16, True), (17, False)])
@@ -187,8 +189,8 @@ def test_a_result_does_not_depend_on_whether_there_is_a_copy(rows: int, has_copy
         greedy.program.replay()
         with_copy = greedy.out.clone()
         for layer in layers():
-            layer._copy = None
+            layer.drop()
         greedy.program.replay()
         assert torch.equal(greedy.out, with_copy)
         for layer in layers():
-            layer._make_copy()
+            layer.make()

@@ -1,0 +1,80 @@
+"""The formats that weights are copied to: what makes a copy of each, and what multiplies with it.
+
+Only this package makes copies of weights; the cache beside this decides when, and for how long.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.weights.cache import STEPS_OF_COPY, Format
+from fastgen.ops import fingerprint, largest_output, narrow, quantized_linear
+from fastgen.ops.linear import choose, panels
+
+# Smaller weights stay in the processor's caches.
+MIN_PANELS = 2**16
+
+
+def _panels(weight: Tensor) -> Tensor | None:
+    halves = narrow.narrowed(weight)
+    return None if halves is None else panels.pack(halves)
+
+
+# The same numbers in 16 bits, for a weight in float32 that has only such. A call of one step would not gain what
+# validating the copy costs.
+PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in fewer bits")
+# Outputs (results, x, copies, biases) of several weights, of which x, [M, K], is the input.
+multiply_panels = torch.ops.fastgen.narrow_linears_out.default
+# For approximate logits, with a bound on their error; the draft's are likely to be within theirs.
+LM_HEAD = Format(
+    "LM head in 8 bits", lambda weight: largest_output.copy_of(weight), 1.1, is_compared=True, waits=STEPS_OF_COPY
+)
+DRAFT_HEAD = Format("LM head in 4 bits", lambda weight: largest_output.rough_copy_of(weight), 0.6)
+
+
+@functools.cache
+def low_bit(precision: str, group_size: int) -> Format:
+    """That of `weight_dtype` and of drafts: "int8" or "int4" in groups of inputs that share a scale, or "bf16"."""
+    itemsize = {"bf16": 2.0, "int8": 1.0 + 2 / group_size, "int4": 0.5 + 2 / group_size}[precision]
+    return Format(precision, lambda weight: quantized_linear.pack(weight, precision, group_size), itemsize)
+
+
+LowBitWeight = quantized_linear.PackedWeight | quantized_linear.TiledWeight | quantized_linear.LinedWeight
+
+
+def multiply_low_bit(x: Tensor, copy: LowBitWeight, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)` with a `low_bit` copy of the weight (`quantized_linear`)."""
+    return quantized_linear.quantized_linear(x, copy, bias)
+
+
+def is_for(device: torch.device) -> bool:
+    """Whether weights on this device can have `low_bit` copies, if nothing is missing there."""
+    return quantized_linear.is_for(device)
+
+
+def unavailable(precision: str, device: torch.device | None = None) -> str | None:
+    """Why there are no products with `low_bit` copies on this device, by default the CPU, or None."""
+    return quantized_linear.unavailable(precision, device)
+
+
+def has_low_bit(weight: Tensor, precision: str) -> bool:
+    """Whether a weight of this type, on this device, has a `low_bit` copy."""
+    return weight.dtype in quantized_linear.types(precision, weight.device)
+
+
+def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether such an op, by a few of the weight's numbers, reads it from `PANELS`.
+
+    x is [M, K], the weight [N, K], the bias [N] or None.
+    """
+    return (
+        weight.numel() >= MIN_PANELS
+        and panels.serves(x, weight, bias)
+        and choose.reads_panels(x.shape[0])
+        and narrow.is_available()
+        and fingerprint.is_available()
+        and bool(narrow.types_of_some(weight))
+    )
