@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 import fastgen
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import decoding
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import LENGTHS
 
 ROOT = Path(__file__).parent.parent
 QUESTIONS = (

@@ -17,9 +17,9 @@ from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import BY_NAME

@@ -26,8 +26,8 @@ from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same

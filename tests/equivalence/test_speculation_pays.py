@@ -14,9 +14,9 @@ from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
 from fastgen.optimizer.transformers.speculation.pace import can_begin
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from fastgen.optimizer.transformers.speculation.times import KEPT
 from tests.equivalence.captured import record_from
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
@@ -52,7 +52,7 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
     monkeypatch.setattr(decoding, "MOST_PAUSES", 2)
     asked = []
 
-    def can_begin(step: SpeculativeStep, plain: float, tokens: int) -> bool:
+    def can_begin(step: Drafting, plain: float, tokens: int) -> bool:
         asked.append((step.key.rows, plain, tokens))
         return tokens > 8
 
@@ -86,7 +86,7 @@ def test_short_calls_measure_again_what_was_measured_on_a_busy_machine(monkeypat
     for _ in range(3):
         same(model, inputs, FEW)
     assert counts()["accelerated"] == 3
-    (step,) = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
+    (step,) = [step.drafting for step in graph_cache._models[model].steps.values() if step.drafting is not None]
     for part, known in step.times.items():
         known._of_calls.clear()
         known.extend([1e6 if part > 1 else 1.0] * KEPT)
@@ -126,7 +126,7 @@ def test_what_is_known_of_a_step_decides_whether_a_call_is_short() -> None:
     lookup = {"prompt_lookup_num_tokens": 4}
     for _ in range(3):
         same(model, inputs, {**FEW, "max_new_tokens": 60}, **lookup)
-    (step,) = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
+    (step,) = [step.drafting for step in graph_cache._models[model].steps.values() if step.drafting is not None]
     check = max(part for part in step.times if step.seconds(part) is not None)
     assert check > 1
     seconds = step.seconds(check)

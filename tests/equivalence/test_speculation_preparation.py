@@ -19,7 +19,6 @@ from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding, preparation
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, counts, same
@@ -42,8 +41,8 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
 
 def parts(model: Any) -> set[int]:
     """What has been recorded of the step with drafts."""
-    steps = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
-    return {part for step in steps for part, made in step._made.items() if made.captured is not None}
+    steps = [step for step in graph_cache._models[model].steps.values() if step.drafting is not None]
+    return {number for step in steps for number, part in step.parts.by_number.items() if part.is_captured}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])

@@ -32,10 +32,11 @@ from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, Host, Key, Prompt
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.captured.step import MASKS, POSITIONS, CapturedStep, Host, Key, Prompt
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import masks_source, positions_of_step
 from fastgen.optimizer.transformers.prefill import certain_steps
 
@@ -153,7 +154,7 @@ class Decoding:
         Raises:
             DoesNotPay: none is to be captured in this call.
         """
-        # The first one is looked at (`CapturedStep.start`), so it may as well be one of the call's own; but its results
+        # The first one is looked at (`DecodeStep.verify`), so it may as well be one of the call's own; but its results
         # may differ from those of a captured one in the last digits. With "always" no result depends on calls before.
         first = int(settings.current().captured_step != "always")
         if not self._must_pay or graph_cache.kept(self._model, self._key) is not None:
@@ -188,7 +189,7 @@ class Decoding:
         if self._key.batch != self._own_key.batch:
             self._ledger.note_idle(self._own_key, self._key, tokens)
 
-    def _result(self, step: CapturedStep) -> Any:
+    def _result(self, step: DecodeStep) -> Any:
         config, search = self._config, step.search
         if bool(search.has_nan):
             raise ValueError("probabilities to draw from are not numbers")
@@ -249,7 +250,7 @@ class Decoding:
             self._raised = error
             raise
 
-    def _decode(self, step: CapturedStep) -> CapturedStep:
+    def _decode(self, step: DecodeStep) -> DecodeStep:
         """Runs the search to its end; returns the step, or the larger one that has replaced it."""
         prompt, config = self._prompt, self._config
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
@@ -262,7 +263,7 @@ class Decoding:
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
-            self._start(step, partial(step.start, self._model, done, self._host, captures))
+            self._start(step, partial(step.verify, self._model, self._host, done, captures))
             if begun is None:
                 begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
             else:
@@ -276,9 +277,7 @@ class Decoding:
         self._note(done, done - 1 - replays)
         return step
 
-    def _first_steps(
-        self, step: CapturedStep, was_kept: bool, seconds: float, replays: int
-    ) -> tuple[int, float] | None:
+    def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
         """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
 
         What the host does in a step, such as the user's code, says nothing of the next call's.
@@ -288,23 +287,23 @@ class Decoding:
             if is_measured:
                 self._ledger.note_eager(step.key.rows, seconds)
             return None
-        if not (step.key.sizes.new or step.follows):
+        if not (step.key.sizes.new or step.parts.follows):
             graph_cache.bind(self._model, step)
         if not was_kept and is_measured:
             self._ledger.recording = seconds
         return replays, time.perf_counter()
 
-    def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
+    def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
         try:
             return run()
         except Exception as error:
             is_ours = error is not self._raised and interrupts.behind(error) is None and not isinstance(error, _Written)
-            if is_ours and not step.is_complete and not memory.is_out(error):
+            if is_ours and not step.parts.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 
-    def _may_release(self, step: CapturedStep) -> bool:
+    def _may_release(self, step: DecodeStep) -> bool:
         """Whether the step has all that is needed, and will not be exchanged for a larger one."""
         is_whole = step.is_captured and self._prompt.new_tokens <= step.sizes.new
         # The user's code may yet do what a captured step cannot.
@@ -319,7 +318,7 @@ class Decoding:
         self._prompt.own.clear()
         self._prompt.cross.clear()
 
-    def _larger(self, step: CapturedStep) -> CapturedStep:
+    def _larger(self, step: DecodeStep) -> DecodeStep:
         """The step with room for more of what is generated, or another one where this one has got to."""
         more = sizes.more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
         if not step.key.sizes.new:
@@ -331,7 +330,7 @@ class Decoding:
         graph_cache.give_back(self._model, step)
         return larger
 
-    def _step(self) -> CapturedStep:
+    def _step(self) -> DecodeStep:
         step = graph_cache.take(self._model, self._key, self._new_step)
         pairs = zip(step.processors or (), self._processors, strict=False)
         if not all(processors.refresh(made, given, self._lengths) for made, given in pairs):
@@ -353,7 +352,7 @@ class Decoding:
         # A source in front of the prompt is as long as what is stored says.
         return found if self._prompt.cross else found._replace(source=self._needed.source)
 
-    def _new_step(self) -> CapturedStep:
+    def _new_step(self) -> DecodeStep:
         if self._key.processors is None:
             return self._step_with(None)
         vocabulary = self._prompt.logits.shape[-1]
@@ -366,8 +365,8 @@ class Decoding:
             made.append(captured)
         return self._step_with(made)
 
-    def _step_with(self, made: list[CapturedProcessor] | None) -> CapturedStep:
-        return CapturedStep(self._key, self._prompt, made, self._sizes())
+    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
+        return DecodeStep(self._key, self._prompt, made, self._sizes())
 
     def _fill(self) -> int:
         """What stands behind the end of a sequence."""

@@ -16,8 +16,9 @@ from fastgen.decoding.guards import GuardedModel, GuardedState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
+from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
-from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import attention_functions
 
 # Of all models together. Each has the K/V of a whole batch, so there is a limit to their bytes, too: that part of the
@@ -32,7 +33,7 @@ class _OfModel:
 
     state: tuple[GuardedState, Hashable]
     ledger: Ledger
-    steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
+    steps: OrderedDict[Key, DecodeStep] = field(default_factory=OrderedDict)
     refused: dict[Key, str] = field(default_factory=dict)
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
     former: _OfModel | None = None  # of the model as it was before, which it may go back to: adapters in turn
@@ -44,7 +45,7 @@ _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 _lock = forkable_lock()
 
 
-def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
+def take(model: Any, key: Key, make: Callable[[], DecodeStep]) -> DecodeStep:
     """A step of this key, for one call at a time.
 
     Raises:
@@ -64,7 +65,7 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep
     return step
 
 
-def give_back(model: Any, step: CapturedStep) -> None:
+def give_back(model: Any, step: DecodeStep) -> None:
     """Keeps a captured step for the next call of its key; those that were not used for longest go for it."""
     most = _most_bytes(step.device)
     with _lock:
@@ -89,7 +90,7 @@ def refuse(model: Any, key: Key, reason: str) -> None:
             cached.refused[key] = reason
 
 
-def bind(model: Any, step: CapturedStep) -> None:
+def bind(model: Any, step: DecodeStep) -> None:
     """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
     with _lock:
         cached = _models.get(model)
@@ -114,7 +115,7 @@ def is_refused(model: Any, key: Key) -> bool:
             return True
 
 
-def kept(model: Any, key: Key) -> CapturedStep | None:
+def kept(model: Any, key: Key) -> DecodeStep | None:
     """The step of this key if there is one, to look at what it was measured to take; others may take it."""
     cached = _models.get(model)
     return None if cached is None else cached.steps.get(key)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastgen import caches
-from fastgen.optimizer.transformers.captured.step import Key
+from fastgen.optimizer.transformers.captured.key import Key
 
 # So many steps repay a recording, as long as nothing has been measured, and at the least.
 STEPS, LEAST_STEPS = 24, 6

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule, shares
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from fastgen.optimizer.transformers.speculation.times import KEPT
 
 # Which of a step's lengths is drafted as long as it is not known what a round takes.
@@ -18,13 +18,13 @@ _ACCEPTANCE = 0.7
 LEAST_GAIN = 0.07
 
 
-def costs_of(*steps: SpeculativeStep) -> Costs | None:
+def costs_of(*steps: Drafting) -> Costs | None:
     """What rounds take, by what is known of these steps; None if that is nothing."""
     known = _tables(*steps)
     return Costs(*known, is_ragged=steps[0].key.draft.is_ragged) if known[0] else None
 
 
-def most_gain(step: SpeculativeStep, plain: float) -> float:
+def most_gain(step: Drafting, plain: float) -> float:
     """`DraftLength.most_gain` by what is known of a step so far. What is not known of drafts takes no time.
 
     Args:
@@ -33,13 +33,13 @@ def most_gain(step: SpeculativeStep, plain: float) -> float:
     return _beside_plain(step, plain).most_gain
 
 
-def can_begin(step: SpeculativeStep, plain: float, tokens: int) -> bool:
+def can_begin(step: Drafting, plain: float, tokens: int) -> bool:
     """`DraftLength.can_begin` in a call of at most so many tokens; where no check of a draft is known, it can."""
     is_known = any(count > step.key.rows for count in _tables(step)[0])
     return not is_known or _beside_plain(step, plain, tokens).can_begin
 
 
-def _beside_plain(step: SpeculativeStep, plain: float, tokens: int = 1) -> DraftLength:
+def _beside_plain(step: Drafting, plain: float, tokens: int = 1) -> DraftLength:
     """Of a call with all rows of the step that begins, by what is known of the step and of those of plain calls."""
     verify, draft = _tables(step)
     rows = step.key.rows
@@ -47,7 +47,7 @@ def _beside_plain(step: SpeculativeStep, plain: float, tokens: int = 1) -> Draft
     return DraftLength(costs, rows, step.lengths, horizon=tokens)
 
 
-def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]]:
+def _tables(*steps: Drafting) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of checks by their number of tokens, and of a draft of one token by rows: the tables of `Costs`.
 
     Those of checks that have not run for long are left out: what they take follows from the others.
@@ -61,7 +61,7 @@ def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]
     return verify, draft
 
 
-def _seconds_of_round(step: SpeculativeStep, length: int) -> float | None:
+def _seconds_of_round(step: Drafting, length: int) -> float | None:
     """With what the host does between the parts: a plain call has no such rounds."""
     seconds = step.seconds_of_round(length)
     if seconds is None or step.is_old(length + 1):
@@ -77,9 +77,7 @@ class _StepCosts(Costs):
         plain_is_given: by plain calls. A round without a draft would not say more about it.
     """
 
-    def __init__(
-        self, step: SpeculativeStep, verify: dict[int, float], draft: dict[int, float], plain_is_given: bool
-    ) -> None:
+    def __init__(self, step: Drafting, verify: dict[int, float], draft: dict[int, float], plain_is_given: bool) -> None:
         super().__init__(verify, draft, is_ragged=step.key.draft.is_ragged)
         self._all_rows, self._plain_is_given = step.key.rows, plain_is_given
 
@@ -99,7 +97,7 @@ class _StepCosts(Costs):
         return 1.0 if k == 0 and self._plain_is_given else super()._correction(k)
 
 
-def _lengths_of(step: SpeculativeStep) -> list[int]:
+def _lengths_of(step: Drafting) -> list[int]:
     """Those that rounds of a step may draft now."""
     return [length for length in step.lengths if not length or step.serves(length)]
 
@@ -119,7 +117,7 @@ class Pace:
 
     def __init__(
         self,
-        step: SpeculativeStep,
+        step: Drafting,
         rows: int,
         tokens: int,
         has_model: bool,
@@ -136,9 +134,7 @@ class Pace:
         self._lengths = _lengths_of(step)
         self._set_up(step)
 
-    def choose(
-        self, step: SpeculativeStep, rows: Sequence[int], most: int, available: Sequence[int] | None = None
-    ) -> int:
+    def choose(self, step: Drafting, rows: Sequence[int], most: int, available: Sequence[int] | None = None) -> int:
         """Tokens to draft for the rows that are not finished: one of the step's lengths.
 
         Args:
@@ -164,7 +160,7 @@ class Pace:
         chosen = min(chosen, max(available, default=0))
         return min((length for length in lengths if length >= chosen), default=max(lengths, default=0))
 
-    def shares(self, step: SpeculativeStep, rows: Sequence[int], available: Sequence[int], length: int) -> list[int]:
+    def shares(self, step: Drafting, rows: Sequence[int], available: Sequence[int], length: int) -> list[int]:
         """How many tokens of each row are drafted in a ragged check of `length` drafted tokens."""
         places = step.tokens_of(length) - len(rows)
         if isinstance(self._chooser, DraftLength):
@@ -172,7 +168,7 @@ class Pace:
         return shares([_ACCEPTANCE] * len(rows), available, places)
 
     def observe(
-        self, step: SpeculativeStep, rows: Sequence[int], length: int, drafted: Sequence[int], accepted: Sequence[int]
+        self, step: Drafting, rows: Sequence[int], length: int, drafted: Sequence[int], accepted: Sequence[int]
     ) -> None:
         """What came of a round that drafted `length` tokens, of single rows maybe fewer."""
         if self._chooser is None:
@@ -188,13 +184,13 @@ class Pace:
         if isinstance(self._chooser, DraftLength):
             step.acceptance = self._chooser.acceptance
 
-    def learn(self, step: SpeculativeStep, rows: Sequence[int], hits: Sequence[bool | None]) -> None:
+    def learn(self, step: Drafting, rows: Sequence[int], hits: Sequence[bool | None]) -> None:
         """As `DraftLength.learn`, of a round that has drafted nothing."""
         if isinstance(self._chooser, DraftLength):
             self._chooser.learn(rows, hits)
             step.acceptance = self._chooser.acceptance
 
-    def keep(self, step: SpeculativeStep, rows: Sequence[int]) -> None:
+    def keep(self, step: Drafting, rows: Sequence[int]) -> None:
         """These rows go on in `step`, which has no others. What is not known of it follows from those before.
 
         In a plain call all rows would have gone on. But what to draft is compared with a round of this step without it.
@@ -222,19 +218,19 @@ class Pace:
             return None
         return self._chooser.gain >= LEAST_GAIN
 
-    def _is_known(self, step: SpeculativeStep) -> bool:
+    def _is_known(self, step: Drafting) -> bool:
         """Whether it is known what a round of the first kind takes."""
         check = step.lengths[AT_FIRST] + 1
         parts = (check, 0) if self._has_model else (check,)
         return all(step.seconds(part) is not None for part in parts)
 
-    def _seconds(self, step: SpeculativeStep, length: int) -> float | None:
+    def _seconds(self, step: Drafting, length: int) -> float | None:
         """What a round takes that drafts `length` tokens; without a draft, a step of a plain call."""
         if not length:
             return step.seconds(1) if self._plain is None else self._plain
         return _seconds_of_round(step, length)
 
-    def _idle(self, step: SpeculativeStep) -> float:
+    def _idle(self, step: Drafting) -> float:
         """What a round without a draft takes longer than a step of a plain call: no more than what the host does.
 
         The check itself takes as long as the step. Measured in other calls, the two may differ by more, which is not
@@ -246,7 +242,7 @@ class Pace:
         host = statistics.median(step.host_times)
         return min(host, max(check + host - self._plain, 0.0))
 
-    def _set_up(self, step: SpeculativeStep) -> None:
+    def _set_up(self, step: Drafting) -> None:
         plain = self._seconds(step, 0)
         if self._chooser is not None or not self._is_known(step) or plain is None:
             return

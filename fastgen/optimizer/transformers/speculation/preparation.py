@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fastgen import caches
-from fastgen.optimizer.transformers.captured.step import Key
+from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from fastgen.optimizer.transformers.speculation.drafts import Draft
 from fastgen.optimizer.transformers.speculation.pace import AT_FIRST
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 # This part of the time of plain calls goes into what drafts need.
 SHARE = 0.1
@@ -51,9 +51,7 @@ class Preparation:
         cls._of.clear()
         return False
 
-    def make_next(
-        self, step: SpeculativeStep, model: Any, draft: Draft, plain: float, begin: Callable[[], None]
-    ) -> bool:
+    def make_next(self, step: Drafting, model: Any, draft: Draft, plain: float, begin: Callable[[], None]) -> bool:
         """Makes one more thing, if there is one and time for it; says whether there is enough for calls to draft.
 
         Args:
@@ -77,17 +75,17 @@ class Preparation:
         return all(step.seconds(part) is not None for part in needed)
 
 
-def _parts_of(step: SpeculativeStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parts_of(step: Drafting) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Parts by the positions that they check; 0 is a step of the draft. Calls draft once they have the first ones."""
     lengths = step.lengths
     return (lengths[AT_FIRST] + 1, 0, 1), (lengths[-1] + 1, lengths[1] + 1)
 
 
-def _measure(step: SpeculativeStep, model: Any, draft: Draft, part: int) -> None:
+def _measure(step: Drafting, model: Any, draft: Draft, part: int) -> None:
     if part == 0:
         step.measure(part, lambda: draft.propose(step, model, 1))
     else:
-        step.measure(part, lambda: step.check(model, part - 1))
+        step.measure(part, lambda: step.verify(model, part - 1))
 
 
 caches.register(Preparation.drop_all, captured_steps=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,8 @@ from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
 from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from fastgen.optimizer.transformers.speculation.times import Times
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ class SmallKey(NamedTuple):
 
 def step(rows: int, seconds: dict[int, float]) -> Any:
     """A step of so many rows whose parts were measured to take so long, [positions] -> seconds."""
-    made: Any = object.__new__(SpeculativeStep)
+    made: Any = object.__new__(Drafting)
     made.key, made.times = SmallKey(rows), {part: Times() for part in seconds}
     for part, found in seconds.items():
         made.times[part].extend([found, found])
@@ -50,7 +51,11 @@ def step(rows: int, seconds: dict[int, float]) -> Any:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     steps: dict[Any, Any] = {}
-    monkeypatch.setattr(graph_cache, "kept", lambda model, key: steps.get(key))
+
+    def find(model: Any, key: Any) -> Any:
+        return SimpleNamespace(drafting=steps[key]) if key in steps else None
+
+    monkeypatch.setattr(graph_cache, "kept", find)
     yield steps
     fastgen.enable(captured_step="auto")
 
@@ -157,8 +162,8 @@ class OfSearch:
 
 
 def _key(batch: int, processors: Any) -> Any:
+    from fastgen.optimizer.transformers.captured.key import Key
     from fastgen.optimizer.transformers.captured.sizes import Sizes
-    from fastgen.optimizer.transformers.captured.step import Key
 
     return Key(
         batch=batch, per_input=1, sizes=Sizes(3, 3, 5, 0), width=3,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fastgen.decoding.speculation.draft_length import Schedule
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from fastgen.optimizer.transformers.speculation.times import Times, begin_call
 
 # Seconds of a draft of one token, and of checks, by positions.
@@ -28,7 +28,7 @@ class Step:
         self.acceptance = 0.9
 
     lengths = (0, 2, 4, 8)
-    seconds_of_round, tokens_of = SpeculativeStep.seconds_of_round, SpeculativeStep.tokens_of
+    seconds_of_round, tokens_of = Drafting.seconds_of_round, Drafting.tokens_of
 
     def serves(self, length: int) -> bool:
         return length + 1 in self.times
@@ -47,7 +47,7 @@ class Measured(Step):
         self.times = {part: Times() for part in TIMES}
         self.seconds = lambda part: self.times[part].seconds
 
-    is_old = SpeculativeStep.is_old
+    is_old = Drafting.is_old
 
     def run(self, seconds: dict[int, float], tokens: int = 128) -> set[int]:
         """A call in which parts take so long and all is accepted; what its rounds have drafted."""

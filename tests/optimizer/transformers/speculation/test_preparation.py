@@ -33,7 +33,7 @@ class Made:
         self.now += RECORDING
         self.parts.append(part)
 
-    def check(self, model: Any, drafted: int) -> None:
+    def verify(self, model: Any, drafted: int) -> None:
         self.last = drafted + 1
 
     def propose(self, step: Any, model: Any, count: int) -> None:
