@@ -159,7 +159,7 @@ def test_until_a_step_with_drafts_pays_calls_have_that_of_plain_calls(monkeypatc
     """The latter is recorded after half as many tokens, whether or not calls ask for drafts."""
     monkeypatch.setattr(pays, "MANY", 1)
     record_from(monkeypatch, 80)
-    monkeypatch.setattr(decoding, "PAYS_FROM", 100)
+    monkeypatch.setattr(pays, "ASKED_FOR", 100)
     fastgen.enable(self_speculation="int8", captured_step="auto")
     family = KNOWN["llama"]
     model, steps = copy.deepcopy(family.build()), []

@@ -32,7 +32,7 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
     """Plain steps are recorded in the third call of 40 tokens; from the fifth on, each makes one thing for drafts."""
     monkeypatch.setattr(pays, "MANY", 1)
     record_from(monkeypatch, 80)
-    monkeypatch.setattr(decoding, "PAYS_FROM", 100)
+    monkeypatch.setattr(pays, "ASKED_FOR", 100)
     monkeypatch.setattr(SelfDraft, "is_prepared", True)
     monkeypatch.setattr(preparation, "SHARE", 1e9)
     monkeypatch.setattr(decoding, "LEAST_GAIN", -1e9)

@@ -38,7 +38,6 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import masks_source, positions_of_step
-from fastgen.optimizer.transformers.prefill import certain_steps
 
 # Batches that steps are made for.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
@@ -180,7 +179,11 @@ class Decoding:
     @property
     def _certain_tokens(self) -> int:
         """Tokens that the call generates whatever the model says."""
-        return certain_steps(self._call, self._config, self._input_ids.shape[1], self._prompt.new_tokens) + 1
+        config, most = self._config, self._prompt.new_tokens
+        if self._call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
+            return 1
+        asked = max(config.min_new_tokens or 0, (config.min_length or 0) - self._input_ids.shape[1])
+        return min(asked if config.eos_token_id is not None else most, most)
 
     def _note(self, tokens: int, eager_steps: int) -> None:
         """The call is over."""

@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from fastgen import counters, releases, settings
+from fastgen import counters, releases
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
@@ -34,8 +34,6 @@ from fastgen.optimizer.transformers.speculation.preparation import Preparation
 from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
 
 ENTRY_POINT = counters.DRAFTS
-# The parts of a step with drafts are recorded once calls have asked for so many steps.
-PAYS_FROM = settings.RECORDING_PAYS_FROM
 # Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
 _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
@@ -133,7 +131,7 @@ class SpeculativeDecoding(Decoding):
 
     def _steps_asked_for(self) -> int:
         """Steps that the call is likely to make."""
-        return min(self._prompt.new_tokens, settings.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
+        return min(self._prompt.new_tokens, pays.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
 
     def _steps_before_capture(self) -> int:
         at_once_from = self._draft.recorded_at_once_from
@@ -141,7 +139,7 @@ class SpeculativeDecoding(Decoding):
             return 0
         # There are several parts to be recorded: it takes more steps until they have paid.
         parts = 1 if at_once_from is not None else _PARTS
-        if not self._ledger.has_asked_for(self._key, -(-self._steps_asked_for() // parts), PAYS_FROM):
+        if not self._ledger.has_asked_for(self._key, -(-self._steps_asked_for() // parts), pays.ASKED_FOR):
             raise CannotBeCaptured(counters.NOT_YET)
         return 0
 

@@ -7,21 +7,19 @@ are as many as recording the larger one took: then no call has lost more than tw
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from fastgen import caches, settings
+from fastgen import settings
 from fastgen.optimizer.transformers.captured import graph_cache, rewritten_processors
 from fastgen.optimizer.transformers.captured.decoding import BATCHES
 from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.pays import STEPS_OF_A_CALL, Ledger
 from fastgen.optimizer.transformers.speculation.drafting import Drafting, lengths_of
 from fastgen.optimizer.transformers.speculation.pace import costs_of
-
-_missed: weakref.WeakKeyDictionary[Any, dict[Key, float]] = weakref.WeakKeyDictionary()
 
 
 def smaller_key(drafting: Drafting) -> Key | None:
@@ -68,14 +66,12 @@ def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> 
     measured = None if kept is None else kept.seconds_of_round(smaller)
     saved = now - (costs.steps(key.rows, smaller)[smaller] if measured is None else measured)
     if kept is not None:
-        rounds = min(tokens, settings.STEPS_OF_A_CALL) * drafting.key.rows / drafting.tokens_of(length)
+        rounds = min(tokens, STEPS_OF_A_CALL) * drafting.key.rows / drafting.tokens_of(length)
         return saved * rounds > kept.seconds_of_move
-    missed = _missed.setdefault(model, {})
-    caches.limit(missed)
-    missed[key] = missed.get(key, 0.0) + max(saved, 0.0)
-    if missed[key] < drafting.seconds_of_first_runs:
+    ledger = Ledger.of(model)
+    if ledger.lose(key, max(saved, 0.0)) < drafting.seconds_of_first_runs:
         return False
-    del missed[key]  # should the step be dropped, it has to pay again
+    ledger.is_repaid(key)  # should the step be dropped, it has to pay again
     return True
 
 
