@@ -23,7 +23,7 @@ from transformers.generation.utils import (
 
 from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.search import BeamSearch
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import triton as operators

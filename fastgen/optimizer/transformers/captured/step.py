@@ -13,9 +13,10 @@ from torch import Tensor
 from fastgen import releases
 from fastgen.decoding import beams
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.part import Piece
-from fastgen.decoding.captured.search import NOTHING, BeamSearch, RowSearch
+from fastgen.decoding.captured.search import NOTHING, RowSearch
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.forward import Forward
