@@ -38,7 +38,7 @@ class AssistantStep(SpeculativeStep):
     ) -> None:
         super().__init__(key, prompt, processors, sizes)
         self.search, self._drafted, self._draft_probabilities = of.search, of._drafted, of._draft_probabilities
-        self.times = {0: of.times_of(0)}
+        self.costs = of.costs
         self._back = self._state.beside(2)
         self._back_seen = torch.zeros_like(self._seen)
         self._offset = torch.zeros_like(self._drafted)

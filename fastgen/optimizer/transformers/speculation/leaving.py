@@ -18,7 +18,6 @@ from fastgen import caches, settings
 from fastgen.optimizer.transformers.captured import graph_cache, rewritten_processors
 from fastgen.optimizer.transformers.captured.decoding import BATCHES
 from fastgen.optimizer.transformers.captured.step import Key
-from fastgen.optimizer.transformers.speculation.pace import costs_of
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, lengths_of
 
 _missed: weakref.WeakKeyDictionary[Any, dict[Key, float]] = weakref.WeakKeyDictionary()
@@ -59,14 +58,16 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
     # Rounds of the smaller step draft about as many of each row.
     place = min(sum(each < length for each in step.lengths), len(step.lengths) - 1)
     length, smaller = step.lengths[place], lengths_of(key)[place]
-    costs, now = costs_of(step), step.seconds_of_round(length)
-    if costs is None or now is None or graph_cache.is_refused(model, key):
+    now = step.costs.iterations().get(length)
+    if now is None or step.costs.seconds(length + 1) is None or graph_cache.is_refused(model, key):
         return False
     assert kept is None or isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
-    if kept is not None and not kept.serves(smaller):
+    if kept is not None and not kept.costs.allows(smaller):
         kept = None  # calls with so few rows are about to prepare it
-    measured = None if kept is None else kept.seconds_of_round(smaller)
-    saved = now - (costs.steps(key.rows, smaller)[smaller] if measured is None else measured)
+    if kept is not None and kept.costs.knows(has_model=False):
+        saved = now - kept.costs.iterations()[smaller]
+    else:
+        saved = now - step.costs.estimate(key.rows, smaller)
     if kept is not None:
         rounds = min(tokens, settings.STEPS_OF_A_CALL) * step.key.rows / step.tokens_of(length)
         return saved * rounds > kept.seconds_of_move

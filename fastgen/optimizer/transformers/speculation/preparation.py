@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fastgen import caches
+from fastgen.decoding.speculation.draft_length import AT_FIRST
 from fastgen.optimizer.transformers.captured.step import Key
 from fastgen.optimizer.transformers.speculation.drafts import Draft
-from fastgen.optimizer.transformers.speculation.pace import AT_FIRST
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 # This part of the time of plain calls goes into what drafts need.
@@ -61,7 +61,7 @@ class Preparation:
             begin: begins a call in the step, of which nothing is kept.
         """
         needed, more = _parts_of(step)
-        missing = [part for part in (*needed, *more) if step.seconds(part) is None]
+        missing = [part for part in (*needed, *more) if step.costs.seconds(part) is None]
         expected = self._last or _STEPS_OF_ONE * plain
         if missing and self.seconds + expected <= SHARE * self.steps * plain:
             start = time.perf_counter()
@@ -74,7 +74,7 @@ class Preparation:
             took = time.perf_counter() - start
             self.seconds += took
             self._last = took if is_recorded else self._last
-        return all(step.seconds(part) is not None for part in needed)
+        return all(step.costs.seconds(part) is not None for part in needed)
 
 
 def _parts_of(step: SpeculativeStep) -> tuple[tuple[int, ...], tuple[int, ...]]:

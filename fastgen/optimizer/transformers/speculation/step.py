@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,6 +25,7 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation import acceptance
+from fastgen.decoding.speculation.costs import Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
@@ -35,7 +35,6 @@ from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
-from fastgen.optimizer.transformers.speculation.times import KEPT, Times, begin_call
 
 # Tokens drafted in a round, of each row. Each number is a program of its own, so there are only a few. With the token
 # behind the draft, some sequences have as many rows in a check as fill vectors without a rest.
@@ -94,13 +93,9 @@ class SpeculativeStep(CapturedStep):
         counts: [rows], int64: how many tokens are drafted, behind the end of each row. Whoever drafts writes them, and
             they are zeros again after a check.
         accepted: [rows], int64: how many of them were kept in the last round.
-        times: of each part, by the number of positions that it checks; 0 for a step of the draft. Those of parts that
-            have been captured.
-        host_times: seconds of the last rounds besides those of their parts.
+        costs: what its parts take once they have been captured, and what was accepted in the last call.
         seconds_of_first_runs: of all parts until they had been captured.
-        records_at_once: parts are recorded when a round asks for them, and not only where they are `measured`.
         seconds_of_move: what it took to take over rows of a larger step.
-        short_calls: since the times were measured, calls that had too few tokens for a draft.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the tokens of the last check were chosen by,
             and the logits that these were made of; nothing unless `key.draft.records`.
@@ -126,12 +121,8 @@ class SpeculativeStep(CapturedStep):
         recorded = rows if key.draft.records else 0, key.width, 2, prompt.logits.shape[-1]
         self.recorded = torch.zeros(recorded, device=device)
         self._made: dict[int, _Part] = {}
-        self.times: dict[int, Times] = {}
-        self.host_times: deque[float] = deque(maxlen=KEPT)
+        self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
-        self.records_at_once = True
-        self.short_calls = 0
-        self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
         # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
@@ -189,9 +180,8 @@ class SpeculativeStep(CapturedStep):
         self._drafted.zero_()
         self.counts.zero_()
         self._is_first &= other._is_first  # what masks say, the other one may have found out
-        self.acceptance = other.acceptance
         if self.key.rows == other.key.rows:
-            self.times, self.host_times = other.times, other.host_times
+            self.costs = other.costs
         self.seconds_of_move = self._now(waits=True) - start
 
     @property
@@ -203,39 +193,16 @@ class SpeculativeStep(CapturedStep):
         """How many tokens a check has where so many are drafted."""
         return self.key.rows * (length + 1)
 
-    def times_of(self, positions: int) -> Times:
-        if positions not in self.times:
-            self.times[positions] = Times()
-        return self.times[positions]
-
-    def seconds(self, positions: int) -> float | None:
-        """What a part takes; None as long as there are too few timings."""
-        return self.times[positions].seconds if positions in self.times else None
-
-    def is_old(self, positions: int) -> bool:
-        """Whether what is known of a part may be wrong by now."""
-        return positions in self.times and self.times[positions].is_old
-
-    def serves(self, length: int) -> bool:
-        """Whether rounds may draft so many tokens."""
-        return self.records_at_once or self.seconds(length + 1) is not None
-
     def measure(self, part: int, run: Callable[[], None]) -> None:
         """Has a part captured and measured. `run` does it once; what that does to the sequences counts for nothing."""
         self.counts.zero_()
-        while self.seconds(part) is None:
+        while self.costs.seconds(part) is None:
             run()
-
-    def seconds_of_round(self, length: int) -> float | None:
-        """What drafting `length` tokens and checking them takes, besides what the host does; None if nobody knows."""
-        check = self.seconds(length + 1)
-        draft = self.seconds(0) if length and 0 in self.times else 0.0  # of what is found in a text, nothing is a part
-        return None if check is None or draft is None else check + length * draft
 
     def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
         super().begin(prompt, fill, inputs, **options)
         if self.device.type == "cpu":  # on a GPU, a part is measured in its first runs alone
-            begin_call(self.times)
+            self.costs.begin_call()
         self.near_ties.zero_()
         self._drafted.zero_()
         self.counts.zero_()
@@ -307,16 +274,15 @@ class SpeculativeStep(CapturedStep):
     def _run_and_time(self, positions: int, function: Callable[[], object]) -> None:
         if positions not in self._made:
             self._made[positions] = _Part(self.device, self._is_first or self.device.type != "cpu")
-        known = self.times_of(positions)
         # On a GPU the host waits for a part only as long as it measures it.
-        is_measured = self.device.type == "cpu" or len(known) < KEPT
+        is_measured = self.device.type == "cpu" or self.costs.seconds(positions) is None
         start = self._now(is_measured)
         is_captured = self._made[positions](function)
         self._is_first = False
         if is_measured:
             seconds = self._now(True) - start
             if is_captured:
-                known.append(seconds)
+                self.costs.add(positions, seconds)
             else:
                 self.seconds_of_first_runs += seconds
 
