@@ -26,10 +26,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
+from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
-from fastgen.optimizer.transformers.speculation.pace import Pace
 
 ROOT = Path(__file__).parent.parent
 QUESTIONS = (
@@ -233,22 +233,23 @@ def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
 def _every_length() -> Iterator[None]:
     """Rounds draft the most tokens for which nothing is recorded, then each number in turn, whatever that gains."""
     decoding._pauses.clear()
-    places, choose = itertools.cycle(reversed(range(len(LENGTHS)))), Pace.choose
+    places, choose = itertools.cycle(reversed(range(len(LENGTHS)))), DraftLength.choose
 
-    def next_length(pace: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
-        choose(pace, step, rows, most, available)
-        missing = [length for length in reversed(step.lengths) if length <= most and step.seconds(length + 1) is None]
-        wanted = missing[0] if missing else step.lengths[next(places)]
+    def next_length(policy: DraftLength, rows: Any, most: int, available: Any = None) -> int:
+        choose(policy, rows, most, available)
+        costs = policy.costs
+        missing = [length for length in reversed(costs.lengths) if length <= most and costs.seconds(length + 1) is None]
+        wanted = missing[0] if missing else costs.lengths[next(places)]
         if available is not None and not any(available):
             # Only what was found can be drafted. A check with room for more is recorded nevertheless.
-            wanted = missing[0] if missing and not step.key.draft.is_ragged else 0
-        return wanted if wanted <= most or step.key.draft.is_ragged else 0
+            wanted = missing[0] if missing and not costs.is_ragged else 0
+        return wanted if wanted <= most or costs.is_ragged else 0
 
-    Pace.choose = next_length  # type: ignore[method-assign]
+    DraftLength.choose = next_length  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Pace.choose = choose  # type: ignore[method-assign]
+        DraftLength.choose = choose  # type: ignore[method-assign]
 
 
 def first_calls(options: argparse.Namespace) -> tuple[str, list[str]]:

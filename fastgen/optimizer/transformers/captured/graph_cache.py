@@ -127,6 +127,7 @@ def used(model: Any, key: Hashable) -> Any:
         cached = _of(model)
         if key in cached.steps:
             cached.steps.move_to_end(key)
+            _models[model] = _models.pop(model)  # the last one that was used
         return cached.steps.get(key)
 
 
@@ -176,12 +177,12 @@ def others(model: Any, key: Key) -> list[Key]:
     return [other for other in kept if isinstance(other, Key) and _of_any_batch(other) == _of_any_batch(key)]
 
 
-def forget(model: Any, is_old: Callable[[Any], bool]) -> None:
-    """Frees what of a model will not be asked for any more, by its key."""
+def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
+    """Frees the steps of a model that will not be asked for any more."""
     with _lock:
         cached = _models.get(model)
         for kept in () if cached is None else (cached.steps, cached.refused):
-            for key in [key for key in kept if is_old(key)]:
+            for key in [key for key in kept if isinstance(key, Key) and is_old(key)]:
                 del kept[key]
 
 

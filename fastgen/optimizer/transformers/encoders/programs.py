@@ -141,9 +141,12 @@ def _found(model: Any, key: _Key) -> _Found | None:
 
 def _is_due(model: Any, key: _Key) -> bool:
     """Whether a pass like this one has come so often that it is recorded now."""
-    if not _is_served(model) or graph_cache.is_refused(model, key):
+    if not _is_served(model) or not _ledger(model).has_asked_for(key, 1, pays.PASSES):
         return False
-    return _ledger(model).has_asked_for(key, 1, pays.PASSES) and graph.unavailable(_CPU) is None
+    if graph_cache.is_refused(model, key):
+        _ledger(model).forget(key)  # it takes a while to find out
+        return False
+    return graph.unavailable(_CPU) is None
 
 
 def _ledger(model: Any) -> pays.Ledger:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgen.decoding.speculation import acceptance
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.speculation.drafting import DRAFT, Drafting
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 # Parts besides that of a step, which has the number that it has in the step that verifies.
 _FIRST, _STORE, _ADVANCE = -1, -2, -3
@@ -30,7 +30,7 @@ class AssistantDrafting(Drafting):
     def __init__(self, step: DecodeStep, prompt: Prompt, of: Drafting) -> None:
         super().__init__(step, prompt)
         self.drafted, self.draft_probabilities = of.drafted, of.draft_probabilities
-        self.times = {DRAFT: of.times_of(DRAFT)}
+        self.costs = of.costs
         self._back, self._back_seen = self._buffers.position.beside(2), torch.zeros_like(self._seen)
         self._offset = torch.zeros_like(self.drafted)
         self._cache_back = self._cache_at(self._back, self._back_seen)

@@ -15,7 +15,10 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from fastgen import counters, releases
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
+from fastgen.decoding.speculation import draft_length
+from fastgen.decoding.speculation.back_off import BackOff
+from fastgen.decoding.speculation.costs import HOST
+from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_PAUSES, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
@@ -28,7 +31,6 @@ from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
 from fastgen.optimizer.transformers.speculation.drafts import Draft
-from fastgen.optimizer.transformers.speculation.pace import LEAST_GAIN, Pace, can_begin, most_gain
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.preparation import Preparation
 from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
@@ -39,12 +41,12 @@ _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
 _MOST_AT_ONCE = 2**16
 
-_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], Pauses]] = weakref.WeakKeyDictionary()
+_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
 
 
-def _pauses_of(model: Any, draft: Draft, rows: int) -> Pauses:
+def _pauses_of(model: Any, draft: Draft, rows: int) -> BackOff:
     """Those of the calls with a draft of this kind and so many rows; found before anything is made for the call."""
-    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), Pauses())
+    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), draft_length.pauses())
 
 
 def seconds_of_step(model: Any, key: Key) -> float | None:
@@ -70,7 +72,7 @@ class SpeculativeDecoding(Decoding):
         self._sums = {"checks": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
         self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
-        if draft.schedule is None and self._pauses.pauses():
+        if draft.schedule is None and self._pauses.waits():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
@@ -95,17 +97,16 @@ class SpeculativeDecoding(Decoding):
         is_served = plain_step is not None or not self._must_pay
         if step is None or not is_served or self._streamer is not None:
             return False
-        kept = step.drafting
         # Plain calls of a few tokens do not say what a step takes: a check without a draft takes about as long.
-        plain = seconds_of_step(self._model, self._plain_key) or kept.seconds(1)
-        if plain is None or can_begin(kept, plain, self._prompt.new_tokens):
+        costs = step.drafting.costs
+        costs.plain = seconds_of_step(self._model, self._plain_key)
+        if can_begin(costs, self._prompt.new_tokens):
             return False
-        kept.short_calls += 1
-        if kept.short_calls <= MOST_PAUSES:
-            return True
-        kept.short_calls = 0
-        kept.times.clear()
-        return False
+        costs.short_calls += 1
+        if costs.short_calls > MOST_PAUSES:
+            costs.forget()
+            return False
+        return True
 
     def run(self) -> Any:
         if self._draft.is_prepared:
@@ -210,7 +211,7 @@ class SpeculativeDecoding(Decoding):
         kwargs |= releases.with_cache(cache)
         return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
-    def _prepare(self, step: DecodeStep, plain: float | None) -> None:
+    def _prepare(self, step: DecodeStep) -> None:
         """What a draft needs is made before, little by little, where plain calls have a recorded step meanwhile.
 
         Raises:
@@ -221,11 +222,11 @@ class SpeculativeDecoding(Decoding):
         except CannotBeCaptured:
             self._pauses.give_up()
             raise
-        drafting = step.drafting
+        drafting, costs = step.drafting, step.drafting.costs
         has_plain = graph_cache.kept(self._model, self._plain_key) is not None
         is_at_once = not self._must_pay
-        drafting.records_at_once = is_at_once or not has_plain or not self._draft.is_prepared
-        if drafting.records_at_once:
+        costs.only_timed = not is_at_once and has_plain and self._draft.is_prepared
+        if not costs.only_timed:
             return
 
         def begin() -> None:
@@ -233,12 +234,12 @@ class SpeculativeDecoding(Decoding):
             step.choose_first(self._prompt.logits, self._host)
 
         is_ready, reason = False, "what drafts need is made little by little, in calls without them"
-        if plain is not None:  # calls of a few tokens do not say what a step takes
+        if costs.plain is not None:  # calls of a few tokens do not say what a step takes
             preparation = Preparation.of(self._model, self._key)
-            make = partial(preparation.make_next, drafting, self._model, self._draft, plain, begin)
+            make = partial(preparation.make_next, drafting, self._model, self._draft, costs.plain, begin)
             is_ready = self._start(step, make)
-            if most_gain(drafting, plain) < LEAST_GAIN:
-                drafting.times.clear()  # the machine may have been busy: the next time, they are measured again
+            if costs.most_gain() < LEAST_GAIN:
+                costs.forget()  # the machine may have been busy: the next time, they are measured again
                 self._pauses.give_up()
                 is_ready, reason = False, "drafts would gain nothing"
         if not is_ready:
@@ -247,37 +248,38 @@ class SpeculativeDecoding(Decoding):
 
     def _decode(self, step: DecodeStep) -> DecodeStep:
         prompt, rows = self._prompt, self._prompt.inputs * self._per_input
-        plain = seconds_of_step(self._model, self._plain_key)
-        self._prepare(step, plain)
+        costs = step.drafting.costs
+        costs.plain = seconds_of_step(self._model, self._plain_key)
+        self._prepare(step)
         self._draft.begin(step.drafting, self)
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
         self._positions = self._make_positions(rows)
         progress = self._follow(step)
-        pace = Pace(step.drafting, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule, plain)
+        policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         left: list[tuple[DecodeStep, Tensor]] = []
         begun = time.perf_counter()
         while not progress.done:
             key = self._key_to_leave_for(step, progress)
             if key is not None:
                 left.append((step, leaving.staying(step.drafting, key.batch)))
-                step = self._smaller(*left[-1], key, pace)
+                step = self._smaller(*left[-1], key, policy)
                 progress = step.search.progress()
                 begun = time.perf_counter()
             if max(progress.lengths) - step.sizes.prompt > step.sizes.new:
                 step = self._larger(step)
-            progress, begun = self._iterate(step, pace, progress, begun)
-        gains = pace.gains()
-        if pace.is_hopeless:
+            progress, begun = self._iterate(step, policy, progress, begun)
+        has_paid = policy.pays()
+        if policy.cannot_pay:
             self._pauses.give_up()
-        elif gains is not None:
-            self._pauses.observe(gains)
+        elif has_paid is not None:
+            (self._pauses.succeed if has_paid else self._pauses.fail)()
         counters.add(ENTRY_POINT, near_ties=int(step.drafting.near_ties), **self._sums)
         self._draft.end()
         whole = self._whole(step, left)
-        if pace.is_hopeless and not self._draft.is_prepared:
+        if policy.cannot_pay and not self._draft.is_prepared:
             # The machine may have been busy: the next trial measures again, as `_prepare` does.
-            whole.drafting.times.clear()
+            whole.drafting.costs.forget()
         return whole
 
     def _key_to_leave_for(self, step: DecodeStep, progress: Progress) -> Key | None:
@@ -293,17 +295,17 @@ class SpeculativeDecoding(Decoding):
         tokens = self._prompt.new_tokens + step.search.prompt_capacity - shortest
         return key if leaving.pays(self._model, drafting, key, self._length, tokens) else None
 
-    def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, pace: Pace) -> DecodeStep:
+    def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
         """A step that goes on with these inputs of another one."""
         rows = rows_of(inputs, key.per_input)
         self._key, self._processors = key, leaving.narrowed(self._processors, rows)
         smaller = self._step()
         drafting = smaller.drafting
-        drafting.records_at_once = True
+        drafting.costs.only_timed = False
         start = drafting.now(waits=True)
         smaller.take_over(step, inputs)
         drafting.seconds_of_move = drafting.now(waits=True) - start
-        pace.keep(drafting, rows.tolist())
+        policy.keep(drafting.costs, rows.tolist())
         self._draft.keep(rows.tolist())
         counters.add(ENTRY_POINT, rows_left=step.key.rows - len(rows))
         return smaller
@@ -335,7 +337,9 @@ class SpeculativeDecoding(Decoding):
         after: Progress = step.search.progress()
         return after
 
-    def _iterate(self, step: DecodeStep, pace: Pace, progress: Progress, begun: float) -> tuple[Progress, float]:
+    def _iterate(
+        self, step: DecodeStep, policy: DraftLength, progress: Progress, begun: float
+    ) -> tuple[Progress, float]:
         """Some tokens are drafted and verified. Returns how far the search is then, and the time.
 
         Between two forward passes the caches are full of weights: whatever is touched here is read from memory, and
@@ -353,21 +357,21 @@ class SpeculativeDecoding(Decoding):
         is_ragged = step.key.draft.is_ragged
         if available is not None and is_ragged:  # what a row cannot use is for others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
-        self._length = drafted = pace.choose(drafting, rows, most, available)
+        self._length = drafted = policy.choose(rows, most, available)
         before = time.perf_counter()
         if drafted:
             if available is not None and is_ragged:
-                self._draft.cut(pace.shares(drafting, rows, available, drafted))
+                self._draft.cut(policy.shares(rows, available, drafted))
             self._start(step, partial(self._draft.propose, drafting, self._model, drafted))
         self._start(step, partial(drafting.verify, self._model, drafted))
         begun += time.perf_counter() - before
         progress = self._follow(step)
         counts, accepted = self._come_of(drafting, rows, drafted)
-        pace.observe(drafting, rows, drafted, counts, accepted)
+        policy.observe(rows, drafted, counts, accepted)
         if available is not None and not drafted:
-            pace.learn(drafting, rows, self._draft.hits(rows))
+            policy.learn(rows, self._draft.hits(rows))
         ended = time.perf_counter()
-        drafting.host_times.append(ended - begun)
+        drafting.costs.add(HOST, ended - begun)
         return progress, ended
 
     def _come_of(self, drafting: Drafting, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:

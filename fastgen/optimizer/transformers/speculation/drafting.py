@@ -8,7 +8,6 @@ over.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,6 +19,7 @@ from transformers.cache_utils import Cache
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.part import Piece
 from fastgen.decoding.speculation import acceptance
+from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
@@ -27,13 +27,10 @@ from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.speculation.times import KEPT, Times, begin_call
 
 # Tokens drafted in an iteration, of each row. Each number is a part of its own, so there are only a few. With the token
 # behind the draft, some sequences have as many rows to verify as fill vectors without a rest.
 LENGTHS = (0, 1, 3, 7)
-# The part that drafts one token.
-DRAFT = 0
 # Processors that look at nothing but scores, row by row.
 _SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)
 
@@ -62,13 +59,9 @@ class Drafting:
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the last tokens were chosen by, and the logits
             that these were made of; nothing unless `key.draft.records`.
-        times: of each part, by the number of positions that it verifies; 0 for a step of the draft. Those of parts that
-            have been captured.
-        host_times: seconds of the last iterations besides those of their parts.
+        costs: what the parts take once they have been captured, and what was accepted in the last call.
         seconds_of_first_runs: of all parts until they had been captured.
-        records_at_once: parts are recorded when an iteration asks for them, and not only where they are `measured`.
         seconds_of_move: what it took to take over rows of a larger step.
-        short_calls: since the times were measured, calls that had too few tokens for a draft.
     """
 
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
@@ -91,12 +84,8 @@ class Drafting:
         self._ratings = torch.zeros(rows, width - 1, device=device)  # what drafted tokens are given
         recorded = rows if self.key.draft.records else 0
         self.recorded = torch.zeros(recorded, width, 2, vocabulary, device=device)
-        self.times: dict[int, Times] = {}
-        self.host_times: deque[float] = deque(maxlen=KEPT)
+        self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
-        self.records_at_once = True
-        self.short_calls = 0
-        self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
@@ -131,7 +120,7 @@ class Drafting:
     def begin(self, prompt: Prompt) -> None:
         """A call begins in the step."""
         if self.device.type == "cpu":  # on a GPU, a part is measured in its first runs alone
-            begin_call(self.times)
+            self.costs.begin_call()
         self.near_ties.zero_()
         self.drafted.zero_()
         self.counts.zero_()
@@ -148,9 +137,8 @@ class Drafting:
         self.near_ties.copy_(other.near_ties)
         self.drafted.zero_()
         self.counts.zero_()
-        self.acceptance = other.acceptance
         if self.key.rows == other.key.rows:
-            self.times, self.host_times = other.times, other.host_times
+            self.costs = other.costs
 
     def end(self, rows: Tensor, length: int) -> None:
         """Ends some rows, [rows], bool, at a length that they have reached."""
@@ -170,46 +158,22 @@ class Drafting:
         """How many tokens are verified where so many are drafted."""
         return self.key.rows * (length + 1)
 
-    def times_of(self, positions: int) -> Times:
-        if positions not in self.times:
-            self.times[positions] = Times()
-        return self.times[positions]
-
-    def seconds(self, positions: int) -> float | None:
-        """What a part takes; None as long as there are too few timings."""
-        return self.times[positions].seconds if positions in self.times else None
-
-    def is_old(self, positions: int) -> bool:
-        """Whether what is known of a part may be wrong by now."""
-        return positions in self.times and self.times[positions].is_old
-
-    def serves(self, length: int) -> bool:
-        """Whether iterations may draft so many tokens."""
-        return self.records_at_once or self.seconds(length + 1) is not None
-
     def measure(self, part: int, run: Callable[[], None]) -> None:
         """Has a part captured and measured. `run` does it once; what that does to the sequences counts for nothing."""
         self.counts.zero_()
-        while self.seconds(part) is None:
+        while self.costs.seconds(part) is None:
             run()
 
-    def seconds_of_round(self, length: int) -> float | None:
-        """What drafting `length` tokens and verifying them takes, besides what the host does; None if nobody knows."""
-        check = self.seconds(length + 1)
-        draft = self.seconds(DRAFT) if length and DRAFT in self.times else 0.0  # what is found in a text is no part
-        return None if check is None or draft is None else check + length * draft
-
     def _run_part(self, number: int, cache: Cache, function: Callable[[], object]) -> None:
-        known = self.times_of(number)
         # On a GPU the host waits for a part only as long as it measures it.
-        is_measured = self.device.type == "cpu" or len(known) < KEPT
+        is_measured = self.device.type == "cpu" or self.costs.seconds(number) is None
         start = self.now(is_measured)
         is_replay = self._parts.run(number, lambda: _one_piece(function), cache)
         if not is_measured:
             return
         seconds = self.now(True) - start
         if is_replay:
-            known.append(seconds)
+            self.costs.add(number, seconds)
         else:
             self.seconds_of_first_runs += seconds
 

@@ -19,7 +19,6 @@ from fastgen.optimizer.transformers.captured.decoding import BATCHES
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import STEPS_OF_A_CALL, Ledger
 from fastgen.optimizer.transformers.speculation.drafting import Drafting, lengths_of
-from fastgen.optimizer.transformers.speculation.pace import costs_of
 
 
 def smaller_key(drafting: Drafting) -> Key | None:
@@ -58,13 +57,15 @@ def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> 
     # Rounds of the smaller step draft about as many of each row.
     place = min(sum(each < length for each in drafting.lengths), len(drafting.lengths) - 1)
     length, smaller = drafting.lengths[place], lengths_of(key)[place]
-    costs, now = costs_of(drafting), drafting.seconds_of_round(length)
-    if costs is None or now is None or graph_cache.is_refused(model, key):
+    now = drafting.costs.iterations().get(length)
+    if now is None or drafting.costs.seconds(length + 1) is None or graph_cache.is_refused(model, key):
         return False
-    if kept is not None and not kept.serves(smaller):
+    if kept is not None and not kept.costs.allows(smaller):
         kept = None  # calls with so few rows are about to prepare it
-    measured = None if kept is None else kept.seconds_of_round(smaller)
-    saved = now - (costs.steps(key.rows, smaller)[smaller] if measured is None else measured)
+    if kept is not None and kept.costs.knows(has_model=False):
+        saved = now - kept.costs.iterations()[smaller]
+    else:
+        saved = now - drafting.costs.estimate(key.rows, smaller)
     if kept is not None:
         rounds = min(tokens, STEPS_OF_A_CALL) * drafting.key.rows / drafting.tokens_of(length)
         return saved * rounds > kept.seconds_of_move
