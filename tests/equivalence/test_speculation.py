@@ -446,10 +446,10 @@ def test_drafts_no_longer_than_the_limit() -> None:
 
 def test_an_assistant_that_has_not_drafted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """By then rows that have ended are behind what the assistant lacks, and their prompt is short."""
-    lengths = itertools.cycle([0] * 12 + [4])
+    lengths = itertools.cycle([0] * 12 + [3])
 
     def choose(self: DraftLength, rows: Any, most: int, available: Any = None) -> int:
-        return next(lengths) if most >= 4 else 0
+        return next(lengths) if most >= 3 else 0
 
     monkeypatch.setattr(DraftLength, "choose", choose)
     family = KNOWN["gpt2"]
