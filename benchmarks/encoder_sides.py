@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastgen
 from benchmarks.backends import elsewhere
-from fastgen.optimizer.transformers.encoders import programs
+from fastgen.optimizer.transformers.captured import pays
 
 Batch = dict[str, Tensor]
 BASELINE, SUBJECT = "Transformers", "FastGen"
@@ -50,7 +50,7 @@ class Here:
     def __init__(self, name: str, model: Any, some: list[Batch]) -> None:
         self._name, self._model, self._some = name, model, some
         if name == SUBJECT and len(some) > 1 and all(some[0] is each for each in some):
-            for _ in range(-(-programs.PAYS_FROM // len(some))):  # as often as a pass must have come to be recorded
+            for _ in range(-(-pays.PASSES // len(some))):  # as often as a pass must have come to be recorded
                 self.run()
 
     def run(self) -> None:

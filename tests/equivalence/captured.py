@@ -18,7 +18,6 @@ from fastgen.decoding.captured import graph
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays
-from fastgen.optimizer.transformers.speculation import decoding as speculation
 from tests.equivalence.models import BY_NAME, Family
 from tests.equivalence.others import OTHERS
 from tests.recorded_graph import RecordedGraph
@@ -30,7 +29,7 @@ BY_RELEASE = {"gpt-bigcode", "deepseek-v3"}
 def record_from(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Recording a step pays from so many steps on."""
     monkeypatch.setattr(pays.Ledger, "_repaid_by", lambda self, rows: steps)
-    monkeypatch.setattr(speculation, "PAYS_FROM", steps)
+    monkeypatch.setattr(pays, "ASKED_FOR", steps)
 
 
 def need_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ import torch
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.speculation import draft_length
+from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
-from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import BY_NAME
@@ -48,16 +48,16 @@ def draft_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds draft different numbers of tokens, none among them, whatever that gains."""
     lengths = itertools.cycle([4, 0, 8, 2, 4, 4, 0, 0, 2, 8, 0, 0, 0, 4])
 
-    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
-        wanted = next(lengths)
-        if step.key.draft.is_ragged:
-            return step.lengths[wanted.bit_length() - (wanted > 0)] if any(available or ()) else 0
+    def choose(self: DraftLength, rows: Any, most: int, available: Any = None) -> int:
+        wanted, costs = next(lengths), self.costs
+        if costs.is_ragged:
+            return costs.lengths[wanted.bit_length() - (wanted > 0)] if any(available or ()) else 0
         chosen = min(wanted, most, max(available, default=0) if available is not None else most)
         if available is not None:
             return min(length for length in LENGTHS if length >= chosen)
-        return max(length for length in LENGTHS if length <= chosen and (not length or step.serves(length)))
+        return max(length for length in LENGTHS if length <= chosen and costs.allows(length))
 
-    monkeypatch.setattr(Pace, "choose", choose)
+    monkeypatch.setattr(DraftLength, "choose", choose)
 
 
 def counts() -> dict[str, int]:

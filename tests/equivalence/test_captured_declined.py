@@ -16,7 +16,7 @@ from transformers import (
 
 import fastgen
 from fastgen.decoding.captured import graph
-from fastgen.optimizer.transformers.captured.step import CapturedStep
+from fastgen.decoding.captured.part import CapturedPart
 from tests.equivalence.captured import (
     BEAMS,
     GREEDY,
@@ -121,7 +121,7 @@ def test_a_step_that_cannot_be_captured(
     if which == "capture":
         monkeypatch.setattr(graph.Graph, "capture", fail)
     else:
-        monkeypatch.setattr(CapturedStep, "_run_eagerly", fail)
+        monkeypatch.setattr(CapturedPart, "run", fail)
     for _ in range(2):
         check(model, inputs, BEAMS)
     (reason,) = reasons()

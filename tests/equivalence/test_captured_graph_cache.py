@@ -18,7 +18,7 @@ import fastgen
 from fastgen import caches
 from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.captured.step import CapturedStep
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.equivalence.captured import (
     BEAMS,
     GREEDY,
@@ -34,10 +34,10 @@ from tests.equivalence.models import BY_NAME
 def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the step has been captured, what the prefill has stored is gone: the step has a copy."""
     held: list[weakref.ref[torch.Tensor]] = []
-    begin, replay = CapturedStep.begin, graph.Graph.replay
+    begin, replay = DecodeStep.begin, graph.Graph.replay
     alive = []
 
-    def recording(step: CapturedStep, prompt: Any, *args: Any, **kwargs: Any) -> None:
+    def recording(step: DecodeStep, prompt: Any, *args: Any, **kwargs: Any) -> None:
         held.extend(weakref.ref(part) for kv in (*prompt.own, *prompt.cross) for part in kv)
         begin(step, prompt, *args, **kwargs)
 
@@ -45,7 +45,7 @@ def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.Mon
         alive.append(sum(part() is not None for part in held))
         replay(made)
 
-    monkeypatch.setattr(CapturedStep, "begin", recording)
+    monkeypatch.setattr(DecodeStep, "begin", recording)
     monkeypatch.setattr(graph.Graph, "replay", looking)
     run(*build(BY_NAME["bart"], device), {**BEAMS, "min_new_tokens": 12})
     assert held and alive[0] == len(held)
@@ -257,7 +257,7 @@ def test_out_of_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     model, inputs = build(BY_NAME["gpt2"], device)
     run(model, inputs, GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        patch.setattr(DecodeStep, "begin", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError()))
         check(model, inputs, BEAMS)
     assert reasons() == {"out of memory": 1}
     assert not graph_cache._models
@@ -276,7 +276,7 @@ def test_with_and_without_inference_mode(device: torch.device) -> None:
 def test_errors_of_a_call_are_not_held_against_its_shape(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build(BY_NAME["gpt2"], device)
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: 1 / 0)
+        patch.setattr(DecodeStep, "begin", lambda *args, **kwargs: 1 / 0)
         check(model, inputs, BEAMS)
     check(model, inputs, BEAMS)
     assert list(reasons().values()) == [1] and captures() == 1

@@ -11,8 +11,9 @@ import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
+from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt
 from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.captured.step import CapturedStep, Host, Key, Prompt
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.equivalence.captured import KNOWN
 from tests.equivalence.models import PAD
 from tests.recorded_graph import RecordedGraph
@@ -48,7 +49,7 @@ def prefilled(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: bool
     )
 
 
-def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -> CapturedStep:
+def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -> DecodeStep:
     sizes = changes.get("sizes", Sizes(PROMPT, PROMPT, NEW + 8, 0))
     key = {
         "batch": BATCH, "per_input": beams, "sizes": sizes, "width": 1, "encoder": None, "source_in_front": False,
@@ -57,7 +58,7 @@ def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -
         "constants": (("use_cache", True),), "kv": (), "windows": (None,) * len(prompt.own),
     }  # fmt: skip
     prompt.eos = eos
-    return CapturedStep(Key(**(key | changes)), prompt, (), sizes)
+    return DecodeStep(Key(**(key | changes)), prompt, (), sizes)
 
 
 def alone(model: Any, tokens: torch.Tensor, new_tokens: int, beams: int, eos: tuple[int, ...]) -> list[int]:
@@ -69,7 +70,7 @@ def alone(model: Any, tokens: torch.Tensor, new_tokens: int, beams: int, eos: tu
     return found[0].tolist()
 
 
-def result(step: CapturedStep, number: int) -> list[int]:
+def result(step: DecodeStep, number: int) -> list[int]:
     """The best sequence of an input, without what fills it up."""
     found = step.search.results(BATCH, 1)[number].tolist()
     return [token for token in found if token >= 0]
@@ -107,15 +108,15 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
                 begun = prefilled(model, prompts[number], new_tokens[number], False, beams)
                 begun.eos = eos
                 step.begin(begun, PAD, slice(place, place + 1))
-            step.start(model, done, HOST)
+            step.verify(model, HOST, done)
         assert step.is_captured and bool(step.search.done)
         found |= {number: result(step, places[number]) for number in (1, 2, 3)}
     for number in (1, 2, 3):
         # What the model gets: its last token is at the end of what it has, and the mask ends there.
         rows = slice(places[number] * beams, (places[number] + 1) * beams)
-        last = prompts[number].shape[1] - 1 + step._state.position[rows]
-        assert step._inputs["position_ids"][rows, 0].equal(last)
-        assert step._inputs["attention_mask"][rows].sum(dim=1).equal(last + 1)
+        last = prompts[number].shape[1] - 1 + step.buffers.position.position[rows]
+        assert step.buffers.inputs["position_ids"][rows, 0].equal(last)
+        assert step.buffers.inputs["attention_mask"][rows].sum(dim=1).equal(last + 1)
     for number, row in enumerate(wanted):
         length = len(row)
         assert found[number][:length] == row
@@ -157,5 +158,5 @@ def test_what_is_refused_changes_nothing() -> None:
                     step.begin(begun, PAD, slice(0, 1))
                 with pytest.raises(ValueError, match="only begin together"):
                     step.begin(prefilled(model, other, 8, False, 1), PAD, slice(0, 3, 2))
-            step.start(model, done, HOST)
+            step.verify(model, HOST, done)
     assert result(step, 0) == wanted

@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 
 import fastgen
 from fastgen.decoding.captured.graph import unavailable
-from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import programs as encoder_programs
 from tests.equivalence import encoder_models
 from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
@@ -231,7 +231,7 @@ def test_attributes_that_no_code_names_change_nothing(llama: Any) -> None:
         model.config.calls_of_mine = number
         check(model, inputs, OPTIONS)
     assert captures() == 4, reasons()
-    assert len(graph_cache._models[model].steps) == 1 and graph_cache._models[model].former is None
+    assert len(graph_cache._models[model].steps) == 1 and not graph_cache._models[model].former
 
 
 def test_states_that_a_model_goes_back_to(llama: Any) -> None:
@@ -252,8 +252,8 @@ def test_states_that_a_model_goes_back_to(llama: Any) -> None:
 def encoder(monkeypatch: pytest.MonkeyPatch) -> Any:
     if unavailable(CPU) is not None:
         pytest.skip("programs need the compiled operators")
-    monkeypatch.setattr(encoder_programs, "PAYS_FROM", 2)
-    encoder_programs._drop_all()
+    monkeypatch.setattr(pays, "PASSES", 2)
+    graph_cache.drop_all()
 
     return copy.deepcopy(encoder_models.build("Bert", "SequenceClassification"))
 
@@ -313,8 +313,7 @@ def test_an_attribute_that_changes_with_each_call_makes_no_recordings(encoder: A
         layer.scaling = 0.1 + number / 100
         expected, found = _encode(encoder, [9])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    of = encoder_programs._models[encoder]
-    assert not any(of._states.values())
+    assert not any(of.steps for of in graph_cache._all())
     assert "the model changes from call to call" in fastgen.stats()[encoder_programs.ENTRY_POINT]["not used"]
 
 
@@ -324,7 +323,7 @@ def test_two_states_in_turn_have_recordings_of_both(encoder: Any) -> None:
         layer.scaling = (0.3, 3.0)[number % 2]
         expected, found = _encode(encoder, [9])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert sum(map(bool, encoder_programs._models[encoder]._states.values())) == 2
+    assert sum(bool(of.steps) for of in graph_cache._all()) == 2
 
 
 def test_an_attribute_that_counts_calls_keeps_the_recordings(encoder: Any) -> None:

@@ -24,8 +24,7 @@ from transformers.models.llama import modeling_llama
 import fastgen
 from fastgen import settings
 from fastgen.decoding.captured.graph import unavailable
-from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.encoders import programs as encoder_programs
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from tests.equivalence import encoder_models
 from tests.equivalence.captured import GREEDY, build, captures
 from tests.equivalence.check import check
@@ -434,9 +433,9 @@ def _encoded(world: World) -> Tensor:
 def test_encoders(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if unavailable(CPU) is not None:
         pytest.skip("programs need the compiled operators")
-    monkeypatch.setattr(encoder_programs, "PAYS_FROM", 1)
+    monkeypatch.setattr(pays, "PASSES", 1)
     for seed in range(first, first + _AT_ONCE):
-        encoder_programs._drop_all()
+        graph_cache.drop_all()
         fastgen.reset_stats()
         model = copy.deepcopy(encoder_models.build("Bert", "SequenceClassification"))
         try:

@@ -12,7 +12,7 @@ from transformers.generation import MinLengthLogitsProcessor, NoRepeatNGramLogit
 
 import fastgen
 from fastgen.ops import gpu as operators
-from fastgen.optimizer.transformers.encoders import programs
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from tests.equivalence.cases import BEAM
 from tests.equivalence.encoder_models import build, inputs
 from tests.equivalence.models import BY_NAME
@@ -23,8 +23,8 @@ HOOKS = "fastgen.optimizer.transformers"
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    monkeypatch.setattr(programs, "PAYS_FROM", 1)
-    programs._drop_all()
+    monkeypatch.setattr(pays, "PASSES", 1)
+    graph_cache.drop_all()
     fastgen.enable(strict=False)
     fastgen.reset_stats()
     yield
@@ -101,7 +101,7 @@ def test_a_decision_that_fails(place: str, monkeypatch: pytest.MonkeyPatch) -> N
     call, entry_point = DECISIONS[place]
     with fastgen.disabled():
         expected = call()
-    programs._drop_all()
+    graph_cache.drop_all()
     _break(monkeypatch, place)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError.*planted"):
         found = call()

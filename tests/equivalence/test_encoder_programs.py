@@ -16,6 +16,7 @@ import fastgen
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.guards import Guards
 from fastgen.optimizer.transformers import models
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import programs
 from tests.equivalence.captured import need_programs
 from tests.equivalence.encoder_models import OF_SEQ2SEQ, WITHOUT_PADDING, build, class_of, inputs
@@ -27,8 +28,8 @@ TOLERANCE = 1e-5
 def recorded_early(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are recorded when they come for the second time, with FastGen's operators, and nothing is measured."""
     need_programs(device, monkeypatch)
-    monkeypatch.setattr(programs, "PAYS_FROM", 2)
-    programs._drop_all()
+    monkeypatch.setattr(pays, "PASSES", 2)
+    graph_cache.drop_all()
     replay = Program.replay
 
     def after_others(made: Program) -> None:
@@ -142,14 +143,14 @@ def test_what_cannot_be_recorded_is_not_tried_again(model: Any, monkeypatch: pyt
 
 
 def test_so_many_are_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "MOST", 2)
+    monkeypatch.setattr(graph_cache, "MOST_PASSES", 2)
     for length in (5, 6, 7):
         for _ in range(3):
             _check(model, inputs([length]))
-    assert len(programs._models[model].passes) == 2
+    assert len(graph_cache._models[model].steps) == 2
     fastgen.disable()
     fastgen.enable()
-    assert not programs._models
+    assert not graph_cache._models
 
 
 def test_code_of_others_runs_each_time(model: Any) -> None:

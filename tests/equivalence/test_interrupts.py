@@ -18,8 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.utils import import_utils
 
 import fastgen
-from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.encoders import programs
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from tests import interrupted
 from tests.equivalence.encoder_models import build
 from tests.equivalence.models import BY_NAME
@@ -97,7 +96,7 @@ def test_an_interrupt_at_every_instruction_leaves_nothing_taken(
     name: str, points: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, call, settings = cases()[name]
-    monkeypatch.setattr(programs, "PAYS_FROM", 1)
+    monkeypatch.setattr(pays, "PASSES", 1)
     is_chosen = interrupted.in_files(*TAKING)
     fastgen.enable(**settings)
     expected = call()

@@ -586,7 +586,7 @@ def test_programs_of_all_steps_share_their_memory() -> None:
         run(model, inputs, options)
     steps = list(graph_cache._of(model).steps.values())
     assert len(steps) == 3
-    chunks = [chunk for step in steps for made, _ in step._graphs for chunk in made._chunks]
+    chunks = [chunk for step in steps for made, _ in step.parts[1].made for chunk in made._chunks]
     assert len(set(chunks)) < len(chunks) and program.memory.nbytes == sum(c.storage.nbytes() for c in set(chunks))
     del steps, chunks
     fastgen.disable()
@@ -648,7 +648,7 @@ def test_products_in_few_bits_with_one_input_are_one_call(kept_weights: str) -> 
     model, inputs = build(KNOWN["llama"], CPU)
     run(model, inputs, GREEDY)
     (step,) = graph_cache._models[model].steps.values()
-    names = [call.func for made, _ in step._graphs for call in made.calls(planned=False) if hasattr(call, "func")]
+    names = [call.func for made, _ in step.parts[1].made for call in made.calls(planned=False) if hasattr(call, "func")]
     several = names.count(torch.ops.fastgen.grouped_linears_out.default)
     alone = names.count(torch.ops.fastgen.grouped_linear_out.default)
     # Queries, keys and values, and gate and up; what attention gives, what the gate lets through, and the logits.

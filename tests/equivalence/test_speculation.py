@@ -9,7 +9,6 @@ import itertools
 import random
 import threading
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +21,12 @@ from fastgen import settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.decoding.speculation.draft_length import Schedule
+from fastgen.decoding.speculation.costs import Costs
+from fastgen.decoding.speculation.draft_length import DraftLength, Schedule
 from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
-from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import LENGTHS
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from tests import near_ties
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
@@ -406,10 +405,10 @@ def test_steps_with_weights_of_before_are_freed(any_lengths: None) -> None:
 def test_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is ahead of others drafts behind its limit, where the model may have no position."""
 
-    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
+    def choose(self: DraftLength, rows: Any, most: int, available: Any = None) -> int:
         return max(length for length in LENGTHS if length <= most)
 
-    monkeypatch.setattr(Pace, "choose", choose)
+    monkeypatch.setattr(DraftLength, "choose", choose)
     family = KNOWN["whisper"]
     config = copy.deepcopy(family.build().config)
     config.max_target_positions = 32
@@ -425,7 +424,7 @@ def test_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_lookup_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places of a check that are left over are behind the limit, too."""
-    monkeypatch.setattr(Pace, "choose", lambda self, step, rows, most, available: 7 if max(available) else 0)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows, most, available: 7 if max(available) else 0)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=None
     )
@@ -440,21 +439,19 @@ def test_lookup_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPat
 
 def test_drafts_no_longer_than_the_limit() -> None:
     """A number that is available is rounded up to a length that is recorded, but not behind the limit."""
-    pace = Pace.__new__(Pace)
-    step: Any = SimpleNamespace(key=SimpleNamespace(rows=1, draft=SimpleNamespace(is_ragged=False)))
-    pace._chooser, pace._lengths = Schedule(5), list(LENGTHS)
-    assert [pace.choose(step, [0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 1, 3, 3, 7, 7]
-    assert pace.choose(step, [0], 8, [2]) == 3 and pace.choose(step, [0], 8, [5]) == 7
+    policy = DraftLength(Costs(1, LENGTHS), 1, 64, has_model=False, schedule=Schedule(5))
+    assert [policy.choose([0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 1, 3, 3, 7, 7]
+    assert policy.choose([0], 8, [2]) == 3 and policy.choose([0], 8, [5]) == 7
 
 
 def test_an_assistant_that_has_not_drafted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """By then rows that have ended are behind what the assistant lacks, and their prompt is short."""
-    lengths = itertools.cycle([0] * 12 + [4])
+    lengths = itertools.cycle([0] * 12 + [3])
 
-    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
-        return next(lengths) if most >= 4 else 0
+    def choose(self: DraftLength, rows: Any, most: int, available: Any = None) -> int:
+        return next(lengths) if most >= 3 else 0
 
-    monkeypatch.setattr(Pace, "choose", choose)
+    monkeypatch.setattr(DraftLength, "choose", choose)
     family = KNOWN["gpt2"]
     model = family.build()
     tokens = torch.tensor([[11], [12]])

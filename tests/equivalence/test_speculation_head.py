@@ -11,10 +11,10 @@ import torch
 import fastgen
 from fastgen import settings
 from fastgen.decoding import lm_head
+from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
 from fastgen.ops import largest_output
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
-from fastgen.optimizer.transformers.speculation.pace import Pace
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
 
 pytestmark = [
@@ -102,7 +102,7 @@ def test_a_check_of_one_position_estimates_the_outputs(
         find_two(step, out, *more)
 
     monkeypatch.setattr(lm_head.GreedyHead, "find_two", counted)
-    monkeypatch.setattr(Pace, "choose", lambda *_, **__: 0)
+    monkeypatch.setattr(DraftLength, "choose", lambda *_, **__: 0)
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())
     same(model, family.make_inputs(1), {**GREEDY, **options}, prompt_lookup_num_tokens=4)

@@ -10,14 +10,13 @@ import transformers
 
 import fastgen
 from fastgen.decoding.speculation import draft_length
+from fastgen.decoding.speculation.costs import Costs
+from fastgen.decoding.speculation.draft_length import can_begin
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
-from fastgen.optimizer.transformers.speculation.pace import can_begin
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
-from fastgen.optimizer.transformers.speculation.times import KEPT
 from tests.equivalence.captured import record_from
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
 
@@ -52,8 +51,8 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
     monkeypatch.setattr(decoding, "MOST_PAUSES", 2)
     asked = []
 
-    def can_begin(step: SpeculativeStep, plain: float, tokens: int) -> bool:
-        asked.append((step.key.rows, plain, tokens))
+    def can_begin(costs: Costs, tokens: int) -> bool:
+        asked.append((costs.rows, costs.plain, tokens))
         return tokens > 8
 
     monkeypatch.setattr(decoding, "can_begin", can_begin)
@@ -86,17 +85,17 @@ def test_short_calls_measure_again_what_was_measured_on_a_busy_machine(monkeypat
     for _ in range(3):
         same(model, inputs, FEW)
     assert counts()["accelerated"] == 3
-    (step,) = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
-    for part, known in step.times.items():
-        known._of_calls.clear()
-        known.extend([1e6 if part > 1 else 1.0] * KEPT)
+    (step,) = [step.drafting for step in graph_cache._models[model].steps.values() if step.drafting is not None]
+    step.costs.forget()
+    for part in (0, 1, 4):
+        for _ in range(2):
+            step.costs.add(part, 1e6 if part > 1 else 1.0)
     for accelerated in (3, 3, 4):
         before = counts()["drafted"]
         same(model, inputs, FEW)
         assert counts()["accelerated"] == accelerated
     assert counts()["drafted"] > before
-    found = [seconds for part, known in step.times.items() if part > 1 for seconds in known]
-    assert found and max(found) < 60
+    assert (step.costs.seconds(4) or 0.0) < 60
 
 
 def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
@@ -126,14 +125,13 @@ def test_what_is_known_of_a_step_decides_whether_a_call_is_short() -> None:
     lookup = {"prompt_lookup_num_tokens": 4}
     for _ in range(3):
         same(model, inputs, {**FEW, "max_new_tokens": 60}, **lookup)
-    (step,) = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
-    check = max(part for part in step.times if step.seconds(part) is not None)
-    assert check > 1
-    seconds = step.seconds(check)
-    assert seconds is not None
-    assert not can_begin(step, seconds / 10, 4) and can_begin(step, seconds / 10, 10_000)
-    step.times.clear()
-    assert can_begin(step, seconds / 10, 4)  # nobody knows
+    (step,) = [step.drafting for step in graph_cache._models[model].steps.values() if step.drafting is not None]
+    costs = step.costs
+    assert costs.knows(has_model=False)
+    costs.plain = costs.iterations()[7] / 10
+    assert not can_begin(costs, 4) and can_begin(costs, 10_000)
+    costs.forget()
+    assert can_begin(costs, 4)  # nobody knows
 
 
 def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +157,7 @@ def test_until_a_step_with_drafts_pays_calls_have_that_of_plain_calls(monkeypatc
     """The latter is recorded after half as many tokens, whether or not calls ask for drafts."""
     monkeypatch.setattr(pays, "MANY", 1)
     record_from(monkeypatch, 80)
-    monkeypatch.setattr(decoding, "PAYS_FROM", 100)
+    monkeypatch.setattr(pays, "ASKED_FOR", 100)
     fastgen.enable(self_speculation="int8", captured_step="auto")
     family = KNOWN["llama"]
     model, steps = copy.deepcopy(family.build()), []

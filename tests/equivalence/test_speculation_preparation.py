@@ -19,7 +19,6 @@ from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding, preparation
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, counts, same
@@ -33,7 +32,7 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
     """Plain steps are recorded in the third call of 40 tokens; from the fifth on, each makes one thing for drafts."""
     monkeypatch.setattr(pays, "MANY", 1)
     record_from(monkeypatch, 80)
-    monkeypatch.setattr(decoding, "PAYS_FROM", 100)
+    monkeypatch.setattr(pays, "ASKED_FOR", 100)
     monkeypatch.setattr(SelfDraft, "is_prepared", True)
     monkeypatch.setattr(preparation, "SHARE", 1e9)
     monkeypatch.setattr(decoding, "LEAST_GAIN", -1e9)
@@ -42,8 +41,8 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
 
 def parts(model: Any) -> set[int]:
     """What has been recorded of the step with drafts."""
-    steps = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
-    return {part for step in steps for part, made in step._made.items() if made.captured is not None}
+    steps = [step for step in graph_cache._models[model].steps.values() if step.drafting is not None]
+    return {number for step in steps for number, part in step.parts.by_number.items() if part.is_captured}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])

@@ -9,7 +9,7 @@ import torch
 
 import fastgen
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.speculation.ragged_step import RaggedStep
+from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
 
@@ -21,16 +21,16 @@ MODELS = ["llama", "gpt2", "qwen2", "gemma", "gpt-neox", "mixtral"]
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     """How many tokens each row has had in each ragged check."""
     found: list[list[int]] = []
-    check = RaggedStep.check
+    verify = RaggedDrafting.verify
 
-    def counted(self: RaggedStep, model: object, drafted: int) -> None:
+    def counted(self: RaggedDrafting, model: object, drafted: int) -> None:
         if drafted:
             found.append((self.counts + self.search.unfinished.view(-1)).tolist())
         else:
             assert not self.counts.any(), "those of a draft before"
-        check(self, model, drafted)
+        verify(self, model, drafted)
 
-    monkeypatch.setattr(RaggedStep, "check", counted)
+    monkeypatch.setattr(RaggedDrafting, "verify", counted)
     yield found
 
 

@@ -19,7 +19,7 @@ from fastgen.decoding.captured.kv import StaticKV
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from tests.decoding.speculation.markov import chi_square
 from tests.equivalence.models import Weights, enliven
 from tests.equivalence.speculation import assert_speculates, counts, disturbed
@@ -164,14 +164,14 @@ def test_nothing_can_be_drawn_behind_a_token_that_is_not_accepted(model: Any) ->
 def test_that_a_greedy_draft_with_soft_probabilities_is_found(
     model: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = SpeculativeStep._choose_draft
+    draw = Drafting._choose_draft
 
     def takes_the_best(self: Any, logits: torch.Tensor, *more: Any) -> None:
-        ahead = self._drafted.clone()
+        ahead = self.drafted.clone()
         draw(self, logits, *more)
-        self.search.draft(self._processed_at(copy.copy(logits), ahead).argmax(dim=-1), ahead)
+        self.search.draft(self._processed_at(copy.copy(logits), ahead, self._processors).argmax(dim=-1), ahead)
 
-    monkeypatch.setattr(SpeculativeStep, "_choose_draft", takes_the_best)
+    monkeypatch.setattr(Drafting, "_choose_draft", takes_the_best)
     assert probability(model, method, PLAIN) < SIGNIFICANT
 
 
@@ -180,10 +180,8 @@ def test_that_processors_at_the_wrong_position_are_found(
     model: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All positions of a check with the tokens of its first one."""
-    processed = SpeculativeStep._processed_at
-    monkeypatch.setattr(
-        SpeculativeStep, "_processed_at", lambda self, logits, ahead, *more: processed(self, logits, 0, *more)
-    )
+    processed = Drafting._processed_at
+    monkeypatch.setattr(Drafting, "_processed_at", lambda self, logits, ahead, *more: processed(self, logits, 0, *more))
     assert probability(model, method, PROCESSORS, DRAWS // 5) < 1e-9
 
 

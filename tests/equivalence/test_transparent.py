@@ -19,7 +19,7 @@ import transformers
 
 import fastgen
 from fastgen import patching
-from fastgen.optimizer.transformers.encoders import programs
+from fastgen.optimizer.transformers.captured import pays
 from tests.conftest import ROOT
 from tests.equivalence.encoder_models import build
 from tests.equivalence.models import BY_NAME
@@ -180,7 +180,7 @@ def test_a_leaf_of_a_traced_graph() -> None:
 def test_vmap_over_the_parameters_of_an_encoder() -> None:
     model, ids = build("Bert"), torch.randint(4, 60, (2, 9))
     with torch.no_grad():
-        for _ in range(programs.PAYS_FROM + 2):  # it is recorded
+        for _ in range(pays.PASSES + 2):  # it is recorded
             expected = model(ids).last_hidden_state
         stacked = {name: torch.stack([value, value]) for name, value in model.named_parameters()}
         states = torch.func.vmap(lambda given: torch.func.functional_call(model, given, (ids,)).last_hidden_state)

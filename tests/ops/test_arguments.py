@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.kv import StepState
-from fastgen.decoding.captured.search import BeamSearch
 from fastgen.ops import _library
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops.linear import grouped, tune  # noqa: F401 (defines evict)

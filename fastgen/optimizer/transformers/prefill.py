@@ -130,14 +130,6 @@ def _one_row_each(
     return one_row_ids, one_row_kwargs
 
 
-def certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
-    """Steps that will follow the prefill whatever the model says."""
-    if call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
-        return 0
-    new_tokens = max(config.min_new_tokens or 0, (config.min_length or 0) - prompt)
-    return min(new_tokens if config.eos_token_id is not None else to_generate, to_generate) - 1
-
-
 def _needs_window(model: Any, config: Any) -> str | None:
     """Why the cache must not hold more than a sliding window, or None if the model masks what lies behind it."""
     if config.return_dict_in_generate and config.output_attentions:

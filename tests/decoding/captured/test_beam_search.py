@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.kv import StepState
-from fastgen.decoding.captured.search import BeamSearch
 from fastgen.ops.best_candidates import Candidates, best_continuations, reference
 
 transformers = pytest.importorskip("transformers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import time
 import weakref
@@ -24,20 +23,20 @@ from transformers.generation.utils import (
 
 from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.search import BeamSearch
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
-from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.key import Host, Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.prefilled import Prefilled
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.captured.step import MASKS, POSITIONS, CapturedStep, Host, Key, Prompt
-from fastgen.optimizer.transformers.models import masks_source, positions_of_step
-from fastgen.optimizer.transformers.prefill import certain_steps
+from fastgen.optimizer.transformers.captured.step import DecodeStep
+from fastgen.optimizer.transformers.models import positions_of_step
 
 # Batches that steps are made for.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
@@ -46,8 +45,6 @@ _ENDS = 4
 # A call of so many replays says how long a step takes.
 _ENOUGH_STEPS = 8
 
-# Inputs of the model with a row per sequence that the next step gets as they are.
-LAST = ("token_type_ids",)
 # What may be returned of every step.
 RECORDS = ("scores", "logits")
 # By whether beams are searched, and whether the model has an encoder.
@@ -85,8 +82,7 @@ class Decoding:
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
         # The search stops at these by itself: not at a maximum length that is less than the call's.
-        own = (EosTokenCriteria, MaxLengthCriteria)
-        limit = self._config.max_length
+        own, limit = (EosTokenCriteria, MaxLengthCriteria), self._config.max_length
         self._criteria = [x for x in criteria if type(x) not in own or getattr(x, "max_length", limit) != limit]
         # What the call returns of every step, by name.
         names = RECORDS if self._config.return_dict_in_generate else ()
@@ -94,10 +90,9 @@ class Decoding:
         if self._criteria and all(user_code.says(x, "releases_scores") for x in self._criteria):
             self._criteria = []  # they only let go what is not kept then
             self._kept.pop("scores", None)
-        # The name of the mask of the sequences themselves.
-        self._own_mask = "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
         self._host = Host(self._process, self._stops, self._keep)
-        self._prompt = self._make_prompt()
+        prefilled = Prefilled(call, self._input_ids, self._per_input, model_kwargs, limit, self._eos)
+        self._prompt, self._windows = prefilled.prompt, prefilled.windows
         self._lengths = processors.Lengths(
             self._input_ids.shape[1], self._config.max_length, freezes=self._model.device.type != "cpu"
         )
@@ -153,7 +148,7 @@ class Decoding:
         Raises:
             DoesNotPay: none is to be captured in this call.
         """
-        # The first one is looked at (`CapturedStep.start`), so it may as well be one of the call's own; but its results
+        # The first one is looked at (`DecodeStep.verify`), so it may as well be one of the call's own; but its results
         # may differ from those of a captured one in the last digits. With "always" no result depends on calls before.
         first = int(settings.current().captured_step != "always")
         if not self._must_pay or graph_cache.kept(self._model, self._key) is not None:
@@ -179,7 +174,11 @@ class Decoding:
     @property
     def _certain_tokens(self) -> int:
         """Tokens that the call generates whatever the model says."""
-        return certain_steps(self._call, self._config, self._input_ids.shape[1], self._prompt.new_tokens) + 1
+        config, most = self._config, self._prompt.new_tokens
+        if self._call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
+            return 1
+        asked = max(config.min_new_tokens or 0, (config.min_length or 0) - self._input_ids.shape[1])
+        return min(asked if config.eos_token_id is not None else most, most)
 
     def _note(self, tokens: int, eager_steps: int) -> None:
         """The call is over."""
@@ -188,7 +187,7 @@ class Decoding:
         if self._key.batch != self._own_key.batch:
             self._ledger.note_idle(self._own_key, self._key, tokens)
 
-    def _result(self, step: CapturedStep) -> Any:
+    def _result(self, step: DecodeStep) -> Any:
         config, search = self._config, step.search
         if bool(search.has_nan):
             raise ValueError("probabilities to draw from are not numbers")
@@ -249,7 +248,7 @@ class Decoding:
             self._raised = error
             raise
 
-    def _decode(self, step: CapturedStep) -> CapturedStep:
+    def _decode(self, step: DecodeStep) -> DecodeStep:
         """Runs the search to its end; returns the step, or the larger one that has replaced it."""
         prompt, config = self._prompt, self._config
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
@@ -262,7 +261,7 @@ class Decoding:
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
-            self._start(step, partial(step.start, self._model, done, self._host, captures))
+            self._start(step, partial(step.verify, self._model, self._host, done, captures))
             if begun is None:
                 begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
             else:
@@ -276,9 +275,7 @@ class Decoding:
         self._note(done, done - 1 - replays)
         return step
 
-    def _first_steps(
-        self, step: CapturedStep, was_kept: bool, seconds: float, replays: int
-    ) -> tuple[int, float] | None:
+    def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
         """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
 
         What the host does in a step, such as the user's code, says nothing of the next call's.
@@ -288,23 +285,23 @@ class Decoding:
             if is_measured:
                 self._ledger.note_eager(step.key.rows, seconds)
             return None
-        if not (step.key.sizes.new or step.follows):
+        if not (step.key.sizes.new or step.parts.follows):
             graph_cache.bind(self._model, step)
         if not was_kept and is_measured:
             self._ledger.recording = seconds
         return replays, time.perf_counter()
 
-    def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
+    def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
         try:
             return run()
         except Exception as error:
             is_ours = error is not self._raised and interrupts.behind(error) is None and not isinstance(error, _Written)
-            if is_ours and not step.is_complete and not memory.is_out(error):
+            if is_ours and not step.parts.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 
-    def _may_release(self, step: CapturedStep) -> bool:
+    def _may_release(self, step: DecodeStep) -> bool:
         """Whether the step has all that is needed, and will not be exchanged for a larger one."""
         is_whole = step.is_captured and self._prompt.new_tokens <= step.sizes.new
         # The user's code may yet do what a captured step cannot.
@@ -319,7 +316,7 @@ class Decoding:
         self._prompt.own.clear()
         self._prompt.cross.clear()
 
-    def _larger(self, step: CapturedStep) -> CapturedStep:
+    def _larger(self, step: DecodeStep) -> DecodeStep:
         """The step with room for more of what is generated, or another one where this one has got to."""
         more = sizes.more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
         if not step.key.sizes.new:
@@ -331,7 +328,7 @@ class Decoding:
         graph_cache.give_back(self._model, step)
         return larger
 
-    def _step(self) -> CapturedStep:
+    def _step(self) -> DecodeStep:
         step = graph_cache.take(self._model, self._key, self._new_step)
         pairs = zip(step.processors or (), self._processors, strict=False)
         if not all(processors.refresh(made, given, self._lengths) for made, given in pairs):
@@ -353,7 +350,7 @@ class Decoding:
         # A source in front of the prompt is as long as what is stored says.
         return found if self._prompt.cross else found._replace(source=self._needed.source)
 
-    def _new_step(self) -> CapturedStep:
+    def _new_step(self) -> DecodeStep:
         if self._key.processors is None:
             return self._step_with(None)
         vocabulary = self._prompt.logits.shape[-1]
@@ -366,8 +363,8 @@ class Decoding:
             made.append(captured)
         return self._step_with(made)
 
-    def _step_with(self, made: list[CapturedProcessor] | None) -> CapturedStep:
-        return CapturedStep(self._key, self._prompt, made, self._sizes())
+    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
+        return DecodeStep(self._key, self._prompt, made, self._sizes())
 
     def _fill(self) -> int:
         """What stands behind the end of a sequence."""
@@ -376,70 +373,7 @@ class Decoding:
             return pad
         return (pad or self._eos[0]) if self._eos else -1
 
-    # ---- what the prefill has left
-
-    def _make_prompt(self) -> Prompt:
-        tokens = self._input_ids[:: self._per_input]
-        inputs, length = tokens.shape
-        own, cross = layers_of(self._store.cache)
-        self._windows = [layer.window for layer in own]
-        if not all(layer.kv.length for layer in own):
-            raise CannotBeCaptured("a layer of the cache that the model does not use")
-        own_kv = [layer.kv.prefix() for layer in own]
-        stored = own[0].kv.length
-        given = {
-            name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
-        }
-        masks = {name: given[name] for name in MASKS if name in given}
-        if not masks_source(self._model):
-            masks.pop("attention_mask", None)
-        own_mask, cross_kv, cross_span = masks.get(self._own_mask), [], None
-        if cross and any(layer.kv.length for layer in cross):
-            cross_kv = [layer.kv.prefix() for layer in cross]
-            cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
-        elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
-            source = masks.setdefault("attention_mask", tokens.new_ones(inputs, stored - length + 1))
-            own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
-        if stored != (length if own_mask is None else own_mask.shape[1]):
-            raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
-        starts, ends = span = _span(own_mask, inputs, stored, tokens.device)
-        new_tokens, config = self._config.max_length - length, self._model.config
-        follows = getattr(config, "target_follows_source", False)
-        # Such a model says so when it has no position left, which it cannot in a captured step.
-        if follows and int((ends - starts).max()) + new_tokens > config.max_position_embeddings:
-            raise CannotBeCaptured("more positions than the model has")
-        return Prompt(
-            tokens=tokens,
-            new_tokens=new_tokens,
-            stored=stored,
-            own=own_kv,
-            cross=cross_kv,
-            span=span,
-            cross_span=cross_span,
-            tensors=masks | self._next_inputs(tokens, given, ends - starts),
-            logits=self._call.prefilled.logits[:, -1],
-            eos=self._eos,
-        )
-
-    def _next_inputs(self, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-        """What the next step gets of the inputs besides masks; and what models would ask the host for."""
-        found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
-        found |= {name: given[name][:, -1:] for name in LAST if name in given}
-        parameters = inspect.signature(self._model.forward).parameters
-        if not self._model.config.is_encoder_decoder:
-            if not found.keys().isdisjoint(POSITIONS) and self._own_mask in parameters and self._own_mask not in given:
-                # The library leaves out a mask of ones. With one, prompts of all lengths can have padding in front.
-                found[self._own_mask] = torch.ones_like(tokens)
-            return found
-        if self._own_mask in parameters and self._own_mask not in given:
-            # Some models make a mask of ones, of a size that is on the device.
-            found[self._own_mask] = torch.ones_like(tokens)
-        if "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
-            # They might be counted from that mask otherwise, which has the capacity of the buffer.
-            if bool((lengths < tokens.shape[1]).any()):
-                raise CannotBeCaptured("a padded decoder prompt")
-            found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
-        return found
+    # ---- the key of the call
 
     def _batch(self, inputs: int) -> int:
         """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
@@ -508,23 +442,6 @@ class Decoding:
 def _room_for_ends(eos: tuple[int, ...]) -> int:
     """Of greedy search and sampling, which have room for more tokens that end a sequence than there are."""
     return operators.power_of_two(max(len(eos), _ENDS)) if eos else 0
-
-
-def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[inputs] starts and ends of what a mask [inputs, length] lets through, which must be one piece."""
-    if mask is None:
-        return torch.zeros(inputs, dtype=torch.int64, device=device), torch.full((inputs,), length, device=device)
-    if mask.shape != (inputs, length):
-        raise CannotBeCaptured("a mask that is not one number per stored position")
-    counts = mask != 0
-    starts = counts.int().argmax(dim=1)
-    ends = starts + counts.sum(dim=1)
-    positions = torch.arange(length, device=device)
-    if not bool((counts == ((positions >= starts.unsqueeze(1)) & (positions < ends.unsqueeze(1)))).all()):
-        raise CannotBeCaptured("a mask with holes")
-    if bool((starts == ends).any()):
-        raise CannotBeCaptured("an input that is masked altogether")
-    return starts, ends
 
 
 def _describe(error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""Captured steps that are kept from one call to the next, on a GPU and on the CPU."""
+"""What has been captured, and is kept from one call to the next: decode steps, and passes of encoders.
+
+The one cache of recordings. A model has those of its last states: adapters are used in turn.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,26 +19,49 @@ from fastgen.decoding.guards import GuardedModel, GuardedState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
+from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
-from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
 from fastgen.optimizer.transformers.models import attention_functions
 
-# Of all models together. Each has the K/V of a whole batch, so there is a limit to their bytes, too: that part of the
-# GPU's memory, or of what is free on the CPU. What is kept is missing elsewhere.
-MOST = 8
+# Steps of all models together, and passes of encoders, of which each is of one shape. A step has the K/V of a whole
+# batch, so there is a limit to their bytes, too: that part of the GPU's memory, or of what is free on the CPU. What is
+# kept is missing elsewhere.
+MOST, MOST_PASSES = 8, 64
 MOST_OF_MEMORY = 0.25
+# States of a model.
+_MOST_STATES = 4
+
+
+class Kept(Protocol):
+    """A captured step, or a captured pass.
+
+    Attributes:
+        state: of the model that it is captured with.
+    """
+
+    key: Any
+    state: Hashable
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def clear(self) -> None:
+        """What the last call has left is of no use any more."""
 
 
 @dataclass
 class _OfModel:
-    """The steps of one model, what its parameters were when they were captured, and what could not be captured."""
+    """What is kept of one model as it is now: what was captured, and what could not be."""
 
     state: tuple[GuardedState, Hashable]
     ledger: Ledger
-    steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
-    refused: dict[Key, str] = field(default_factory=dict)
+    steps: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    refused: dict[Hashable, str] = field(default_factory=dict)
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
-    former: _OfModel | None = None  # of the model as it was before, which it may go back to: adapters in turn
+    former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
@@ -44,8 +70,8 @@ _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 _lock = forkable_lock()
 
 
-def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
-    """A step of this key, for one call at a time.
+def take(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """What is kept under this key, or what `make` makes, for one call at a time.
 
     Raises:
         CannotBeCaptured: that has been tried before, or the model runs more than the libraries' own code.
@@ -55,41 +81,65 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep
         caches.limit(cached.refused)
         if key in cached.refused:
             raise CannotBeCaptured(cached.refused[key])
-        step = cached.steps.pop(key, None)
+        found = cached.steps.pop(key, None)
         # Not when it is given back: a call like the last one finds its memory where it was.
         for idle in (kept for other in _all() for kept in other.steps.values()):
             idle.clear()
-    step = step or make()
-    step.state = cached.state
-    return step
+    found = found or make()
+    found.state = cached.state
+    return found
 
 
-def give_back(model: Any, step: CapturedStep) -> None:
-    """Keeps a captured step for the next call of its key; those that were not used for longest go for it."""
-    most = _most_bytes(step.device)
+def give_back(model: Any, found: Kept) -> None:
+    """Keeps what was captured for the next call of its key; those that were not used for longest go for it."""
+    most = _most_bytes(found.device)
     with _lock:
         cached = _models.get(model)
-        if cached is None or cached.state != step.state:  # it was dropped, or settings or the model have changed
+        if cached is None or cached.state != found.state:  # it was dropped, or settings or the model have changed
             return
-        cached.steps[step.key] = step
+        cached.steps[found.key] = found
         _models[model] = _models.pop(model)  # the last one that was used
-        while (steps := [x for other in _all() for x in other.steps.values()]) and (
-            len(steps) > MOST or sum(x.nbytes for x in steps) > most
-        ):
-            oldest = next(other for other in _all() if other.steps)
-            key, _ = oldest.steps.popitem(last=False)
-            oldest.ledger.forget(key)  # or each call would record it again
+        while (oldest := _superfluous(most)) is not None:
+            of, key = oldest
+            del of.steps[key]
+            of.ledger.forget(key)  # or each call would record it again
 
 
-def refuse(model: Any, key: Key, reason: str) -> None:
-    """A step of this key cannot be captured, and is not to be tried again."""
+def _superfluous(most: float) -> tuple[_OfModel, Hashable] | None:
+    """What is to go, in so many bytes; None if there is room for all that is kept."""
+    found = [(of, key) for of in _all() for key in of.steps]
+    if found and sum(of.steps[key].nbytes for of, key in found) > most:
+        return found[0]
+    for limit, is_step in ((MOST, True), (MOST_PASSES, False)):
+        alike = [each for each in found if isinstance(each[1], Key) is is_step]
+        if len(alike) > limit:
+            return alike[0]
+    return None
+
+
+def used(model: Any, key: Hashable) -> Any:
+    """What is kept under this key, to be used where it is, by who has the turn; None if there is nothing.
+
+    Raises:
+        CannotBeCaptured: the model runs more than the libraries' own code.
+    """
+    with _lock:
+        cached = _of(model)
+        if key in cached.steps:
+            cached.steps.move_to_end(key)
+            _models[model] = _models.pop(model)  # the last one that was used
+        return cached.steps.get(key)
+
+
+def refuse(model: Any, key: Hashable, reason: str) -> None:
+    """What has this key cannot be captured, and is not to be tried again."""
     with _lock:
         cached = _models.get(model)
         if cached is not None:
             cached.refused[key] = reason
 
 
-def bind(model: Any, step: CapturedStep) -> None:
+def bind(model: Any, step: Any) -> None:
     """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
     with _lock:
         cached = _models.get(model)
@@ -104,8 +154,8 @@ def is_bound(model: Any, key: Key) -> bool:
     return cached is not None and _of_any_batch(key) in cached.bound
 
 
-def is_refused(model: Any, key: Key) -> bool:
-    """Whether a step of this key is known not to be capturable."""
+def is_refused(model: Any, key: Hashable) -> bool:
+    """Whether what has this key is known not to be capturable."""
     with _lock:
         cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
         try:
@@ -114,8 +164,8 @@ def is_refused(model: Any, key: Key) -> bool:
             return True
 
 
-def kept(model: Any, key: Key) -> CapturedStep | None:
-    """The step of this key if there is one, to look at what it was measured to take; others may take it."""
+def kept(model: Any, key: Hashable) -> Any:
+    """What is kept under this key, or None: to look at what it was measured to take; others may take it."""
     cached = _models.get(model)
     return None if cached is None else cached.steps.get(key)
 
@@ -124,7 +174,7 @@ def others(model: Any, key: Key) -> list[Key]:
     """The keys of steps for other numbers of inputs."""
     cached = _models.get(model)
     kept = () if cached is None else tuple(cached.steps)
-    return [other for other in kept if _of_any_batch(other) == _of_any_batch(key)]
+    return [other for other in kept if isinstance(other, Key) and _of_any_batch(other) == _of_any_batch(key)]
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
@@ -132,7 +182,7 @@ def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
     with _lock:
         cached = _models.get(model)
         for kept in () if cached is None else (cached.steps, cached.refused):
-            for key in [key for key in kept if is_old(key)]:
+            for key in [key for key in kept if isinstance(key, Key) and is_old(key)]:
                 del kept[key]
 
 
@@ -175,23 +225,23 @@ def _of(model: Any) -> _OfModel:
 
 
 def _changed(before: _OfModel, state: tuple[GuardedState, Hashable]) -> _OfModel:
-    """What is kept of a model that has changed: of adapters that are used in turn, the steps of both. Steps of weights
+    """What is kept of a model that has changed: of adapters that are used in turn, the steps of all. Steps of weights
     that are gone are freed.
     """
-    former, before.former = before.former, None
-    if former is not None and former.state == state:
-        former.former = before
-        return former
-    is_kept = before.state[0].model.tensors == state[0].model.tensors
-    for dropped in (former, None if is_kept else before):
-        for key in () if dropped is None else dropped.steps:
-            before.ledger.forget(key)
-    return _OfModel(state, before.ledger, former=before if is_kept else None)
+    known = [*before.former, before]
+    before.former = []
+    of_state = next((each for each in known if each.state == state), None)
+    if of_state is None:  # what is recorded for it has to pay, or each change would make a recording
+        before.ledger.forget()
+        of_state = _OfModel(state, before.ledger)
+    others = [each for each in known if each is not of_state]
+    same_weights = [each for each in others if each.state[0].model.tensors == state[0].model.tensors]
+    of_state.former = same_weights[1 - _MOST_STATES :]
+    return of_state
 
 
 def _all() -> Iterator[_OfModel]:
     """What is kept of all models as they are, and as they were before."""
     for cached in _models.values():
-        if cached.former is not None:
-            yield cached.former
+        yield from cached.former
         yield cached

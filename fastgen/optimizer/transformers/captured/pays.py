@@ -1,4 +1,4 @@
-"""When recording a step on the CPU pays: the one rule.
+"""When recording pays: the one rule, for decode steps on the CPU, steps with drafts, and passes of encoders.
 
 Recording takes as long as some steps of the library's loop, and each step that is replayed saves a part of one. A call
 records when what is left of it repays that. One that may end at any token is expected to be as long as others were;
@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
-from fastgen import caches
-from fastgen.optimizer.transformers.captured.step import Key
+from fastgen import caches, settings
+from fastgen.optimizer.transformers.captured.key import Key
 
+# A pass of an encoder of one shape is recorded when it has come so often: that takes as long as tens of passes.
+PASSES = 64
+# Calls with drafts have a step recorded once they have asked for so many, as a run over a data set has.
+ASKED_FOR, STEPS_OF_A_CALL = settings.RECORDING_PAYS_FROM, settings.STEPS_OF_A_CALL
 # So many steps repay a recording, as long as nothing has been measured, and at the least.
 STEPS, LEAST_STEPS = 24, 6
 # At the most: a measurement may have been disturbed, and another recording brings another one.
@@ -45,8 +49,8 @@ class Ledger:
         self.recording: float | None = None
         self.eager: dict[int, float] = {}
         self.replayed: dict[int, float] = {}
-        self._spent: Counter[Key] = Counter()  # steps of calls of a key that had no recording
-        self._idled: dict[Key, float] = {}  # seconds that rows have idled in calls of a key
+        self._spent: Counter[Hashable] = Counter()  # steps of calls of a key that had no recording
+        self._lost: dict[Hashable, float] = {}  # seconds that calls have lost for want of a recording of a key
         self._tokens: float | None = None  # of calls that may end at any token, on the average
 
     @classmethod
@@ -90,15 +94,20 @@ class Ledger:
             return None
         if records:
             steps = max(certain, self._expected(most))
-            lost = self._idled.get(key, 0.0) + steps * self._idle(key.rows, larger.rows)
+            lost = self._lost.get(key, 0.0) + steps * self._idle(key.rows, larger.rows)
             return larger if lost < self.recording else None
         eager = self.eager.get(min(self.eager, key=lambda rows: abs(rows - key.rows), default=0))
         return larger if eager is not None and self.replayed[larger.rows] < eager else None
 
     def note_idle(self, key: Key, larger: Key, steps: int) -> None:
         """A call of `key` has made so many steps of `larger`."""
-        caches.limit(self._idled)
-        self._idled[key] = self._idled.get(key, 0.0) + steps * self._idle(key.rows, larger.rows)
+        self.lose(key, steps * self._idle(key.rows, larger.rows))
+
+    def lose(self, key: Hashable, seconds: float) -> float:
+        """A call has lost so many seconds for want of a recording of this key. Returns those of all calls."""
+        caches.limit(self._lost)
+        self._lost[key] = lost = self._lost.get(key, 0.0) + seconds
+        return lost
 
     def _idle(self, rows: int, larger: int) -> float:
         """Seconds that the rows more take in a step: at the most, as a step reads all weights whatever its rows."""
@@ -119,16 +128,23 @@ class Ledger:
             before = tokens if self._tokens is None else self._tokens
             self._tokens = before + _WEIGHT * (tokens - before)
 
-    def has_asked_for(self, key: Key, steps: int, needed: int) -> bool:
+    def has_asked_for(self, key: Hashable, steps: int, needed: int) -> bool:
         """Whether calls of this key, the one that asks for these steps included, have asked for so many."""
         caches.limit(self._spent)
         self._spent[key] += steps
         return self._spent[key] >= needed
 
-    def forget(self, key: Key) -> None:
-        """The recording of this key is gone: it has to pay again."""
+    def forget(self, key: Hashable | None = None) -> None:
+        """The recording of this key is gone, or that of all: it has to pay again."""
+        if key is None:
+            self._spent.clear()
+            self._lost.clear()
         self._spent.pop(key, None)
-        self._idled.pop(key, None)
+        self._lost.pop(key, None)
+
+    def is_repaid(self, key: Hashable) -> None:
+        """What calls have lost for want of this recording is no reason for another one."""
+        self._lost.pop(key, None)
 
     def _repaid_by(self, rows: int) -> float:
         """Steps that repay a recording, from what is known of the number of rows that is nearest."""

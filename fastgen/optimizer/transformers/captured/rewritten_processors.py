@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from fastgen.optimizer.transformers import logits
 
@@ -27,6 +28,13 @@ class StepTokens(NamedTuple):
     length: Tensor  # where the sequences end: the library's current length is length - start
     prompt: Tensor  # where the prompt ends: the library's length of the prompt is prompt - start
     limit: Tensor  # the library's `max_length`, counted from `start`
+
+    @classmethod
+    def of(cls, search: Search, ahead: Tensor | int = 0) -> StepTokens:
+        """Those of a search, with `ahead` tokens behind the ends of its sequences."""
+        start, length, limit = (x.view(-1, 1) for x in (search.start, search.length, search.limit))
+        length = length if type(ahead) is int and ahead == 0 else length + ahead
+        return cls(search.running_tokens, start, length, search.prompt, limit - start)
 
 
 class Bucket(NamedTuple):

@@ -12,40 +12,41 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from fastgen import counters, releases, settings
+from fastgen import counters, releases
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
+from fastgen.decoding.speculation import draft_length
+from fastgen.decoding.speculation.back_off import BackOff
+from fastgen.decoding.speculation.costs import HOST
+from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_PAUSES, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.captured.decoding import MASKS, Decoding
+from fastgen.optimizer.transformers.captured import graph_cache, pays
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation import leaving
-from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
-from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
-from fastgen.optimizer.transformers.speculation.pace import LEAST_GAIN, Pace, can_begin, most_gain
+from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
+from fastgen.optimizer.transformers.speculation.drafts import Draft
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.preparation import Preparation
-from fastgen.optimizer.transformers.speculation.ragged_step import RaggedStep, serves
-from fastgen.optimizer.transformers.speculation.step import LENGTHS, SpeculativeStep
+from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
 
 ENTRY_POINT = counters.DRAFTS
-# The parts of a step with drafts are recorded once calls have asked for so many steps.
-PAYS_FROM = settings.RECORDING_PAYS_FROM
 # Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
 _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
 _MOST_AT_ONCE = 2**16
 
-_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], Pauses]] = weakref.WeakKeyDictionary()
+_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
 
 
-def _pauses_of(model: Any, draft: Draft, rows: int) -> Pauses:
+def _pauses_of(model: Any, draft: Draft, rows: int) -> BackOff:
     """Those of the calls with a draft of this kind and so many rows; found before anything is made for the call."""
-    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), Pauses())
+    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), draft_length.pauses())
 
 
 def seconds_of_step(model: Any, key: Key) -> float | None:
@@ -71,7 +72,7 @@ class SpeculativeDecoding(Decoding):
         self._sums = {"checks": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
         self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
-        if draft.schedule is None and self._pauses.pauses():
+        if draft.schedule is None and self._pauses.waits():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
@@ -91,22 +92,21 @@ class SpeculativeDecoding(Decoding):
 
         What is known may be wrong: after many such calls, it is measured again.
         """
-        kept, plain_step = (graph_cache.kept(self._model, key) for key in (self._key, self._plain_key))
+        step, plain_step = (graph_cache.kept(self._model, key) for key in (self._key, self._plain_key))
         # A call without drafts must have a step, too. With a streamer, the library's loop would run.
         is_served = plain_step is not None or not self._must_pay
-        if kept is None or not is_served or self._streamer is not None:
+        if step is None or not is_served or self._streamer is not None:
             return False
-        assert isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
         # Plain calls of a few tokens do not say what a step takes: a check without a draft takes about as long.
-        plain = seconds_of_step(self._model, self._plain_key) or kept.seconds(1)
-        if plain is None or can_begin(kept, plain, self._prompt.new_tokens):
+        costs = step.drafting.costs
+        costs.plain = seconds_of_step(self._model, self._plain_key)
+        if can_begin(costs, self._prompt.new_tokens):
             return False
-        kept.short_calls += 1
-        if kept.short_calls <= MOST_PAUSES:
-            return True
-        kept.short_calls = 0
-        kept.times.clear()
-        return False
+        costs.short_calls += 1
+        if costs.short_calls > MOST_PAUSES:
+            costs.forget()
+            return False
+        return True
 
     def run(self) -> Any:
         if self._draft.is_prepared:
@@ -123,7 +123,7 @@ class SpeculativeDecoding(Decoding):
                 self._streamer.end()
         return result
 
-    def _result(self, step: CapturedStep) -> Any:
+    def _result(self, step: DecodeStep) -> Any:
         result = super()._result(step)
         if not any(self._records()):
             return result
@@ -132,7 +132,7 @@ class SpeculativeDecoding(Decoding):
 
     def _steps_asked_for(self) -> int:
         """Steps that the call is likely to make."""
-        return min(self._prompt.new_tokens, settings.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
+        return min(self._prompt.new_tokens, pays.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
 
     def _steps_before_capture(self) -> int:
         at_once_from = self._draft.recorded_at_once_from
@@ -140,16 +140,16 @@ class SpeculativeDecoding(Decoding):
             return 0
         # There are several parts to be recorded: it takes more steps until they have paid.
         parts = 1 if at_once_from is not None else _PARTS
-        if not self._ledger.has_asked_for(self._key, -(-self._steps_asked_for() // parts), PAYS_FROM):
+        if not self._ledger.has_asked_for(self._key, -(-self._steps_asked_for() // parts), pays.ASKED_FOR):
             raise CannotBeCaptured(counters.NOT_YET)
         return 0
 
-    def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
-        # So do the positions of a check: what is drafted would change what is in front of it.
+    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
+        # So do the positions that are verified: what is drafted would change what is in front of it.
         if self._call.rows_depend_on_each_other:
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
-        kind = RaggedStep if self._key.draft.is_ragged else SpeculativeStep
-        return kind(self._key, self._prompt, made, self._sizes())
+        kind = RaggedDrafting if self._key.draft.is_ragged else Drafting
+        return DecodeStep(self._key, self._prompt, made, self._sizes(), kind)
 
     def _make_key(self) -> Key:
         self._plain_key = key = super()._make_key()
@@ -167,7 +167,7 @@ class SpeculativeDecoding(Decoding):
         is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self._model.device)
         return ragged if is_served and self._model not in _not_ragged else key
 
-    def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
+    def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
         try:
             return super()._start(step, run)
         except Exception:
@@ -211,7 +211,7 @@ class SpeculativeDecoding(Decoding):
         kwargs |= releases.with_cache(cache)
         return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
-    def _prepare(self, step: SpeculativeStep, plain: float | None) -> None:
+    def _prepare(self, step: DecodeStep) -> None:
         """What a draft needs is made before, little by little, where plain calls have a recorded step meanwhile.
 
         Raises:
@@ -222,10 +222,11 @@ class SpeculativeDecoding(Decoding):
         except CannotBeCaptured:
             self._pauses.give_up()
             raise
+        drafting, costs = step.drafting, step.drafting.costs
         has_plain = graph_cache.kept(self._model, self._plain_key) is not None
         is_at_once = not self._must_pay
-        step.records_at_once = is_at_once or not has_plain or not self._draft.is_prepared
-        if step.records_at_once:
+        costs.only_timed = not is_at_once and has_plain and self._draft.is_prepared
+        if not costs.only_timed:
             return
 
         def begin() -> None:
@@ -233,81 +234,83 @@ class SpeculativeDecoding(Decoding):
             step.choose_first(self._prompt.logits, self._host)
 
         is_ready, reason = False, "what drafts need is made little by little, in calls without them"
-        if plain is not None:  # calls of a few tokens do not say what a step takes
+        if costs.plain is not None:  # calls of a few tokens do not say what a step takes
             preparation = Preparation.of(self._model, self._key)
-            make = partial(preparation.make_next, step, self._model, self._draft, plain, begin)
+            make = partial(preparation.make_next, drafting, self._model, self._draft, costs.plain, begin)
             is_ready = self._start(step, make)
-            if most_gain(step, plain) < LEAST_GAIN:
-                step.times.clear()  # the machine may have been busy: the next time, they are measured again
+            if costs.most_gain() < LEAST_GAIN:
+                costs.forget()  # the machine may have been busy: the next time, they are measured again
                 self._pauses.give_up()
                 is_ready, reason = False, "drafts would gain nothing"
         if not is_ready:
             graph_cache.give_back(self._model, step)
             raise CannotBeCaptured(reason)
 
-    def _decode(self, step: CapturedStep) -> CapturedStep:
-        assert isinstance(step, SpeculativeStep), "what `_step_with` makes"
+    def _decode(self, step: DecodeStep) -> DecodeStep:
         prompt, rows = self._prompt, self._prompt.inputs * self._per_input
-        plain = seconds_of_step(self._model, self._plain_key)
-        self._prepare(step, plain)
-        self._draft.begin(step, self)
+        costs = step.drafting.costs
+        costs.plain = seconds_of_step(self._model, self._plain_key)
+        self._prepare(step)
+        self._draft.begin(step.drafting, self)
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
         self._positions = self._make_positions(rows)
         progress = self._follow(step)
-        pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule, plain)
-        left: list[tuple[SpeculativeStep, Tensor]] = []
+        policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
+        left: list[tuple[DecodeStep, Tensor]] = []
         begun = time.perf_counter()
         while not progress.done:
             key = self._key_to_leave_for(step, progress)
             if key is not None:
-                left.append((step, leaving.staying(step, key.batch)))
-                step = self._smaller(*left[-1], key, pace)
+                left.append((step, leaving.staying(step.drafting, key.batch)))
+                step = self._smaller(*left[-1], key, policy)
                 progress = step.search.progress()
                 begun = time.perf_counter()
             if max(progress.lengths) - step.sizes.prompt > step.sizes.new:
-                larger = self._larger(step)
-                assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
-                step = larger
-            progress, begun = self._round(step, pace, progress, begun)
-        gains = pace.gains()
-        if pace.is_hopeless:
+                step = self._larger(step)
+            progress, begun = self._iterate(step, policy, progress, begun)
+        has_paid = policy.pays()
+        if policy.cannot_pay:
             self._pauses.give_up()
-        elif gains is not None:
-            self._pauses.observe(gains)
-        counters.add(ENTRY_POINT, near_ties=int(step.near_ties), **self._sums)
+        elif has_paid is not None:
+            (self._pauses.succeed if has_paid else self._pauses.fail)()
+        counters.add(ENTRY_POINT, near_ties=int(step.drafting.near_ties), **self._sums)
         self._draft.end()
         whole = self._whole(step, left)
-        if pace.is_hopeless and not self._draft.is_prepared:
-            whole.times.clear()  # the machine may have been busy: the next trial measures again, as `_prepare` does
+        if policy.cannot_pay and not self._draft.is_prepared:
+            # The machine may have been busy: the next trial measures again, as `_prepare` does.
+            whole.drafting.costs.forget()
         return whole
 
-    def _key_to_leave_for(self, step: SpeculativeStep, progress: Progress) -> Key | None:
+    def _key_to_leave_for(self, step: DecodeStep, progress: Progress) -> Key | None:
         """Of a step with fewer inputs, if those that go on are to leave the others for it."""
         # What is done at each position, an assistant's step, and a cache that is returned are those of the whole batch.
         if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
             return None
-        key = leaving.smaller_key(step)
+        drafting = step.drafting
+        key = leaving.smaller_key(drafting)
         if key is None:
             return None
         shortest = min(progress.lengths[row] for row in progress.rows)
         tokens = self._prompt.new_tokens + step.search.prompt_capacity - shortest
-        return key if leaving.pays(self._model, step, key, self._length, tokens) else None
+        return key if leaving.pays(self._model, drafting, key, self._length, tokens) else None
 
-    def _smaller(self, step: SpeculativeStep, inputs: Tensor, key: Key, pace: Pace) -> SpeculativeStep:
+    def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
         """A step that goes on with these inputs of another one."""
         rows = rows_of(inputs, key.per_input)
         self._key, self._processors = key, leaving.narrowed(self._processors, rows)
         smaller = self._step()
-        assert isinstance(smaller, SpeculativeStep), "what `_step_with` makes"
-        smaller.records_at_once = True
+        drafting = smaller.drafting
+        drafting.costs.only_timed = False
+        start = drafting.now(waits=True)
         smaller.take_over(step, inputs)
-        pace.keep(smaller, rows.tolist())
+        drafting.seconds_of_move = drafting.now(waits=True) - start
+        policy.keep(drafting.costs, rows.tolist())
         self._draft.keep(rows.tolist())
         counters.add(ENTRY_POINT, rows_left=step.key.rows - len(rows))
         return smaller
 
-    def _whole(self, step: SpeculativeStep, left: list[tuple[SpeculativeStep, Tensor]]) -> SpeculativeStep:
+    def _whole(self, step: DecodeStep, left: list[tuple[DecodeStep, Tensor]]) -> DecodeStep:
         """The first step, with what the smaller ones have found."""
         for larger, inputs in reversed(left):
             step.search.put_back(larger.search, inputs)
@@ -324,58 +327,61 @@ class SpeculativeDecoding(Decoding):
         with self._users():
             streamer.put(tokens)
 
-    def _follow(self, step: SpeculativeStep) -> Progress:
-        """The first token has been chosen, or a check is done."""
-        progress = step.search.progress()
-        self._draft.take(step, progress.lengths)
+    def _follow(self, step: DecodeStep) -> Progress:
+        """The first token has been chosen, or a draft has been verified."""
+        progress: Progress = step.search.progress()
+        self._draft.take(step.drafting, progress.lengths)
         if not self._positions.is_needed:
             return progress
-        self._positions.take(step)
-        return step.search.progress()
+        self._positions.take(step.drafting)
+        after: Progress = step.search.progress()
+        return after
 
-    def _round(self, step: SpeculativeStep, pace: Pace, progress: Progress, begun: float) -> tuple[Progress, float]:
-        """Some tokens are drafted and checked. Returns how far the search is then, and the time.
+    def _iterate(
+        self, step: DecodeStep, policy: DraftLength, progress: Progress, begun: float
+    ) -> tuple[Progress, float]:
+        """Some tokens are drafted and verified. Returns how far the search is then, and the time.
 
-        Between two checks the caches are full of weights: whatever is touched here is read from memory, and takes about
-        ten times as long. So nothing is done that a round does not need.
+        Between two forward passes the caches are full of weights: whatever is touched here is read from memory, and
+        takes about ten times as long. So nothing is done that an iteration does not need.
 
         Args:
-            begun: when the last round has ended.
+            begun: when the last iteration has ended.
         """
-        rows, lengths = progress.rows, progress.lengths
+        drafting, rows, lengths = step.drafting, progress.rows, progress.lengths
         # Of what a row may still get, one token is not drafted: that behind the draft.
-        decisive = max if step.has_own_lengths else min
+        decisive = max if drafting.has_own_lengths else min
         limit = self._prompt.new_tokens + step.search.prompt_capacity - 1
         most = limit - decisive(lengths[row] for row in rows)
-        available = self._draft.available(step, rows, min(most, step.key.width - 1))
+        available = self._draft.available(drafting, rows, min(most, step.key.width - 1))
         is_ragged = step.key.draft.is_ragged
         if available is not None and is_ragged:  # what a row cannot use is for others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
-        self._length = drafted = pace.choose(step, rows, most, available)
+        self._length = drafted = policy.choose(rows, most, available)
         before = time.perf_counter()
         if drafted:
             if available is not None and is_ragged:
-                self._draft.cut(pace.shares(step, rows, available, drafted))
-            self._start(step, partial(self._draft.propose, step, self._model, drafted))
-        self._start(step, partial(step.check, self._model, drafted))
+                self._draft.cut(policy.shares(rows, available, drafted))
+            self._start(step, partial(self._draft.propose, drafting, self._model, drafted))
+        self._start(step, partial(drafting.verify, self._model, drafted))
         begun += time.perf_counter() - before
         progress = self._follow(step)
-        counts, accepted = self._come_of(step, rows, drafted)
-        pace.observe(step, rows, drafted, counts, accepted)
+        counts, accepted = self._come_of(drafting, rows, drafted)
+        policy.observe(rows, drafted, counts, accepted)
         if available is not None and not drafted:
-            pace.learn(step, rows, self._draft.hits(rows))
+            policy.learn(rows, self._draft.hits(rows))
         ended = time.perf_counter()
-        step.host_times.append(ended - begun)
+        drafting.costs.add(HOST, ended - begun)
         return progress, ended
 
-    def _come_of(self, step: SpeculativeStep, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
-        """Counts the last check. Returns how many drafted tokens these rows had in it, and how many were accepted."""
+    def _come_of(self, drafting: Drafting, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
+        """Counts what was verified. Returns how many drafted tokens these rows had, and how many were accepted."""
         self._sums["checks"] += 1
         if not drafted:
             return [0] * len(rows), [0] * len(rows)
-        of_all = step.counts.tolist(), step.accepted.tolist()
+        of_all = drafting.counts.tolist(), drafting.accepted.tolist()
         counts, accepted = ([each[row] for row in rows] for each in of_all)
-        step.counts.zero_()  # a check without a draft finds none
+        drafting.counts.zero_()  # what is verified without a draft finds none
         self._sums["drafted"] += sum(counts)
         self._sums["accepted"] += sum(accepted)
         return counts, accepted
@@ -394,16 +400,16 @@ class Assistant(Decoding):
         if any(self._key.windows):
             raise CannotBeCaptured("an assistant with a sliding window")
 
-    def begin(self, kept: AssistantStep | None, of: SpeculativeStep) -> AssistantStep:
+    def begin(self, kept: DecodeStep | None, of: Drafting) -> DecodeStep:
         """Its step on the sequences of another one: the one that is kept, if it fits."""
         self._of = of
         step = kept if kept is not None and kept.key == self._key else self._new_step()
-        assert isinstance(step, AssistantStep), "what `_step_with` makes"
         step.begin(self._prompt, self._fill())
         return step
 
-    def _step_with(self, made: list[CapturedProcessor] | None) -> AssistantStep:
-        return AssistantStep(self._key, self._prompt, made, self._sizes(), self._of)
+    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
+        kind = partial(AssistantDrafting, of=self._of)
+        return DecodeStep(self._key, self._prompt, made, self._sizes(), kind, self._of.search)
 
     def _make_key(self) -> Key:
         key = super()._make_key()

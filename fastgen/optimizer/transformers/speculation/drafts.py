@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +20,7 @@ from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
-
-
-class DraftKey(NamedTuple):
-    """What of a draft is frozen in a captured step."""
-
-    kind: Hashable
-    samples: bool  # it draws its tokens, as the model does
-    together: bool  # all rows take as many tokens as each other
-    records: bool = False  # scores and logits are kept for who returns them
-    is_rated: bool = False  # how probable each drafted token is, is kept
-    is_ragged: bool = False  # rows have different numbers of tokens in a check
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 
 class Draft:
@@ -71,14 +60,14 @@ class Draft:
         """
         return True
 
-    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+    def begin(self, drafting: Drafting, decoding: Any) -> None:
         """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet.
 
         Raises:
             CannotBeCaptured: this draft does not serve.
         """
 
-    def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int] | None:
+    def available(self, drafting: Drafting, rows: Sequence[int], most: int) -> list[int] | None:
         """How many tokens there are for each of these rows, `most` at the most; None for as many as wanted."""
         return None
 
@@ -86,16 +75,16 @@ class Draft:
         """Of what is available, no more than so many tokens of each of these rows are to be proposed."""
         raise NotImplementedError
 
-    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
-        """Writes `count` tokens, or those available, behind the rows of `step`, and how many into `step.counts`."""
+    def propose(self, drafting: Drafting, model: Any, count: int) -> None:
+        """Writes `count` tokens, or those available, behind the rows, and how many into `drafting.counts`."""
         raise NotImplementedError
 
     def hits(self, rows: Sequence[int]) -> list[bool | None]:
         """Of each of these rows: whether the first token that was available is the one that came; None if none was."""
         raise NotImplementedError
 
-    def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
-        """The first token has been chosen, or a check is done: the rows have gone on, up to these lengths."""
+    def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
+        """The first token has been chosen, or the draft is verified: the rows have gone on, up to these lengths."""
 
     def keep(self, rows: Sequence[int]) -> None:
         """The others have left: the step has these rows now, in this order."""
@@ -126,7 +115,7 @@ class SelfDraft(Draft):
         except ValueError as error:
             raise CannotBeCaptured(str(error)) from error
 
-    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+    def begin(self, drafting: Drafting, decoding: Any) -> None:
         self.make()
         # Steps that drafted with the copies of before would keep those.
         graph_cache.forget(self._model, self._is_old)
@@ -136,16 +125,16 @@ class SelfDraft(Draft):
         own: Any = self.kind
         return bool(kind) and kind[0] == own[0] and kind[-1] != own[-1]
 
-    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+    def propose(self, drafting: Drafting, model: Any, count: int) -> None:
         weights = self._weights
-        weights.copy_head(step.takes_largest)
+        weights.copy_head(drafting.takes_largest)
         for _ in range(count):
             try:
-                step.draft(model, weights.used, weights.largest)
+                drafting.draft(model, weights.used, weights.largest)
             except OtherLogits:
-                weights.copy_head(step.takes_largest)
-                step.draft(model, weights.used, weights.largest)
-        step.counts.fill_(count)
+                weights.copy_head(drafting.takes_largest)
+                drafting.draft(model, weights.used, weights.largest)
+        drafting.counts.fill_(count)
 
 
 class EarlyExitDraft(Draft):
@@ -160,10 +149,10 @@ class EarlyExitDraft(Draft):
     def kind(self) -> Hashable:
         return "early exit", self._count
 
-    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+    def propose(self, drafting: Drafting, model: Any, count: int) -> None:
         for _ in range(count):
-            step.draft(model, self._with_few_layers)
-        step.counts.fill_(count)
+            drafting.draft(model, self._with_few_layers)
+        drafting.counts.fill_(count)
 
     @contextlib.contextmanager
     def _with_few_layers(self) -> Iterator[None]:
@@ -192,17 +181,17 @@ class LookupDraft(Draft):
         self._proposed: dict[int, list[int]] = {}
         self._hits: dict[int, bool] = {}
 
-    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+    def begin(self, drafting: Drafting, decoding: Any) -> None:
         # Of the places where the words stand, the last one: the library takes the first, which is less often right.
-        self._index = PromptLookup(step.key.rows, self._max_ngram, self._most, decoding.eos, latest=True)
+        self._index = PromptLookup(drafting.key.rows, self._max_ngram, self._most, decoding.eos, latest=True)
         self._known = []
         for number, tokens in enumerate([] if self._source is None else self._source.tolist()):
             # An encoder may have tokens that the decoder lacks.
             source = [token if token < decoding.vocabulary else BOUNDARY for token in tokens if token != self._padding]
-            for row in range(number * step.key.per_input, (number + 1) * step.key.per_input):
+            for row in range(number * drafting.key.per_input, (number + 1) * drafting.key.per_input):
                 self._index.append(row, [*source, BOUNDARY])
 
-    def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int]:
+    def available(self, drafting: Drafting, rows: Sequence[int], most: int) -> list[int]:
         self._proposed = {row: self._index.propose(row, most) for row in rows}
         return [len(self._proposed[row]) for row in rows]
 
@@ -210,21 +199,21 @@ class LookupDraft(Draft):
         pairs = zip(self._proposed.items(), counts, strict=True)
         self._proposed = {row: tokens[:count] for (row, tokens), count in pairs}
 
-    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+    def propose(self, drafting: Drafting, model: Any, count: int) -> None:
         count = min(count, max(map(len, self._proposed.values())))
-        drafted, counts = torch.zeros(step.key.rows, count, dtype=torch.int64), [0] * step.key.rows
+        drafted, counts = torch.zeros(drafting.key.rows, count, dtype=torch.int64), [0] * drafting.key.rows
         for row, tokens in self._proposed.items():
             counts[row] = min(len(tokens), count)
             drafted[row, : counts[row]] = torch.tensor(tokens[:count])
-        step.put_draft(drafted, torch.tensor(counts))
+        drafting.put_draft(drafted, torch.tensor(counts))
 
-    def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
+    def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
         if not self._known:
-            self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
+            self._known = (drafting.search.prompt_capacity - drafting.prompt_lengths()).tolist()
         self._hits = {}
         for row, begin in enumerate(self._known):  # others only fill the batch up
             if lengths[row] > begin:
-                tokens = step.search.tokens_of(row, begin, lengths[row])
+                tokens = drafting.search.tokens_of(row, begin, lengths[row])
                 if proposed := self._proposed.get(row):
                     self._hits[row] = proposed[0] == tokens[0]
                 self._index.append(row, tokens)
@@ -261,22 +250,22 @@ class AssistantDraft(Draft):
     def ready(self) -> AbstractContextManager[Any]:
         return fast_layers(self._assistant)  # which `begin` enters once more, and then without waiting
 
-    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+    def begin(self, drafting: Drafting, decoding: Any) -> None:
         state = GuardedModel.of(self._assistant).check(self._assistant)
-        known, kept = step.assistant or (None, None)
+        known, kept = drafting.assistant or (None, None)
         with Call(self._assistant, scores_are_private=True, cache_is_the_users=False) as call:
             made = decoding.of_assistant(call, self._source)
-            self._step = made.begin(kept if known == state else None, step)
-        step.assistant = state, self._step
+            step = made.begin(kept if known == state else None, drafting)
+        drafting.assistant, self._own = (state, step), step.drafting
         self._has_drafted = self._is_first = True
 
-    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
-        step.counts.copy_(self._step.propose(self._assistant, count, self.threshold))
+    def propose(self, drafting: Drafting, model: Any, count: int) -> None:
+        drafting.counts.copy_(self._own.propose(self._assistant, count, self.threshold))
         self._has_drafted = True
 
-    def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
+    def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
         if not self._is_first:  # the first token is where the assistant begins
-            self._step.follow(self._has_drafted)
+            self._own.follow(self._has_drafted)
         self._is_first = self._has_drafted = False
 
     def end(self) -> None:

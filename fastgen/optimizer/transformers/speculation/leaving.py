@@ -7,32 +7,29 @@ are as many as recording the larger one took: then no call has lost more than tw
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from fastgen import caches, settings
+from fastgen import settings
 from fastgen.optimizer.transformers.captured import graph_cache, rewritten_processors
 from fastgen.optimizer.transformers.captured.decoding import BATCHES
-from fastgen.optimizer.transformers.captured.step import Key
-from fastgen.optimizer.transformers.speculation.pace import costs_of
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, lengths_of
-
-_missed: weakref.WeakKeyDictionary[Any, dict[Key, float]] = weakref.WeakKeyDictionary()
+from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.pays import STEPS_OF_A_CALL, Ledger
+from fastgen.optimizer.transformers.speculation.drafting import Drafting, lengths_of
 
 
-def smaller_key(step: SpeculativeStep) -> Key | None:
+def smaller_key(drafting: Drafting) -> Key | None:
     """That of the smallest step that has room for all inputs that go on; None if it has more than half of this one's.
 
     The larger steps stay until the call ends: so together, they have less than twice the memory of the first one.
     """
-    key = step.key
+    key = drafting.key
     if key.batch == 1:
         return None
-    count = int(step.search.unfinished.any(dim=1).sum())
+    count = int(drafting.search.unfinished.any(dim=1).sum())
     size = next((size for size in BATCHES if size >= count), key.batch)
     if 2 * size > key.batch or _reads_sources(key):
         return None
@@ -40,13 +37,13 @@ def smaller_key(step: SpeculativeStep) -> Key | None:
     return replace(smaller, draft=key.draft._replace(is_ragged=key.draft.is_ragged and smaller.rows > 1))
 
 
-def staying(step: SpeculativeStep, size: int) -> Tensor:
+def staying(drafting: Drafting, size: int) -> Tensor:
     """[size], int64: the inputs that go on, and as many of the finished ones as there is room for, in order."""
-    has_finished = ~step.search.unfinished.any(dim=1)
+    has_finished = ~drafting.search.unfinished.any(dim=1)
     return has_finished.byte().argsort(stable=True)[:size].sort().values
 
 
-def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) -> bool:
+def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> bool:
     """Whether the inputs that go on are to leave for a step of this smaller key, now. To be asked in each round.
 
     Args:
@@ -55,27 +52,27 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
     """
     if settings.current().captured_step == "always":
         return not graph_cache.is_refused(model, key)
-    kept = graph_cache.kept(model, key)
+    step = graph_cache.kept(model, key)
+    kept = None if step is None else step.drafting
     # Rounds of the smaller step draft about as many of each row.
-    place = min(sum(each < length for each in step.lengths), len(step.lengths) - 1)
-    length, smaller = step.lengths[place], lengths_of(key)[place]
-    costs, now = costs_of(step), step.seconds_of_round(length)
-    if costs is None or now is None or graph_cache.is_refused(model, key):
+    place = min(sum(each < length for each in drafting.lengths), len(drafting.lengths) - 1)
+    length, smaller = drafting.lengths[place], lengths_of(key)[place]
+    now = drafting.costs.iterations().get(length)
+    if now is None or drafting.costs.seconds(length + 1) is None or graph_cache.is_refused(model, key):
         return False
-    assert kept is None or isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
-    if kept is not None and not kept.serves(smaller):
+    if kept is not None and not kept.costs.allows(smaller):
         kept = None  # calls with so few rows are about to prepare it
-    measured = None if kept is None else kept.seconds_of_round(smaller)
-    saved = now - (costs.steps(key.rows, smaller)[smaller] if measured is None else measured)
+    if kept is not None and kept.costs.knows(has_model=False):
+        saved = now - kept.costs.iterations()[smaller]
+    else:
+        saved = now - drafting.costs.estimate(key.rows, smaller)
     if kept is not None:
-        rounds = min(tokens, settings.STEPS_OF_A_CALL) * step.key.rows / step.tokens_of(length)
+        rounds = min(tokens, STEPS_OF_A_CALL) * drafting.key.rows / drafting.tokens_of(length)
         return saved * rounds > kept.seconds_of_move
-    missed = _missed.setdefault(model, {})
-    caches.limit(missed)
-    missed[key] = missed.get(key, 0.0) + max(saved, 0.0)
-    if missed[key] < step.seconds_of_first_runs:
+    ledger = Ledger.of(model)
+    if ledger.lose(key, max(saved, 0.0)) < drafting.seconds_of_first_runs:
         return False
-    del missed[key]  # should the step be dropped, it has to pay again
+    ledger.is_repaid(key)  # should the step be dropped, it has to pay again
     return True
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 # Scores and logits of the positions so far, each [rows, vocabulary]; None for those that nobody wants.
 Records = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
@@ -57,50 +57,50 @@ class Positions:
         """The scores and the logits of all positions so far."""
         return self._records[0], self._records[1]
 
-    def take(self, step: SpeculativeStep) -> None:
-        """The first token has been chosen, or a check is done: does what is due, and may end rows of the step."""
-        search = step.search
+    def take(self, drafting: Drafting) -> None:
+        """The first token has been chosen, or the draft is verified: does what is due, and may end rows of the step."""
+        search = drafting.search
         if not self._known:
             self._reached = search.prompt_capacity
             self._known = [self._reached] * self._rows
-        self._keep_scores(step)
-        due = self._due(step)
+        self._keep_scores(drafting)
+        due = self._due(drafting)
         while self._reached < due:
             self._reached += 1
             self._note_scores()
             if self._stops is not None:
                 start = int(search.start.flatten()[0])
                 tokens = search.running_tokens[: self._rows, start : self._reached]
-                self._end(step, self._stops(tokens.clone(), self._records[0]))
+                self._end(drafting, self._stops(tokens.clone(), self._records[0]))
             if self._put is not None:
                 self._put(search.running_tokens[: self._rows, self._reached - 1].cpu())
-            due = self._due(step)
+            due = self._due(drafting)
 
-    def _due(self, step: SpeculativeStep) -> int:
+    def _due(self, drafting: Drafting) -> int:
         """Up to where all rows that go on have tokens."""
-        lengths = step.search.length.flatten()[: self._rows]
-        unfinished = step.search.unfinished.flatten()[: self._rows]
+        lengths = drafting.search.length.flatten()[: self._rows]
+        unfinished = drafting.search.unfinished.flatten()[: self._rows]
         return int(lengths[unfinished].amin() if bool(unfinished.any()) else lengths.amax())
 
-    def _end(self, step: SpeculativeStep, stops: Tensor) -> None:
+    def _end(self, drafting: Drafting, stops: Tensor) -> None:
         """Ends the rows of `stops`, [rows], bool, at the position that has been reached."""
         self._has_stopped |= stops.cpu()
         if not self._ends_singly:
             stops = torch.full_like(stops, bool(self._has_stopped.all()))
-        search = step.search
+        search = drafting.search
         lengths, unfinished = search.length.flatten(), search.unfinished.flatten()
         ending = torch.zeros_like(unfinished)
         ending[: self._rows] = stops
         ending &= (lengths > self._reached) | ((lengths == self._reached) & unfinished)
         if bool(ending.any()):
-            step.end(ending, self._reached)
+            drafting.end(ending, self._reached)
 
-    def _keep_scores(self, step: SpeculativeStep) -> None:
+    def _keep_scores(self, drafting: Drafting) -> None:
         """Those of the tokens that the rows have just taken."""
         if all(kept is None for kept in self._records):
             return
-        for row, end in enumerate(step.search.length.flatten()[: self._rows].tolist()):
-            self._ahead[row].extend(step.recorded[row, : max(end - self._known[row], 0)].clone().unbind())
+        for row, end in enumerate(drafting.search.length.flatten()[: self._rows].tolist()):
+            self._ahead[row].extend(drafting.recorded[row, : max(end - self._known[row], 0)].clone().unbind())
             self._known[row] = end
 
     def _note_scores(self) -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fastgen import caches
-from fastgen.optimizer.transformers.captured.step import Key
+from fastgen.decoding.speculation.costs import DRAFT
+from fastgen.decoding.speculation.draft_length import AT_FIRST
+from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from fastgen.optimizer.transformers.speculation.drafts import Draft
-from fastgen.optimizer.transformers.speculation.pace import AT_FIRST
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 # This part of the time of plain calls goes into what drafts need.
 SHARE = 0.1
@@ -51,43 +52,41 @@ class Preparation:
         cls._of.clear()
         return False
 
-    def make_next(
-        self, step: SpeculativeStep, model: Any, draft: Draft, plain: float, begin: Callable[[], None]
-    ) -> bool:
+    def make_next(self, drafting: Drafting, model: Any, draft: Draft, plain: float, begin: Callable[[], None]) -> bool:
         """Makes one more thing, if there is one and time for it; says whether there is enough for calls to draft.
 
         Args:
             plain: seconds of a plain step.
             begin: begins a call in the step, of which nothing is kept.
         """
-        needed, more = _parts_of(step)
-        missing = [part for part in (*needed, *more) if step.seconds(part) is None]
+        needed, more = _parts_of(drafting)
+        missing = [part for part in (*needed, *more) if drafting.costs.seconds(part) is None]
         expected = self._last or _STEPS_OF_ONE * plain
         if missing and self.seconds + expected <= SHARE * self.steps * plain:
             start = time.perf_counter()
-            is_recorded = missing[0] != 0 or draft.make(0.0)
+            is_recorded = missing[0] != DRAFT or draft.make(0.0)
             if is_recorded:
                 begin()
-                _measure(step, model, draft, missing[0])
+                _measure(drafting, model, draft, missing[0])
             else:
                 draft.make(expected)
             took = time.perf_counter() - start
             self.seconds += took
             self._last = took if is_recorded else self._last
-        return all(step.seconds(part) is not None for part in needed)
+        return all(drafting.costs.seconds(part) is not None for part in needed)
 
 
-def _parts_of(step: SpeculativeStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parts_of(drafting: Drafting) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Parts by the positions that they check; 0 is a step of the draft. Calls draft once they have the first ones."""
-    lengths = step.lengths
-    return (lengths[AT_FIRST] + 1, 0, 1), (lengths[-1] + 1, lengths[1] + 1)
+    lengths = drafting.lengths
+    return (lengths[AT_FIRST] + 1, DRAFT, 1), (lengths[-1] + 1, lengths[1] + 1)
 
 
-def _measure(step: SpeculativeStep, model: Any, draft: Draft, part: int) -> None:
-    if part == 0:
-        step.measure(part, lambda: draft.propose(step, model, 1))
+def _measure(drafting: Drafting, model: Any, draft: Draft, part: int) -> None:
+    if part == DRAFT:
+        drafting.measure(part, lambda: draft.propose(drafting, model, 1))
     else:
-        step.measure(part, lambda: step.check(model, part - 1))
+        drafting.measure(part, lambda: drafting.verify(model, part - 1))
 
 
 caches.register(Preparation.drop_all, captured_steps=True)

@@ -30,9 +30,9 @@ class Watched(OrderedDict[Any, Any]):
 
     meanwhile: Callable[[], None]
 
-    def values(self) -> Any:
+    def __iter__(self) -> Any:
         self.meanwhile()
-        return super().values()
+        return super().__iter__()
 
     def __bool__(self) -> bool:
         self.meanwhile()

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import LEAST_STEPS, MANY, MOST_STEPS, STEPS, TOKENS_SEEN, Ledger
 from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.captured.step import Key
 
 KEY = Key(
     batch=1, per_input=1, sizes=Sizes(0, 0, 0, 0), width=1, encoder=None, source_in_front=False, early_stopping=None,

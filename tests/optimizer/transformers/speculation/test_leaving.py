@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,13 +12,13 @@ import transformers
 
 import fastgen
 from fastgen.decoding.captured.kv import StepState
+from fastgen.decoding.speculation.costs import Costs
+from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
 from fastgen.optimizer.transformers.speculation import leaving
-from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
-from fastgen.optimizer.transformers.speculation.times import Times
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
 
 CPU = torch.device("cpu")
 RECORDING = 0.51
@@ -38,19 +39,23 @@ class SmallKey(NamedTuple):
 
 def step(rows: int, seconds: dict[int, float]) -> Any:
     """A step of so many rows whose parts were measured to take so long, [positions] -> seconds."""
-    made: Any = object.__new__(SpeculativeStep)
-    made.key, made.times = SmallKey(rows), {part: Times() for part in seconds}
+    made: Any = object.__new__(Drafting)
+    made.key, made.costs = SmallKey(rows), Costs(rows, LENGTHS)
     for part, found in seconds.items():
-        made.times[part].extend([found, found])
-    made.host_times, made.acceptance = [], 0.6
-    made.seconds_of_first_runs, made.seconds_of_move, made.records_at_once = RECORDING, 0.02, True
+        made.costs.add(part, found)
+        made.costs.add(part, found)
+    made.seconds_of_first_runs, made.seconds_of_move = RECORDING, 0.02
     return made
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     steps: dict[Any, Any] = {}
-    monkeypatch.setattr(graph_cache, "kept", lambda model, key: steps.get(key))
+
+    def find(model: Any, key: Any) -> Any:
+        return SimpleNamespace(drafting=steps[key]) if key in steps else None
+
+    monkeypatch.setattr(graph_cache, "kept", find)
     yield steps
     fastgen.enable(captured_step="auto")
 
@@ -90,7 +95,7 @@ def test_a_step_that_is_being_prepared_is_left_to_the_calls_that_do(kept: dict[A
     """Its parts would be recorded in this call, all at once."""
     model, large = Model(), step(8, EIGHT)
     kept[SmallKey(4)] = step(4, {4: 0.001})
-    kept[SmallKey(4)].records_at_once = False
+    kept[SmallKey(4)].costs.only_timed = True
     assert not leaving.pays(model, large, SmallKey(4), 7, 100)
     assert leaving.pays(model, large, SmallKey(4), 3, 100)
 
@@ -112,32 +117,33 @@ def test_nothing_is_recorded_where_a_smaller_batch_saves_nothing(kept: dict[Any,
 
 
 @pytest.mark.parametrize("positions", [(1, 2, 4, 8), ()])
-def test_the_pace_of_those_who_stay(positions: tuple[int, ...]) -> None:
-    """Where drafts gained nothing for eight rows they do for one, measured or by the table of the larger step."""
-    slow = {1: 0.055, 2: 0.095, 4: 0.175, 8: 0.335}  # 0.015 and 0.005 for each token
-    large, small = step(8, slow), step(1, dict.fromkeys(positions, 0.02))
-    pace = Pace(large, 8, 4096, has_model=False, plain=0.055)
-    rows = range(8)
-    assert pace.choose(large, rows, 100) == 0
-    pace.observe(large, rows, 0, [0] * 8, [0] * 8)
-    pace.keep(small, [5])
-    assert pace.choose(small, [0], 100) > 0
-    pace.observe(small, [0], 7, [7], [7])
-    assert pace.gains() is True
+def test_the_drafts_of_those_who_stay(positions: tuple[int, ...]) -> None:
+    """Where drafts gained nothing for eight rows they do for one, timed or estimated from the larger step."""
+    large, small = step(8, {1: 0.055, 2: 0.095, 4: 0.175, 8: 0.335}), step(1, dict.fromkeys(positions, 0.02))
+    large.costs.plain, rows = 0.055, range(8)
+    policy = DraftLength(large.costs, 8, 4096, has_model=False)
+    assert policy.choose(rows, 100) == 0
+    policy.observe(rows, 0, [0] * 8, [0] * 8)
+    policy.keep(small.costs, [5])
+    assert policy.choose([0], 100) > 0
+    policy.observe([0], 7, [7], [7])
+    assert policy.pays() is True
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("available", range(1, 8))
 def test_the_lengths_of_those_who_stay(known: bool, available: int) -> None:
-    """Rows that shared the tokens of a check leave for a step of one row, whose lengths are others."""
-    large, small = step(8, {1: 0.02, 5: 0.021, 9: 0.022, 17: 0.03} if known else {}), step(1, {})
-    large.key, large.tokens_of = SmallKey(8, SmallDraft(True)), lambda length: 8 + length
-    pace = Pace(large, 8, 4096, has_model=False, plain=0.02 if known else None)
-    pace.keep(small, [5])
+    """Rows that shared the tokens of a verify leave for a step of one row, whose lengths are others."""
+    large, small = Costs(8, (0, 4, 8, 16), is_ragged=True), Costs(1, LENGTHS)
+    for part, seconds in {1: 0.02, 5: 0.021, 9: 0.022, 17: 0.03}.items() if known else ():
+        large.add(part, seconds)
+        large.add(part, seconds)
+    policy = DraftLength(large, 8, 4096, has_model=False)
+    policy.keep(small, [5])
     for _ in range(6):
-        length = pace.choose(small, [0], 100, [available])
-        assert length in small.lengths
-        pace.observe(small, [0], length, [min(length, available)], [min(length, available)])
+        length = policy.choose([0], 100, [available])
+        assert length in LENGTHS
+        policy.observe([0], length, [min(length, available)], [min(length, available)])
 
 
 # ---- which inputs
@@ -157,8 +163,8 @@ class OfSearch:
 
 
 def _key(batch: int, processors: Any) -> Any:
+    from fastgen.optimizer.transformers.captured.key import Key
     from fastgen.optimizer.transformers.captured.sizes import Sizes
-    from fastgen.optimizer.transformers.captured.step import Key
 
     return Key(
         batch=batch, per_input=1, sizes=Sizes(3, 3, 5, 0), width=3,

@@ -25,6 +25,10 @@ class Made:
         self.begun = 0
         self.left = COPYING
 
+    @property
+    def costs(self) -> Made:
+        return self
+
     def seconds(self, part: int) -> float | None:
         return 0.01 if part in self.parts else None
 
@@ -33,7 +37,7 @@ class Made:
         self.now += RECORDING
         self.parts.append(part)
 
-    def check(self, model: Any, drafted: int) -> None:
+    def verify(self, model: Any, drafted: int) -> None:
         self.last = drafted + 1
 
     def propose(self, step: Any, model: Any, count: int) -> None:

@@ -1,4 +1,4 @@
-"""A check that shares a number of tokens out among the rows, as far as each of them has drafts that are worth it.
+"""Shares the tokens that are verified out among the rows, as far as each of them has drafts that are worth it.
 
 A row without a draft has one token, and one that is finished has none. For greedy search on a CPU, with drafts that are
 found in a text: rows have them at different times.
@@ -15,68 +15,70 @@ from fastgen.decoding.captured.symbolic_length import SymbolicLength
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.ragged import RaggedKV, RaggedState
 from fastgen.optimizer.transformers.cache import cache_of
-from fastgen.optimizer.transformers.captured.step import POSITIONS, Key
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
+from fastgen.optimizer.transformers.captured.step import DecodeStep
+from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 
 def serves(key: Key, device: torch.device) -> bool:
-    """Whether there is such a check for steps of this key."""
+    """Whether steps of this key can verify so."""
     is_plain = not (key.samples or key.processors or key.encoder or any(key.windows) or key.draft.records)
     return device.type == "cpu" and key.rows > 1 and is_plain and not {*POSITIONS}.isdisjoint(key.tensors)
 
 
-class RaggedStep(SpeculativeStep):
-    """`SpeculativeStep` with rounds of so many drafted tokens of all rows together."""
+class RaggedDrafting(Drafting):
+    """Verifies so many drafted tokens of all rows together."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._tokens: dict[int, tuple[RaggedState, Any]] = {}
+    def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
+        super().__init__(step, prompt)
+        self._of_tokens: dict[int, tuple[RaggedState, Any]] = {}
         self._seen_by_tokens = torch.zeros_like(self._seen)
 
     def tokens_of(self, length: int) -> int:
         return self.key.rows + length
 
-    def check(self, model: Any, drafted: int) -> None:
+    def verify(self, model: Any, drafted: int) -> None:
         if not drafted:
-            super().check(model, 0)
+            super().verify(model, 0)
             return
         state, cache = self._with_tokens(self.tokens_of(drafted))
         unfinished = self.search.unfinished.flatten().tolist()
         state.spread(
             [count + 1 if goes_on else 0 for count, goes_on in zip(self.counts.tolist(), unfinished, strict=True)]
         )
-        self._run_part(drafted + 1, cache, lambda: self._check_tokens(model, state, cache))
+        self._run_part(drafted + 1, cache, lambda: self._verify_tokens(model, state, cache))
 
     def _with_tokens(self, tokens: int) -> tuple[RaggedState, Any]:
-        if tokens not in self._tokens:
-            state = RaggedState(tokens, self._state)
-            own = [RaggedKV(kv, state) for kv in self._own]
-            positions = self.sizes.stored, self.sizes.stored + self._state.capacity
-            self._tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._seen_by_tokens, *positions))
-        return self._tokens[tokens]
+        if tokens not in self._of_tokens:
+            state = RaggedState(tokens, self._buffers.position)
+            own = [RaggedKV(kv, state) for kv in self._buffers.own]
+            stored = self._buffers.sizes.stored
+            bounds = stored, stored + self._buffers.position.capacity
+            self._of_tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._seen_by_tokens, *bounds))
+        return self._of_tokens[tokens]
 
-    def _check_tokens(self, model: Any, state: RaggedState, cache: Any) -> None:
+    def _verify_tokens(self, model: Any, state: RaggedState, cache: Any) -> None:
         state.locate()
         # Masks of models are for the longest row: they hide nothing that attention would not leave out by itself.
         self._seen_by_tokens.copy_(self._seen + self.key.width - 1)
-        logits = self._run_model(model, cache, self._ids_of(state), self._inputs_of(state), 1)
+        logits = self._forward(model, cache, self._ids_of(state), self._inputs_of(state), 1)
         chosen, near = (self._by_row(found, state) for found in best_tokens(logits.float(), self._products))
         self.search.commit(chosen, self.counts, self.accepted, near, self.near_ties)
-        self._advance_run()
-        self._send()
+        self._advance()
+        self._flag.send(self.search.done)
 
     def _ids_of(self, state: RaggedState) -> Tensor:
         at = self.search.length.view(-1) - 1
         return self.search.running_tokens[state.owners, at[state.owners] + state.offsets].unsqueeze(1)
 
     def _inputs_of(self, state: RaggedState) -> dict[str, Tensor]:
-        found = {name: buffer.index_select(0, state.owners) for name, buffer in self._inputs.items()}
+        found = {name: buffer.index_select(0, state.owners) for name, buffer in self._buffers.inputs.items()}
         left = (self.search.limit - self.search.length - 1).view(-1)[state.owners]
         for name, given in found.items():
             if name in POSITIONS:
                 found[name] = given + torch.minimum(state.offsets, left).unsqueeze(1)
-            elif self._grows(name):
-                own = self.sizes.stored + state.position.unsqueeze(1)
+            elif self.key.is_sequences_mask(name):
+                own = self._buffers.sizes.stored + state.position.unsqueeze(1)
                 found[name] = given.masked_fill(torch.arange(given.shape[1], device=self.device) > own, 0)
         return found
 

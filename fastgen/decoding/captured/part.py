@@ -1,0 +1,84 @@
+"""What is done over and over: it runs as it is at first, is captured, and is replayed from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.growing import Growing
+from fastgen.decoding.captured.program import Program
+
+# What the host does behind a piece, if anything; and such a piece, with that.
+Then = Callable[..., None] | None
+Piece = tuple[Callable[[], object], Then]
+
+
+class CapturedPart:
+    """The state machine of what is captured: some runs as it is, a capture, and replays.
+
+    A part is cut into pieces where the host does something between them. Their functions are not kept: they have the
+    model, which would never be freed then.
+
+    Args:
+        warm_ups: runs before it is captured: kernels are compiled, and libraries prepare what they need.
+
+    Attributes:
+        made: the recordings of its pieces; none until it is captured.
+    """
+
+    def __init__(self, device: torch.device, growing: Growing | None = None, warm_ups: int = 0) -> None:
+        self._device, self._growing, self._warm_ups = device, growing, warm_ups
+        self.made: list[tuple[graph.Graph | Program, Then]] = []
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self.made)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it may be captured in the next run."""
+        return self._warm_ups <= 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether it goes on when the buffers get other memory."""
+        return all(made.follows for made, _ in self.made)
+
+    def drop(self) -> None:
+        """Forgets what was captured."""
+        self.made = []
+
+    def run(self, pieces: Iterable[Piece], *given: Any) -> None:
+        """Runs it as it is. What the host does behind a piece gets `given`."""
+        self._warm_ups -= 1
+        is_recorded = graph.is_recorded(self._device)
+        _run([(run if is_recorded else graph.capturable(run), then) for run, then in pieces], given)
+
+    def capture(self, pieces: Iterable[Piece], *given: Any) -> None:
+        """Captures it, and runs what was captured. One that cannot be replayed is not captured.
+
+        Raises:
+            RuntimeError: it does what cannot be captured. What the pieces raise is passed on.
+        """
+        made = [(self._captured(run), then) for run, then in pieces]
+        _run([(each.replay, then) for each, then in made], given)
+        self.made = made
+
+    def replay(self, *given: Any) -> None:
+        """Runs what was captured."""
+        _run([(each.replay, then) for each, then in self.made], given)
+
+    def _captured(self, run: Callable[[], object]) -> graph.Graph | Program:
+        made = graph.new(self._device, self._growing)
+        made.capture(graph.capturable(run))
+        return made
+
+
+def _run(pieces: Iterable[Piece], given: tuple[Any, ...]) -> None:
+    for run, then in pieces:
+        run()
+        if then is not None:
+            then(*given)

@@ -1,0 +1,165 @@
+"""What draft-verify iterations take, by timings of their parts: what the draft-length policy decides by."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Sequence
+
+from fastgen.decoding.speculation.back_off import BackOff
+
+# Parts of an iteration besides verifies, which have their number of positions: a step of the draft, what the host does.
+DRAFT, HOST = 0, -100
+# Timings of a part in a call that a median is of; those that are enough, because a part is slow when it runs for the
+# first time; and calls whose medians are kept, of which the least counts: what makes a call slower is from outside.
+_KEPT, _ENOUGH, _CALLS = 16, 2, 4
+# Calls until a verify that was not chosen is timed again.
+_FIRST_CALLS, _MOST_CALLS = 2, 64
+# The acceptance rate of a draft of which nothing is known.
+_ACCEPTANCE = 0.7
+
+
+class _Timings:
+    """Seconds of the last runs of a part."""
+
+    def __init__(self) -> None:
+        self._of_this_call: deque[float] = deque(maxlen=_KEPT)
+        self._of_calls: deque[float] = deque(maxlen=_CALLS)  # medians
+        self.has_run = self.is_old = False  # in this call; for long
+        self._back_off, self._was_old = BackOff(_FIRST_CALLS, _MOST_CALLS), False
+
+    def add(self, seconds: float) -> None:
+        self._of_this_call.append(seconds)
+        self.has_run = True
+        self.is_old &= len(self._of_this_call) < _ENOUGH
+
+    def seconds(self) -> float | None:
+        """The median of a call, and the least one of some calls; None as long as there are too few timings."""
+        return min([*self._of_calls, *self._medians()], default=None)
+
+    def begin_call(self, others_ran: bool) -> None:
+        """Another call begins. Of a part that runs seldom, timings of several calls count as one."""
+        if self._medians():
+            (self._back_off.fail if self._was_old else self._back_off.succeed)()
+            self._of_calls.extend(self._medians())
+            self._of_this_call.clear()
+        elif others_ran and not self.is_old:
+            self.is_old = not self._back_off.waits()
+        self._was_old, self.has_run = self.is_old, False
+
+    def _medians(self) -> list[float]:
+        found = sorted(self._of_this_call)
+        return [found[(len(found) - 1) // 2]] if len(found) >= _ENOUGH else []
+
+
+class Costs:
+    """What iterations of a step take, by the medians of their parts; and what is accepted of its drafts.
+
+    A verify that was never timed costs what follows from those of other numbers of tokens. So does one that calls have
+    done without for long: it may have been timed on a busy machine, and would never run again.
+
+    Attributes:
+        plain: seconds of a step of plain calls; None if nobody has timed one: a verify of one position stands for it.
+        acceptance: the probability that a drafted token is accepted if those before are, in the last iterations.
+        only_timed: only lengths whose verify was timed may be drafted: nothing is to be recorded in a call.
+        short_calls: calls that had too few tokens for a draft, since the parts were timed.
+
+    Args:
+        rows: of the step. A verify works on all of them, finished or not.
+        lengths: tokens that an iteration may draft, 0 first: of each row, or of all rows together where `is_ragged`.
+    """
+
+    def __init__(self, rows: int, lengths: Sequence[int], is_ragged: bool = False) -> None:
+        self.rows, self.lengths, self.is_ragged = rows, lengths, is_ragged
+        self.plain: float | None = None
+        self.acceptance = _ACCEPTANCE
+        self.only_timed = False
+        self._larger: Costs | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """All timings: the machine may have been busy."""
+        self._parts: dict[int, _Timings] = {}
+        self.short_calls = 0
+
+    def add(self, part: int, seconds: float) -> None:
+        """A part has run: a verify of so many positions, `DRAFT` or `HOST`."""
+        self._parts.setdefault(part, _Timings()).add(seconds)
+
+    def begin_call(self) -> None:
+        """Another call begins. A verify of drafted tokens is missed if another one has run in the last one."""
+        has_drafted = any(part > 1 and known.has_run for part, known in self._parts.items())
+        # No plain call tells what a step without a draft takes: then a verify of one position is missed, too.
+        first = 1 if self.plain is None else 2
+        for part, known in self._parts.items():
+            known.begin_call(has_drafted and part >= first)
+
+    def follow(self, larger: Costs) -> None:
+        """What is not known of these is estimated by those of a step with more rows, which this one goes on for."""
+        self._larger, self.acceptance = larger, larger.acceptance
+
+    def seconds(self, part: int) -> float | None:
+        """The median of a part; None as long as there are too few timings."""
+        return self._parts[part].seconds() if part in self._parts else None
+
+    def allows(self, length: int) -> bool:
+        """Whether iterations may draft so many tokens."""
+        return not (length and self.only_timed) or self.seconds(length + 1) is not None
+
+    def knows(self, has_model: bool) -> bool:
+        """Whether it is known what a draft and its verify take."""
+        return max(self._verifies(), default=0) > self.rows and (not has_model or self._draft() is not None)
+
+    def baseline(self) -> float | None:
+        """Seconds of an iteration without a draft, as a plain call would make it; None if nobody knows."""
+        return self._verifies().get(self.rows)
+
+    def iterations(self) -> dict[int, float]:
+        """Seconds of iterations by the tokens that they draft; none as long as no verify was timed."""
+        verifies = self._verifies()
+        if not verifies:
+            return {}
+        draft, host, own = self._draft() or 0.0, self.seconds(HOST) or 0.0, self.seconds(1)
+        found = {k: _interpolated(verifies, self._positions(k)) + k * draft + host for k in self.lengths}
+        # That of a plain call takes as long, but for what the host does: if they differ by more, that is an accident.
+        found[0] -= host if self.plain is None or own is None else min(max(self.plain - own, 0.0), host)
+        return found
+
+    def estimate(self, rows: int, length: int) -> float:
+        """Seconds of an iteration of a step with fewer rows."""
+        verify, host = _interpolated(self._verifies(), self._positions(length, rows)), self.seconds(HOST) or 0.0
+        return verify + length * (self._draft() or 0.0) + host
+
+    def most_gain(self) -> float:
+        """The part of a plain call's time that drafts would gain if all tokens were accepted."""
+        of, each = self.iterations(), self.rows if self.is_ragged else 1
+        return 1 - min(of[k] / (k / each + 1) for k in self.lengths[1:]) / self._verifies()[self.rows]
+
+    def _positions(self, length: int, rows: int | None = None) -> int:
+        rows = rows or self.rows
+        return rows + length if self.is_ragged else rows * (length + 1)
+
+    def _draft(self) -> float | None:
+        own = self.seconds(DRAFT)
+        return self._larger._draft() if own is None and self._larger is not None else own
+
+    def _verifies(self) -> dict[int, float]:
+        """Seconds of verifies by their number of tokens."""
+        found = {} if self._larger is None else self._larger._verifies()
+        for part, known in self._parts.items():
+            if part > 0 and not known.is_old and (seconds := known.seconds()) is not None:
+                found[self.rows + part - 1 if self.is_ragged else self.rows * part] = seconds
+        return found if self.plain is None else {**found, self.rows: self.plain}
+
+
+def _interpolated(table: dict[int, float], at: int) -> float:
+    """Goes on at both ends as between the last two entries, but never below proportion, nor the cheapest entry."""
+    entries = sorted(table.items())
+    if not entries:
+        raise ValueError("nothing was timed")
+    if len(entries) == 1 or at in table:
+        return table.get(at, entries[0][1])
+    right = min(max(bisect.bisect_left(entries, (at,)), 1), len(entries) - 1)
+    (x0, y0), (x1, y1) = entries[right - 1 : right + 1]
+    least = y0 * at / x0 if at < x0 else min(table.values())
+    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), least)

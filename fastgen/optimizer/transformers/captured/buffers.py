@@ -1,0 +1,243 @@
+"""What a captured step reads and writes besides its sequences: K and V, masks, positions, and how far its rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from fastgen.decoding.captured.growing import LEAST_LENGTH, Growing
+from fastgen.decoding.captured.kv import StaticKV, StepState
+from fastgen.decoding.captured.symbolic_length import SymbolicLength
+from fastgen.ops import search_step
+from fastgen.optimizer.transformers.cache import cache_of
+from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, Key, Prompt
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+
+
+class StepBuffers:
+    """The buffers of a step.
+
+    Of `prompt`, any of the key's kind, nothing is stored.
+
+    Attributes:
+        sizes: for how many positions there is room; where the key has no sizes, it may become more.
+        growing: those of the buffers that may grow; None where the key has sizes.
+        position: how far the rows are.
+        own, cross: of each layer of self- and of cross-attention.
+        inputs: the model's inputs, by name.
+        stored, seen: one int64: positions for the prompt, and how long the cache is to the model: as its longest row.
+        bounds: `seen`, with what the host knows of it.
+        present: inputs of the call; the others fill the batch up.
+        start: where the sequences begin in their buffers.
+    """
+
+    def __init__(self, key: Key, prompt: Prompt, sizes: Sizes) -> None:
+        self._key, self.sizes = key, sizes
+        self.device = device = prompt.tokens.device
+        self.growing = growing = Growing() if key.sizes.new == 0 else None
+        self.position = StepState(key.batch, key.per_input, sizes.new + key.width - 1, device, key.width, growing)
+        self.own = [
+            StaticKV(*kv, self.position, sizes.stored, has_suffix=True, window=window, growing=growing)
+            for kv, window in zip(prompt.own, key.windows, strict=True)
+        ]
+        self.cross = [
+            StaticKV(*kv, self.position, sizes.source, has_suffix=False, growing=growing) for kv in prompt.cross
+        ]
+        self.stored = torch.full((), sizes.stored, dtype=torch.int64, device=device)
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.bounds = SymbolicLength.of(self.seen, sizes.stored, sizes.stored + 1)
+        # Of the call that asks for most so far: a model's table of positions may be shorter than the buffers.
+        self._most_new = 1
+        # Positions that count from now on, in the masks of the sequences: those that the next step may store.
+        self._marked = 1 if key.draft is None else key.width
+        self.inputs = {name: self._input(name, prompt.tensors[name]) for name in key.tensors}
+        self.present = self.start = 0
+        self._lengths: tuple[list[int], list[int]] = ([], [])  # positions that the prefill has stored in each layer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kv.nbytes for kv in (*self.own, *self.cross)) + sum(each.nbytes for each in self.inputs.values())
+
+    @property
+    def rows(self) -> int:
+        """Of the inputs that are present."""
+        return self.present * self._key.per_input
+
+    def _input(self, name: str, first: Tensor) -> Tensor:
+        """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
+        buffer = torch.zeros(self._key.rows, self._width_of(name), dtype=first.dtype, device=first.device)
+        if self.growing is not None and name in MASKS:
+            self.growing.add(buffer)
+        return buffer
+
+    def _width_of(self, name: str) -> int:
+        if self._key.is_sequences_mask(name):
+            return self.sizes.stored + self.sizes.new + self._marked - 1
+        return self.sizes.source if name == "attention_mask" else 1
+
+    @property
+    def _masks(self) -> list[Tensor]:
+        return [buffer for name, buffer in self.inputs.items() if self._key.is_sequences_mask(name)]
+
+    # ---- the model's cache
+
+    def cache(self, seen: Tensor | int | None = None) -> Cache:
+        """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
+        return cache_of(self.own, self.cross, self.bounds if seen is None else seen)
+
+    def cache_at(self, position: StepState, seen: Tensor, lengths: Callable[[], Tensor] | None = None) -> Cache:
+        """The cache as a step finds it that is at another position, with `seen` positions in front of its longest row.
+
+        Args:
+            lengths: gives those of the rows, where positions are computed from them.
+        """
+        return cache_of([kv.view(position) for kv in self.own], self.cross, self.length(seen), lengths)
+
+    def length(self, seen: Tensor) -> SymbolicLength:
+        """`seen`, with what the sizes say of it."""
+        return SymbolicLength.of(seen, self.sizes.stored, self.sizes.stored + self.sizes.new)
+
+    # ---- sizes
+
+    def make_room(self, needed: Sizes) -> bool:
+        """Has the buffers grow to these sizes at least. What is generated stays, and between two calls nothing does.
+
+        Returns:
+            whether all that the model was told of how long the cache can be is still true.
+        """
+        have, growing = self.sizes, self.growing
+        assert growing is not None, "a key without sizes is one of buffers that grow"
+        self.sizes = sizes = Sizes(*map(max, have, needed))
+        if sizes.stored > have.stored:
+            for kv in self.own:
+                kv.grow_prefix(sizes.stored)
+            self.stored.fill_(sizes.stored)
+        if sizes.source > have.source:
+            for kv in self.cross:
+                kv.grow_prefix(sizes.source)
+        if sizes.new > have.new:
+            for kv in self.own:
+                kv.grow_suffix(sizes.new + self._key.width - 1)
+            self.position.grow(sizes.new + self._key.width - 1)
+        for name, buffer in self.inputs.items():
+            if (width := self._width_of(name)) != buffer.shape[1]:
+                larger = buffer.new_zeros(len(buffer), width)
+                larger[:, : buffer.shape[1]] = buffer
+                growing.exchange(buffer, larger)
+        return self._move_bounds()
+
+    def _move_bounds(self) -> bool:
+        """Says how long the cache can be now; whether all that the model was told of it is still true."""
+        return self.bounds.move(self.sizes.stored, self.sizes.stored + min(self._most_new, self.sizes.new))
+
+    def begin_capture(self) -> None:
+        """What the model is told from now on, what is captured depends on."""
+        self.bounds.answers.clear()
+        if self.growing is not None:
+            self.growing.lengths = self._lengths_in_positions()
+
+    def _lengths_in_positions(self) -> frozenset[int]:
+        """What a program must have in nothing but the buffers that grow."""
+        prompt, stored, new, source = self.sizes
+        suffix = self.position.capacity
+        found = (prompt, stored, new, source, suffix, prompt + new, stored + new, stored + suffix, new + 2)
+        exact = {size for size in self._key.sizes if size}
+        return frozenset(size for size in found if size >= LEAST_LENGTH) - exact
+
+    # ---- a call
+
+    def begin(self, prompt: Prompt, inputs: slice) -> bool:
+        """Takes over what the prefill has left of these inputs. Returns what `make_room` returns."""
+        key = self._key
+        for kv, (keys, values) in zip(self.own, prompt.own, strict=True):
+            dropped = prompt.stored - keys.shape[2]
+            starts, ends = ((bound - dropped).clamp(min=0) for bound in prompt.span)
+            kv.load(keys, values, starts, ends, at_end=not key.source_in_front, inputs=inputs)
+        for kv, (keys, values) in zip(self.cross, prompt.cross, strict=True):
+            assert prompt.cross_span is not None, "what is stored of the encoder's output has a span"
+            kv.load(keys, values, *prompt.cross_span, at_end=False, inputs=inputs)
+        for name, buffer in self.inputs.items():
+            part = buffer.view(key.batch, key.per_input, -1)[inputs].flatten(0, 1)
+            given = prompt.tensors[name].repeat_interleave(key.per_input, dim=0)
+            end = self.sizes.stored if key.is_sequences_mask(name) else given.shape[1]
+            part.zero_()
+            part[: given.shape[0], end - given.shape[1] : end] = given
+        if inputs == slice(None):
+            self.present, self.start = prompt.inputs, self.sizes.prompt - prompt.tokens.shape[1]
+            self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross]
+        self.position.begin(inputs)
+        self._measure()
+        self._mark()
+        self._most_new = max(self._most_new, prompt.new_tokens)
+        return self._move_bounds()
+
+    def advance(self, parents: Tensor | None, taken: Tensor) -> None:
+        """The rows go on with what they have stored of `parents`, [rows] (None: of themselves), by `taken` positions.
+
+        Changes all in place, and may be captured.
+        """
+        state, masks = self.position, self._masks
+        positions = [buffer for name, buffer in self.inputs.items() if name in POSITIONS]
+        if search_step.available(taken) and search_step.serves(positions, masks):
+            torch.ops.fastgen.advance_(
+                parents, taken, self.stored, state.numbers, state.ancestry, self.seen, positions, masks, self._marked
+            )
+            return
+        state.advance(parents, taken)
+        self._measure()
+        for buffer in positions:
+            buffer.add_(taken.unsqueeze(1))
+        self._mark()
+
+    def _measure(self) -> None:
+        torch.amax(self.position.position, 0, out=self.seen)
+        self.seen.add_(self.stored)
+
+    def _mark(self) -> None:
+        """The positions of the next step count. Those behind a query, attention leaves out by itself."""
+        columns = torch.arange(self._marked, device=self.device)
+        for mask in self._masks:
+            at = self.sizes.stored + self.position.position.unsqueeze(1) + columns
+            mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
+
+    def take_over(self, other: StepBuffers, inputs: Tensor | slice, rows: Tensor | slice) -> bool:
+        """Goes on where these `inputs`, that is `rows`, of `other` are, which has no more capacity.
+
+        Returns:
+            what `make_room` returns.
+        """
+        self.start, self.present, self._lengths = other.start, other.present, other._lengths
+        for kv, old in zip((*self.own, *self.cross), (*other.own, *other.cross), strict=True):
+            kv.take_over(old, inputs, rows)
+        self.position.take_over(other.position, rows)
+        self._measure()
+        for name, buffer in self.inputs.items():
+            given = other.inputs[name][rows]
+            buffer.zero_()
+            buffer[:, : given.shape[1]] = given
+        self._mark()
+        self._most_new = max(self._most_new, other._most_new)
+        return self._move_bounds()
+
+    def clear(self) -> None:
+        """K and V of the last call are of no use any more. On a CPU they take no memory then."""
+        if not self.present:  # done since the last call
+            return
+        self.present = 0
+        if all([kv.clear() for kv in (*self.own, *self.cross)]):
+            self.position.begin()
+
+    def materialized(self, new: int) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """K and V of self- and of cross-attention, layer by layer, [rows present, heads, positions, dim].
+
+        Of self-attention those of the prompt, and of `new` tokens behind it.
+        """
+        own, cross = self._lengths
+        at_end = not self._key.source_in_front
+        return (
+            [kv.materialize(self.present, length, new, at_end) for kv, length in zip(self.own, own, strict=True)],
+            [kv.materialize(self.present, length) for kv, length in zip(self.cross, cross, strict=True)],
+        )

@@ -1,0 +1,95 @@
+"""The forward pass of a step: the model's own, as is what prepares its inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import releases
+from fastgen.decoding import layer_forms
+from fastgen.decoding.captured.symbolic_length import Ranges
+from fastgen.decoding.norms import fused
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.optimizer.transformers.cache import layers_in
+from fastgen.optimizer.transformers.captured.buffers import StepBuffers
+from fastgen.optimizer.transformers.captured.key import Key, Prompt
+from fastgen.optimizer.transformers.models import counts_on_the_host
+
+
+class Forward:
+    """Runs the model on the buffers of a step.
+
+    Attributes:
+        is_watched: it has run while the host looked at what it may not look at later: what masks say.
+        is_eager: it runs as the library's loop would run it, and is not captured.
+    """
+
+    def __init__(self, key: Key, prompt: Prompt, buffers: StepBuffers) -> None:
+        self._key, self._buffers = key, buffers
+        # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
+        self._nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
+        self.is_watched = self.is_eager = self._watches = False
+        self._logits: Tensor | None = None  # while it is watched
+
+    def __call__(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
+        """[any, width, vocabulary]: the logits behind `tokens`, [any, width]."""
+        inputs = model.prepare_inputs_for_generation(
+            tokens,
+            next_sequence_length=width,
+            **releases.with_cache(cache),
+            **inputs,
+            **self._constants(width),
+        )
+        # What is captured is made of torch's own products, for which others stand later.
+        products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
+        ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
+        with ranges, fused(), products:
+            logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
+        if self._watches:
+            self._logits = logits
+        return logits
+
+    def cache(self, model: Any, cache: Any) -> Any:
+        """`cache`, or one that takes no time: as long as an int says, where the host may ask."""
+        return self._buffers.cache(int(self._buffers.seen)) if self._is_known(model) else cache
+
+    @contextlib.contextmanager
+    def watched(self, cache: Any) -> Iterator[None]:
+        """In this context the host looks at what it may not look at later.
+
+        Raises:
+            CannotBeCaptured: what the model has read is not there in a captured step.
+        """
+        kvs = [layer.kv for layers in layers_in(cache) for layer in layers]
+        for kv in kvs:
+            kv.host_may_wait = True
+        self._watches = True
+        try:
+            yield
+        finally:
+            for kv in kvs:
+                kv.host_may_wait = False
+            logits, self._logits, self._watches = self._logits, None, False
+        of_rows = None if logits is None or self._key.encoder is None else logits[: self._buffers.rows]
+        if of_rows is not None and bool(of_rows.isnan().any()):
+            raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
+        self.is_watched = True
+
+    def _is_known(self, model: Any) -> bool:
+        """Whether the host may ask how long the cache is, in a step that nobody looks at."""
+        return self.is_eager and self.is_watched and counts_on_the_host(model)
+
+    def _constants(self, width: int) -> dict[str, Any]:
+        """The model's inputs that are in no buffers."""
+        found: dict[str, Any] = dict(self._key.constants)
+        if "logits_to_keep" in found:
+            found["logits_to_keep"] = width
+        if self._key.encoder is not None:
+            kind_of_output, size = self._key.encoder
+            states = self._nothing.expand(self._key.rows, self._buffers.sizes.source, size)
+            found["encoder_outputs"] = kind_of_output(last_hidden_state=states)
+        return found

@@ -1,0 +1,98 @@
+"""What calls must agree on to share a captured step, and what a call begins from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+
+# Masks, which are among the inputs of the model.
+MASKS = ("attention_mask", "decoder_attention_mask")
+# Inputs of the model that go up by one in every step.
+POSITIONS = ("position_ids", "decoder_position_ids")
+
+
+class Host(NamedTuple):
+    """What of a step the host does: the processors, the stopping criteria, and what is returned of every step."""
+
+    process: Callable[[Tensor, Tensor], Tensor]  # (tokens [rows, length], scores [rows, vocabulary]) -> scores
+    stops: Callable[[Tensor], Tensor]  # tokens [continuations, length] -> [continuations], bool
+    keep: Callable[[dict[str, Tensor]], None]  # what the call returns of a step, by name: [rows, vocabulary] each
+
+
+class DraftKey(NamedTuple):
+    """What of a draft is frozen in a captured step."""
+
+    kind: Hashable
+    samples: bool  # it draws its tokens, as the model does
+    together: bool  # all rows take as many tokens as each other
+    records: bool = False  # scores and logits are kept for who returns them
+    is_rated: bool = False  # how probable each drafted token is, is kept
+    is_ragged: bool = False  # rows have different numbers of tokens to verify
+
+
+@dataclass(frozen=True)
+class Key:
+    """All that is frozen in a captured step: calls that agree on it can share one."""
+
+    batch: int
+    per_input: int
+    sizes: Sizes
+    width: int  # positions that a step stores; with a draft, the most that it verifies
+    encoder: tuple[type, int] | None  # the class that its output comes in, and the width of that
+    source_in_front: bool  # K and V of the encoder's output are those of self-attention, in front of the sequences'
+    early_stopping: bool | str | None  # of beam search; None for sequences that are continued for themselves
+    samples: bool  # tokens are drawn
+    ends: int  # as many tokens may end a sequence
+    processors: tuple[Hashable, ...] | None  # signatures; None if the host runs the processors
+    has_criteria: bool  # there are stopping criteria, which the host runs, besides the search's own
+    kept: tuple[str, ...]  # what the call returns of every step: scores, logits
+    tensors: tuple[str, ...]  # names of the model's inputs that are in buffers
+    constants: tuple[tuple[str, Hashable], ...]  # the others, by name
+    kv: Hashable  # shapes and dtypes of K and V of each layer
+    windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
+    draft: Any = None  # a `DraftKey`, where the step verifies what is drafted
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.per_input
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host does a part of each step: processors, criteria, or keeping what the call returns."""
+        return self.processors is None or self.has_criteria or bool(self.kept)
+
+    def is_sequences_mask(self, name: str) -> bool:
+        """Whether an input is a mask of the sequences, and not of what the encoder has read."""
+        return name == ("attention_mask" if self.encoder is None else "decoder_attention_mask")
+
+    @property
+    def rows_may_begin_alone(self) -> bool:
+        """Whether an input can begin while others go on."""
+        is_plain = self.processors == () and not (self.has_criteria or self.kept or self.encoder or any(self.windows))
+        return is_plain and not self.samples and {"attention_mask", "position_ids"} <= {*self.tensors}
+
+
+@dataclass
+class Prompt:
+    """What a step begins from: the result of the prefill, one row per input."""
+
+    tokens: Tensor  # [inputs, N], int64
+    new_tokens: int  # to generate, at the most
+    stored: int  # positions of self-attention that the prefill has left
+    # K and V of each layer, [inputs, heads, stored, dim]; with a sliding window maybe only the last of these positions.
+    own: list[tuple[Tensor, Tensor]]
+    cross: list[tuple[Tensor, Tensor]]  # [inputs, heads, encoder positions, dim]; empty without cross-attention
+    span: tuple[Tensor, Tensor]  # [inputs] starts and ends of the positions that count
+    cross_span: tuple[Tensor, Tensor] | None
+    tensors: dict[str, Tensor]  # the model's inputs of the first step, [inputs, ...], by name
+    logits: Tensor  # [inputs * per_input, vocabulary]: of the last position of the prompt
+    eos: tuple[int, ...] = ()  # tokens that end a sequence
+
+    @property
+    def inputs(self) -> int:
+        return self.tokens.shape[0]

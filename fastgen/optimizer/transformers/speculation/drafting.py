@@ -1,0 +1,334 @@
+"""What a decode step with drafts has besides: it drafts, and it verifies what is drafted in one forward pass.
+
+Each number of positions is a part of its own, all on the same buffers; so is a step of the draft, where the draft is
+the model itself (`fastgen.decoding.speculation`). What a draft stores in the KV cache, the part that verifies writes
+over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from fastgen.decoding.captured.kv import StepState
+from fastgen.decoding.captured.part import Piece
+from fastgen.decoding.speculation import acceptance
+from fastgen.decoding.speculation.costs import DRAFT, Costs
+from fastgen.decoding.speculation.near_ties import best_tokens
+from fastgen.decoding.speculation.row_lengths import RowLengths
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
+from fastgen.optimizer.transformers.captured import rewritten_processors
+from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.step import DecodeStep
+
+# Tokens drafted in an iteration, of each row. Each number is a part of its own, so there are only a few. With the token
+# behind the draft, some sequences have as many rows to verify as fill vectors without a rest.
+LENGTHS = (0, 1, 3, 7)
+# Processors that look at nothing but scores, row by row.
+_SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)
+
+
+def lengths_of(key: Key) -> tuple[int, ...]:
+    """How many tokens an iteration of a step of this key may draft, 0 first: of each row, or of all together."""
+    if not key.draft.is_ragged:
+        return LENGTHS
+    least = max(2, key.rows // 2)  # half a token of each row; few rows have some tokens all the same
+    return 0, least, 2 * least, 4 * least
+
+
+def _largest(logits: Tensor) -> Tensor:
+    return logits.argmax(dim=-1)
+
+
+class Drafting:
+    """Draft-verify iterations of a step: some steps of a draft, and the pass that verifies what they have drafted.
+
+    `key.width` is the most positions of such a pass: the drafted tokens and the one behind them.
+
+    Attributes:
+        counts: [rows], int64: how many tokens are drafted, behind the end of each row. Whoever drafts writes them, and
+            they are zeros again after they are verified.
+        accepted: [rows], int64: how many of them were kept in the last iteration.
+        near_ties: one int64: positions of this call where the two best tokens were as good as each other.
+        recorded: [rows, width, 2, vocabulary], float32: the scores that the last tokens were chosen by, and the logits
+            that these were made of; nothing unless `key.draft.records`.
+        costs: what the parts take once they have been captured, and what was accepted in the last call.
+        seconds_of_first_runs: of all parts until they had been captured.
+        seconds_of_move: what it took to take over rows of a larger step.
+    """
+
+    def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
+        self.key = key = step.key
+        self.search: SpeculativeSearch = step.search
+        # Not the step itself: it would never be freed at once.
+        self._buffers, self._forward, self._parts, self._flag = step.buffers, step.forward, step.parts, step.flag
+        self._processors = list(step.processors or ())
+        rows, width, device = key.rows, key.width, step.device
+        self.device, vocabulary = device, prompt.logits.shape[-1]
+        self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
+        self.near_ties = torch.zeros((), dtype=torch.int64, device=device)
+        self.drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this draft so far, of each row
+        position, self._seen = self._buffers.position, self._buffers.seen
+        self._ahead, self._ahead_seen = position.beside(1), torch.zeros_like(self._seen)
+        self._cache_ahead = self._cache_at(self._ahead, self._ahead_seen)
+        self._caches = {each: self._cache_at(position.of_width(each), self._seen) for each in range(1, width + 1)}
+        drawn = rows if self.key.draft.samples else 0
+        self.draft_probabilities = torch.zeros(drawn, width - 1, vocabulary, device=device)
+        self._ratings = torch.zeros(rows, width - 1, device=device)  # what drafted tokens are given
+        recorded = rows if self.key.draft.records else 0
+        self.recorded = torch.zeros(recorded, width, 2, vocabulary, device=device)
+        self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
+        self.seconds_of_first_runs = self.seconds_of_move = 0.0
+        self.assistant: Any = None  # what another model drafts with on these sequences
+        # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
+        self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
+
+    def _cache_at(self, position: StepState, seen: Tensor) -> Cache:
+        lengths = self._lengths_at(position, seen) if self.has_own_lengths else None
+        return self._buffers.cache_at(position, seen, lengths)
+
+    @property
+    def has_own_lengths(self) -> bool:
+        """Whether the model computes positions from lengths of the rows: it may have none behind their limit."""
+        return not self.key.draft.together and {*POSITIONS}.isdisjoint(self.key.tensors)
+
+    def _lengths_at(self, position: StepState, seen: Tensor) -> Callable[[], RowLengths]:
+        """Nothing counts of a row that is finished: it is not to go on behind its limit."""
+        search, stored, bounded = self.search, self._buffers.sizes.stored, self._buffers.length(seen)
+
+        def lengths_of_rows() -> RowLengths:
+            own = torch.where(search.unfinished.view(-1), position.position, 0)
+            return RowLengths.of(own + stored, bounded)
+
+        return lengths_of_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Also of what is kept for drafts."""
+        assistant = self.assistant[1].nbytes if self.assistant is not None else 0
+        return self.draft_probabilities.nbytes + self.recorded.nbytes + int(assistant)
+
+    # ---- a call
+
+    def begin(self, prompt: Prompt) -> None:
+        """A call begins in the step."""
+        if self.device.type == "cpu":  # on a GPU, a part is measured in its first runs alone
+            self.costs.begin_call()
+        self.near_ties.zero_()
+        self.drafted.zero_()
+        self.counts.zero_()
+        # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
+        padding = prompt.span[0] if self.key.encoder is None else torch.zeros_like(prompt.span[0])
+        self._prompt_lengths = prompt.tokens.shape[1] - padding
+
+    def prompt_lengths(self) -> Tensor:
+        """[rows], int64: tokens of each row's prompt, without padding on the left."""
+        return self._prompt_lengths.repeat_interleave(self.key.per_input)
+
+    def take_over(self, other: Drafting) -> None:
+        """The step goes on where another one is, or some of its inputs are."""
+        self.near_ties.copy_(other.near_ties)
+        self.drafted.zero_()
+        self.counts.zero_()
+        if self.key.rows == other.key.rows:
+            self.costs = other.costs
+
+    def end(self, rows: Tensor, length: int) -> None:
+        """Ends some rows, [rows], bool, at a length that they have reached."""
+        self._buffers.position.keep_reach()
+        self.search.cut(rows, length)
+        self._advance()  # back to where they end
+        self._flag.send(self.search.done)
+
+    # ---- what parts take
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens an iteration may draft, 0 first."""
+        return lengths_of(self.key)
+
+    def tokens_of(self, length: int) -> int:
+        """How many tokens are verified where so many are drafted."""
+        return self.key.rows * (length + 1)
+
+    def measure(self, part: int, run: Callable[[], None]) -> None:
+        """Has a part captured and measured. `run` does it once; what that does to the sequences counts for nothing."""
+        self.counts.zero_()
+        while self.costs.seconds(part) is None:
+            run()
+
+    def _run_part(self, number: int, cache: Cache, function: Callable[[], object]) -> None:
+        # On a GPU the host waits for a part only as long as it measures it.
+        is_measured = self.device.type == "cpu" or self.costs.seconds(number) is None
+        start = self.now(is_measured)
+        is_replay = self._parts.run(number, lambda: _one_piece(function), cache)
+        if not is_measured:
+            return
+        seconds = self.now(True) - start
+        if is_replay:
+            self.costs.add(number, seconds)
+        else:
+            self.seconds_of_first_runs += seconds
+
+    def now(self, waits: bool) -> float:
+        """The clock, after what is under way on the device if it `waits`."""
+        if waits and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    # ---- an iteration
+
+    def put_draft(self, tokens: Tensor, counts: Tensor) -> None:
+        """Tokens that others have drafted, [rows, any], and how many of each row count, [rows]; both on the host."""
+        at = self.search.length.view(-1, 1) + torch.arange(tokens.shape[1], device=self.device)
+        self.search.running_tokens.scatter_(1, at, tokens.to(self.device))
+        self.counts.copy_(counts)
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the largest of each row is all that is asked of the logits of a draft."""
+        return not (self.key.samples or self._processors or self.key.draft.is_rated)
+
+    def draft(
+        self,
+        model: Any,
+        context: Callable[[], AbstractContextManager[Any]],
+        largest: Callable[[Tensor], Tensor] = _largest,
+    ) -> None:
+        """The model itself, as it is in `context`, drafts one more token of each row.
+
+        Args:
+            largest: finds the largest logit of each row, [rows, vocabulary] -> [rows], where nothing else is asked.
+        """
+        self._run_part(DRAFT, self._cache_ahead, lambda: self._draft_one(model, context, largest))
+
+    def verify(self, model: Any, drafted: int) -> None:
+        """Takes what is right of the tokens that were drafted, `drafted` at the most, and one more.
+
+        Raises:
+            CannotBeCaptured: as `DecodeStep.verify`.
+        """
+        width = drafted + 1
+        self._run_part(width, self._caches[width], lambda: self._verify(model, width))
+
+    # ---- what is captured
+
+    def _draft_one(
+        self, model: Any, context: Callable[[], AbstractContextManager[Any]], largest: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._ahead.numbers.copy_(self._buffers.position.numbers[:2] + self.drafted)
+        self._ahead_seen.copy_(self._seen + self.drafted)
+        with context():
+            logits = self._logits(model, self._cache_ahead, self.drafted, 1)
+        self._choose_draft(logits[:, -1], largest)
+
+    def _choose_draft(self, logits: Tensor, largest: Callable[[Tensor], Tensor] = _largest) -> None:
+        """The next drafted token, from [rows, vocabulary]."""
+        scores = logits if self.takes_largest else self._processed_at(logits, self.drafted, self._processors)
+        if self.key.samples:
+            probabilities = torch.softmax(scores, dim=-1)
+            self.draft_probabilities.index_copy_(1, self.drafted.view(1), probabilities.unsqueeze(1))
+            tokens = acceptance.draw(probabilities, acceptance.random_numbers(len(scores), 0, self.device)[1])
+        else:
+            tokens = (largest if self.takes_largest else _largest)(scores)
+        if self.key.draft.is_rated:
+            ratings = torch.softmax(scores, dim=-1).gather(1, tokens.unsqueeze(1))
+            self._ratings.index_copy_(1, self.drafted.view(1), ratings)
+        self.search.draft(tokens, self.drafted)
+        self.drafted.add_(1)
+
+    def _verify(self, model: Any, width: int) -> None:
+        logits = self._logits(model, self._caches[width], 0, width)
+        self.record(logits, 1)
+        scores = self._all_processed(logits)
+        self.record(scores, 0)
+        if self.key.samples:
+            chosen = self._accept_sampled(scores, self.search.following(1, width - 1))
+            self.search.commit(chosen, None, self.accepted, None, self.near_ties)
+        else:
+            chosen, near = best_tokens(scores, self._products)
+            self.search.commit(chosen, self.counts, self.accepted, near, self.near_ties)
+        self._advance()
+        self.drafted.zero_()
+        self._flag.send(self.search.done)
+
+    def _advance(self) -> None:
+        """The rows go on by what the search has taken."""
+        self._buffers.advance(None, self.search.taken.view(-1))
+
+    def _accept_sampled(self, scores: Tensor, drafted: Tensor) -> Tensor:
+        rows, width, _ = scores.shape
+        probabilities = torch.softmax(scores, dim=-1)
+        numbers = acceptance.random_numbers(rows, width - 1, self.device)
+        q = self.draft_probabilities[:, : width - 1] if self.key.draft.samples else None
+        accepted, token = acceptance.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
+        self.accepted.copy_(accepted)
+        # One score that is no number spoils its whole position. Nothing is accepted there, so it is the last one that
+        # is drawn from; those behind it are of tokens that plain generation may never meet.
+        last = probabilities[:, :, 0].gather(1, accepted.unsqueeze(1)).squeeze(1)
+        self.search.has_nan.logical_or_((last.isnan() & self.search.unfinished.view(-1)).any())
+        none = torch.zeros_like(drafted[:, :1]) if width > 1 else accepted.new_zeros(rows, 1)
+        return torch.cat([drafted, none], dim=1).scatter(1, accepted.unsqueeze(1), token.unsqueeze(1))
+
+    def _logits(self, model: Any, cache: Any, ahead: Tensor | int, width: int) -> Tensor:
+        """[rows, width, vocabulary]: the logits behind the last token, of which the first `ahead` are left out."""
+        inputs = dict(self._buffers.inputs)
+        for name in POSITIONS:
+            if name in inputs:
+                inputs[name] = self._positions_of(inputs[name], ahead, width)
+        for name in ("token_type_ids",):
+            if name in inputs:
+                inputs[name] = inputs[name].expand(-1, width)
+        return self._forward(model, cache, self.search.following(ahead, width), inputs, width)
+
+    def _positions_of(self, last: Tensor, ahead: Tensor | int, width: int) -> Tensor:
+        """[rows, width], from those of the last tokens, [rows, 1]; none that plain decoding would not read.
+
+        What a row drafts behind its limit counts for nothing, but a model may have no position for it; nor for what is
+        in front of a row that has ended long ago.
+        """
+        left = (self.search.limit - self.search.length - 1).view(-1, 1)
+        positions = last + ahead + torch.arange(width, device=self.device)
+        return torch.minimum(positions, last + left).clamp(min=0)
+
+    def _all_processed(self, logits: Tensor) -> Tensor:
+        """What the token behind each of some positions is chosen from, [rows, positions, vocabulary], float32.
+
+        Processors that look at the scores alone, behind all others, get those of all positions at once. The result may
+        be where the logits were.
+        """
+        scores, processors = logits.float(), self._processors
+        number = next((n for n in range(len(processors), 0, -1) if not isinstance(processors[n - 1], _SCORES_ALONE)), 0)
+        if number:
+            positions = [self._processed_at(logits[:, at], at, processors[:number]) for at in range(logits.shape[1])]
+            # One position is not copied: it may be recognised as that of the output layer (`largest_outputs`).
+            scores = torch.stack(positions, dim=1) if len(positions) > 1 else positions[0].unsqueeze(1)
+        found = scores.flatten(0, 1)
+        for processor in processors[number:]:
+            found = processor(found, StepTokens.of(self.search))
+        return found.view(scores.shape)
+
+    def _processed_at(self, logits: Tensor, ahead: Tensor | int, processors: Sequence[CapturedProcessor]) -> Tensor:
+        """What is chosen from, with `ahead` drafted tokens behind the end of each row, [rows, vocabulary], float32."""
+        scores = logits.float()
+        if processors:
+            tokens = StepTokens.of(self.search, ahead)
+            for processor in processors:
+                scores = processor(scores, tokens)
+        return scores
+
+    def record(self, given: Tensor, place: int) -> None:
+        """Keeps scores or logits, [rows, positions, vocabulary], at their place, for who returns them."""
+        if self.key.draft.records:
+            self.recorded[:, : given.shape[1], place].copy_(given)
+
+
+def _one_piece(function: Callable[[], object]) -> list[Piece]:
+    return [(function, None)]
