@@ -6,10 +6,10 @@ hold the `DerivedWeight` that they get, which lives as long as one of them.
 **Validation.** A copy stands for its weight while the parameter is the same object, with the same memory and version.
 Torch does not count writing through `parameter.data`. So a copy that results depend on counts only for calls that had
 begun when it was validated: each later call compares the fingerprint of the weight's contents once
-(`fastgen.ops.fingerprint`). Where none was taken, the copy is made again. During a call, only third-party code could
-change a weight: where it runs, the rest of the call does without the copies that a captured step uses of its own
-accord. Two do without the second part: who says that nobody writes in this way (`packed_weights="keep"`), and a draft,
-which is verified.
+(`fastgen.ops.fingerprint`). Where none was taken, the copy is made again. Two do without this second part: who says
+that nobody writes in this way (`packed_weights="keep"`), and a draft, which is verified. A captured step knows memory
+and no parameters: the second part is all that it needs. During a call, only third-party code could change a weight:
+where it runs, a captured step does without copies for the rest of the call.
 
 **Memory.** Copies that the user has not asked for by `weight_dtype` take a share of what would be free without them.
 For a new one, those go that have not been used for longest. A copy that was used in one of the last calls is kept, or
