@@ -131,6 +131,13 @@ class Record:
         pairs = [a / b for a, b in zip(above["seconds"], below["seconds"], strict=False)]
         return {"ratio": above["median"] / below["median"], "min": min(pairs), "max": max(pairs)}
 
+    def count_fallbacks(self, stats: dict[str, Any]) -> None:
+        """Adds what `fastgen.stats()` says of one run of the subject."""
+        for entry_point, entry in stats.items():
+            for reason, calls in {**entry["fallback"], **entry.get("not used", {})}.items():
+                reasons = self.fallbacks.setdefault(entry_point, {})
+                reasons[reason] = reasons.get(reason, 0) + calls
+
     def judge(self, targets: tuple[Target, ...]) -> None:
         """Holds the metrics against the targets."""
         self.targets = [target.judge(self.metrics) for target in targets]

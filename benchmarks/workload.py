@@ -381,10 +381,7 @@ def check_code(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[s
         counts = outcome.stats.get(expected, {})
         if not counts.get("accelerated") or counts.get("fallback") or counts.get("not used"):
             record.accelerated = False
-        for entry_point, entry in outcome.stats.items():
-            for reason, calls in {**entry["fallback"], **entry.get("not used", {})}.items():
-                reasons = record.fallbacks.setdefault(entry_point, {})
-                reasons[reason] = reasons.get(reason, 0) + calls
+        record.count_fallbacks(outcome.stats)
 
 
 def _was_accelerated(stats: Mapping[str, Any]) -> bool:

@@ -5,9 +5,7 @@ Each run is the command in a process of its own, and its times are those of its 
 the output is in place, without loading the model. Backends:
 
 * transformers: with --no-fastgen;
-* fastgen: the command as it is;
-* fastgen, no detokenising: the same without --detokenizer, in the full run. Where the model never waits for
-  detokenising but shares the cores with it, this is where that shows.
+* fastgen: the command as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from benchmarks.record import Record, Target
 from benchmarks.workload import NEVER_SLOWER, Context, Workload
 
 _DETOKENIZER = ("--detokenizer", "moses", "--lang", "en")
-_PLAIN = "fastgen, no detokenising"
 
 
 class _Run(NamedTuple):
@@ -44,13 +41,11 @@ class Pipeline(Workload):
 
     Attributes:
         outputs: how many to make.
-        plain: also measure without detokenising.
         options: of the command.
         model, inputs: what it is run on.
     """
 
     outputs: int
-    plain: bool = True
     options: tuple[str, ...] = ("--batch-size", "16")
     model: Path = ROOT / "examples" / "models" / "kjv-bart"
     inputs: Path = ROOT / "examples" / "data" / "heldout.src.txt"
@@ -70,12 +65,7 @@ class Pipeline(Workload):
             def run_of(*options: str) -> Callable[[], tuple[float, _Run]]:
                 return lambda: self._run_command(context, Path(folder), source, options)
 
-            runs = {
-                BASELINE: run_of(*_DETOKENIZER, "--no-fastgen"),
-                SUBJECT: run_of(*_DETOKENIZER),
-            }
-            if self.plain:
-                runs[_PLAIN] = run_of()
+            runs = {BASELINE: run_of("--no-fastgen"), SUBJECT: run_of()}
             results = alternate(runs, self.repetitions_in(context), context.log)
         record.backends = {name: summary([seconds for seconds, _ in runs]) for name, runs in results.items()}
         record.compare()
@@ -84,17 +74,13 @@ class Pipeline(Workload):
         # The largest of the runs: a promise about waiting has to hold in each.
         record.metrics["waiting_percent"] = max(100 * run.report["waiting_for_output_share"] for run in patched)
         record.metrics["held_up_percent"] = max(100 * _held_up(run.report["seconds"]) for run in patched)
-        record.metrics["samples_per_second"] = max(run.report["samples_per_second"] for run in patched)
-        if self.plain:
-            plain, full = record.backends[_PLAIN]["median"], record.backends[SUBJECT]["median"]
-            record.metrics["detokenising_cost_percent"] = 100 * (full / plain - 1)
 
     def _run_command(
         self, context: Context, folder: Path, source: Path, options: tuple[str, ...]
     ) -> tuple[float, _Run]:
         output, report = folder / "output.txt", folder / "report.json"
         command = [sys.executable, "-m", "fastgen_cli.generate", str(self.model), str(source), str(output)]
-        command += [*options, *self.options, "--device", str(context.device)]
+        command += [*_DETOKENIZER, *options, *self.options, "--device", str(context.device)]
         command += ["--report", str(report), "--overwrite", "--quiet"]
         done = subprocess.run(command, env=child_environment(context.threads), cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
@@ -115,10 +101,7 @@ class Pipeline(Workload):
         record.accelerated = True
         for run in patched:
             stats = run.report["fastgen"].get("stats") or {}
-            for entry_point, entry in stats.items():
-                for reason, calls in {**entry["fallback"], **entry.get("not used", {})}.items():
-                    reasons = record.fallbacks.setdefault(entry_point, {})
-                    reasons[reason] = reasons.get(reason, 0) + calls
+            record.count_fallbacks(stats)
             counts = stats.get("transformers.generate", {})
             if not counts.get("accelerated") or counts.get("fallback"):
                 record.accelerated = False
@@ -138,7 +121,6 @@ WORKLOADS = [
         name="pipeline-100",
         title="fastgen-generate, 100 outputs, Moses",
         outputs=100,
-        plain=False,
         quick=True,
         quick_repetitions=1,
         targets=(NEVER_SLOWER,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
@@ -23,13 +24,19 @@ def run(model, source, output, **options):
     return embed_dataset(model, source, output, **({"device": "cpu", "quiet": True, "batch_size": 4} | options))
 
 
-def states_of(model: Path, text: str, longest: int = 64):
-    """The last hidden states of one text, without any of the pipeline."""
+@functools.lru_cache(maxsize=2)
+def loaded(model: Path):
     from transformers import AutoModel, AutoTokenizer
 
-    tokens = AutoTokenizer.from_pretrained(model)(text, truncation=True, max_length=longest, return_tensors="pt")
+    return AutoModel.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+
+
+def states_of(folder: Path, text: str, longest: int = 64):
+    """The last hidden states of one text, without any of the pipeline."""
+    model, tokenizer = loaded(folder)
+    tokens = tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")
     with torch.no_grad():
-        return AutoModel.from_pretrained(model).eval()(**tokens).last_hidden_state[0]
+        return model(**tokens).last_hidden_state[0]
 
 
 def means_of(model: Path, texts, **options):

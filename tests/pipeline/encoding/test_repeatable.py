@@ -20,7 +20,7 @@ from tests.pipeline.children import finished, in_child
 # Large enough for the products of linear layers that FastGen chooses between.
 WIDE = dict(hidden_size=384, intermediate_size=1024, num_attention_heads=6)
 RUNS = {
-    "npy": (embed_dataset, load_embedder, EmbedOptions, {"normalize": True, "pooling": "mean"}, 20),
+    "npy": (embed_dataset, load_embedder, EmbedOptions, {"normalize": True, "pooling": "mean"}, 8),
     "parquet": (embed_dataset, load_embedder, EmbedOptions, {"pooling": "weightedmean"}, 4),
     "csv": (classify_dataset, load_classifier, ClassifyOptions, {"top_k": 2}, 6),
 }
