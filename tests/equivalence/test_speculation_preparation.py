@@ -16,7 +16,7 @@ from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
-from fastgen.optimizer.transformers.speculation import decoding, preparation
+from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from tests.equivalence.captured import record_from
@@ -34,7 +34,7 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
     record_from(monkeypatch, 80)
     monkeypatch.setattr(pays, "ASKED_FOR", 100)
     monkeypatch.setattr(SelfDraft, "is_prepared", True)
-    monkeypatch.setattr(preparation, "SHARE", 1e9)
+    monkeypatch.setattr(pays, "SHARE", 1e9)
     monkeypatch.setattr(decoding, "LEAST_GAIN", -1e9)
     fastgen.enable(self_speculation="int8", captured_step="auto")
 

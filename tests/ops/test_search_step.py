@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.kv import StepState
-from fastgen.decoding.captured.search import RowSearch, Search
+from fastgen.decoding.captured.search import Search
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import _library, search_step
 from tests.decoding.captured.test_program import Replayed
@@ -119,7 +119,7 @@ def test_beams(
 @settings(max_examples=100)
 def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed):
     generator = torch.Generator().manual_seed(seed)
-    ours, torchs = pair_of(RowSearch, batch, per_input, new_tokens, spare, eos=eos, samples=samples)
+    ours, torchs = pair_of(Search, batch, per_input, new_tokens, spare, eos=eos, samples=samples)
     prompt = prompts(min(present, batch), 2, generator)
     for search in (ours, torchs):
         search.begin(prompt, new_tokens, fill=1)
@@ -182,7 +182,7 @@ def test_what_does_not_fit_into_a_run():
         search.commit(chosen, torch.tensor([1]), torch.tensor([0]), None, ties)
 
 
-@pytest.mark.parametrize("kind", [BeamSearch, RowSearch])
+@pytest.mark.parametrize("kind", [BeamSearch, Search])
 def test_recorded(kind):
     """A replay reads what is in the buffers then, and the capture changes nothing."""
     generator = torch.Generator().manual_seed(3)
@@ -191,7 +191,7 @@ def test_recorded(kind):
         search.begin(prompts(2, 3, torch.Generator().manual_seed(1)), 6)
 
     def some() -> tuple[torch.Tensor, ...]:
-        if kind is RowSearch:
+        if kind is Search:
             return (torch.randint(VOCABULARY, (6,), generator=generator),)
         return candidates_of(plain, 20, 0.0, generator)
 

@@ -22,6 +22,8 @@ NOTHING = -1
 class Search:
     """Sequences in buffers, and how far they are: at most `batch` inputs with `per_input` sequences each.
 
+    Every sequence is continued for itself: with the most probable token, or with one that is drawn.
+
     The buffers have prompt_capacity + new_capacity positions. A prompt is at the end of its part, so that what is
     generated begins at the same position whatever the prompt's length. Tokens of `eos` end a sequence; `begin` may name
     others, as many or fewer.
@@ -169,16 +171,32 @@ class Search:
         self._positions = torch.arange(prompt_capacity + new_capacity, device=self.tokens.device)
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
-        """Continuations for `take`, by scores [rows, vocabulary]: logits, or (not normalised) what was made of them."""
-        raise NotImplementedError
+        """Continuations for `take`, by scores [rows, vocabulary]: logits, or (not normalised) what was made of them.
+
+        The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
+        """
+        tokens = (self._exponential_race(scores) if self._samples else scores).argmax(dim=-1)
+        return (torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens,)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
         """Those proposed for the first inputs, which are at [start, end): [inputs * continuations, end - start + 1]."""
-        raise NotImplementedError
+        rows = inputs * self._per_input
+        return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
         """Goes on with what was proposed, in place. Continuations of `stops`, bools, end whatever their token is."""
-        raise NotImplementedError
+        if search_step.available(self.tokens):
+            torch.ops.fastgen.take_rows_(
+                *proposal, stops, self._eos, self.limit, self.has_nan, self.running_sequences, self.tokens,
+                self.length, self.taken, self.unfinished, self.done,
+            )  # fmt: skip
+            return
+        tokens = self._by_input(proposal[0])
+        is_next = self._positions == self.length.unsqueeze(2)
+        written = torch.where(is_next, tokens.unsqueeze(2), self.running_sequences)
+        ends = self._ends(tokens, stops) | (self.length + 1 >= self.limit)
+        changes = (self.running_sequences, written), (self._by_input(self.tokens), tokens)
+        self._change(self.unfinished & ~ends, *changes)
 
     def choose(self, scores: Tensor, normalise: bool) -> None:
         """A step's choice from the scores, which are those of `propose`."""
@@ -189,7 +207,8 @@ class Search:
 
         Waits for the device.
         """
-        raise NotImplementedError
+        start, end = int(self.start[:inputs].min()), int(self.length[:inputs].max())
+        return self.running_sequences[:inputs, :count, start:end].flatten(0, 1).clone()
 
     def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
         """Goes on where `other`, a search of the same kind and prompt capacity, is; without beams, maybe with `inputs`.
@@ -243,34 +262,3 @@ class Search:
 
     # Buffers of what the capacities alone say.
     _constant: tuple[str, ...] = ("_positions",)
-
-
-class RowSearch(Search):
-    """Every row is continued for itself: with the most probable token, or with one that is drawn."""
-
-    def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
-        """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up."""
-        tokens = (self._exponential_race(scores) if self._samples else scores).argmax(dim=-1)
-        return (torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens,)
-
-    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
-        rows = inputs * self._per_input
-        return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
-
-    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
-        if search_step.available(self.tokens):
-            torch.ops.fastgen.take_rows_(
-                *proposal, stops, self._eos, self.limit, self.has_nan, self.running_sequences, self.tokens,
-                self.length, self.taken, self.unfinished, self.done,
-            )  # fmt: skip
-            return
-        tokens = self._by_input(proposal[0])
-        is_next = self._positions == self.length.unsqueeze(2)
-        written = torch.where(is_next, tokens.unsqueeze(2), self.running_sequences)
-        ends = self._ends(tokens, stops) | (self.length + 1 >= self.limit)
-        changes = (self.running_sequences, written), (self._by_input(self.tokens), tokens)
-        self._change(self.unfinished & ~ends, *changes)
-
-    def results(self, inputs: int, count: int) -> Tensor:
-        start, end = int(self.start[:inputs].min()), int(self.length[:inputs].max())
-        return self.running_sequences[:inputs, :count, start:end].flatten(0, 1).clone()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.decoding.captured.search import RowSearch
+from fastgen.decoding.captured.search import Search
 from fastgen.decoding.speculation.acceptance import accept_greedy
 from fastgen.ops import search_step
 
@@ -27,7 +27,7 @@ class Progress(NamedTuple):
         return [row for row, goes_on in enumerate(self.unfinished) if goes_on]
 
 
-class SpeculativeSearch(RowSearch):
+class SpeculativeSearch(Search):
     """A search in which every row takes as many tokens as were accepted of its draft, and the one behind them.
 
     What is drafted is written behind the end of the running sequences, so that whoever looks at the tokens so far
@@ -66,7 +66,7 @@ class SpeculativeSearch(RowSearch):
 
     @cached_property
     def _on_host(self) -> tuple[Any, ...]:
-        """Buffers as the host reads them in each round; on the CPU as arrays, which takes a tenth of the time."""
+        """Buffers as the host reads them in each iteration; on the CPU as arrays, which takes a tenth of the time."""
         buffers = self.done, self.unfinished.view(-1), self.length.view(-1), self.running_tokens
         return tuple(buffer.numpy() for buffer in buffers) if self.done.device.type == "cpu" else buffers
 

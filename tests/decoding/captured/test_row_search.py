@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.decoding.captured.search import NOTHING, RowSearch
+from fastgen.decoding.captured.search import NOTHING, Search
 
 VOCABULARY, EOS, PAD = 7, 2, 0
 
@@ -32,7 +32,7 @@ def test_greedy(device, eos, spare, late):
     steps = [torch.randn(3, VOCABULARY, device=device) for _ in range(9)]
     for number, row in ((1, 2), (4, 0), (5, 1)):
         steps[number][row, EOS] = 9.0  # so that rows end at different steps, before the last
-    state = RowSearch(3 + spare, 1, 2 + spare, 9 + spare, device, eos)
+    state = Search(3 + spare, 1, 2 + spare, 9 + spare, device, eos)
     state.begin(prompt, 9, fill=PAD)
     done = []
     for scores in steps + [torch.randn(3, VOCABULARY, device=device) for _ in range(late)]:
@@ -48,7 +48,7 @@ def test_greedy(device, eos, spare, late):
 
 def test_copies(device):
     prompt = torch.tensor([[3, 4], [5, 6]], device=device)
-    state = RowSearch(4, 3, 2, 4, device)
+    state = Search(4, 3, 2, 4, device)
     state.begin(prompt, 1)
     scores = torch.zeros(12, VOCABULARY, device=device)
     scores[torch.arange(12), torch.arange(12) % VOCABULARY] = 1
@@ -62,7 +62,7 @@ def test_samples(device):
     """As often as their probabilities say; what has the probability 0, never."""
     count = 4000
     prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    state = RowSearch(1, count, 1, 4, device, samples=True)
+    state = Search(1, count, 1, 4, device, samples=True)
     state.begin(prompt, 4)
     probabilities = torch.tensor([0.0, 0.05, 0.2, 0.25, 0.5], device=device)
     state.choose(probabilities.log().expand(count, -1), normalise=True)
@@ -72,7 +72,7 @@ def test_samples(device):
 
 
 def test_samples_of_what_is_no_probability(device):
-    state = RowSearch(2, 1, 1, 4, device, samples=True)
+    state = Search(2, 1, 1, 4, device, samples=True)
     state.begin(torch.zeros(1, 1, dtype=torch.int64, device=device), 4)
     scores = torch.zeros(2, VOCABULARY, device=device)
     scores[1, 3] = torch.nan  # of a row that only fills the batch up

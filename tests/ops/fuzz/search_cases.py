@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.kv import StepState
-from fastgen.decoding.captured.search import RowSearch, Search
+from fastgen.decoding.captured.search import Search
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops import search_step, top_two
@@ -64,7 +64,7 @@ def _stops(rng: random.Random, count: int) -> Tensor | None:
 
 @of("take_rows_")
 def take_rows(rng: random.Random) -> Case:
-    search = _search(RowSearch, rng)
+    search = _search(Search, rng)
     rows = search.tokens.numel()
     for _ in range(rng.randrange(4)):
         search.take((torch.randint(_VOCABULARY, (rows,)),))

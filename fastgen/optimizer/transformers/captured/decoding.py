@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.key import Host, Key
-from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -174,11 +174,9 @@ class Decoding:
     @property
     def _certain_tokens(self) -> int:
         """Tokens that the call generates whatever the model says."""
-        config, most = self._config, self._prompt.new_tokens
-        if self._call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
+        if self._call.runs_user_code:
             return 1
-        asked = max(config.min_new_tokens or 0, (config.min_length or 0) - self._input_ids.shape[1])
-        return min(asked if config.eos_token_id is not None else most, most)
+        return certain_tokens(self._config, self._input_ids.shape[1], self._prompt.new_tokens)
 
     def _note(self, tokens: int, eager_steps: int) -> None:
         """The call is over."""

@@ -1,4 +1,4 @@
-"""When recording pays: the one rule, for decode steps on the CPU, steps with drafts, and passes of encoders.
+"""When recording pays: the one rule, for decode steps on the CPU, for what drafts need, and for passes of encoders.
 
 Recording takes as long as some steps of the library's loop, and each step that is replayed saves a part of one. A call
 records when what is left of it repays that. One that may end at any token is expected to be as long as others were;
@@ -33,6 +33,38 @@ TOKENS_SEEN = 16
 MANY = 4
 # How much the last call counts in the average length of calls.
 _WEIGHT = 0.25
+# This part of the time of plain calls goes into what drafts need; and so many plain steps one such thing takes, as long
+# as nobody knows.
+SHARE, _STEPS_OF_ONE = 0.1, 20
+
+
+def certain_tokens(config: Any, prompt: int, most: int) -> int:
+    """Tokens behind a prompt of so many that a call generates whatever the model says, `most` at the most."""
+    if config.max_time is not None or config.stop_strings is not None:
+        return 1
+    asked = max(config.min_new_tokens or 0, (config.min_length or 0) - prompt)
+    return most if config.eos_token_id is None else min(asked, most)
+
+
+class Budget:
+    """Of what is made little by little, in calls that do without it: a part of the time of the steps they ask for.
+
+    Attributes:
+        steps: that the calls so far have asked for.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self._seconds, self._last = 0, 0.0, 0.0
+
+    def for_next(self, plain: float) -> float | None:
+        """Seconds for the next thing, where a step of a plain call takes `plain`; None as long as there are too few."""
+        expected = self._last or _STEPS_OF_ONE * plain
+        return expected if self._seconds + expected <= SHARE * self.steps * plain else None
+
+    def spend(self, seconds: float, is_typical: bool) -> None:
+        """One thing was made in so many seconds, which the next one is likely to take if it `is_typical`."""
+        self._seconds += seconds
+        self._last = seconds if is_typical else self._last
 
 
 class Ledger:
@@ -51,6 +83,7 @@ class Ledger:
         self.replayed: dict[int, float] = {}
         self._spent: Counter[Hashable] = Counter()  # steps of calls of a key that had no recording
         self._lost: dict[Hashable, float] = {}  # seconds that calls have lost for want of a recording of a key
+        self._budgets: dict[Hashable, Budget] = {}  # of drafts, by the key of their step
         self._tokens: float | None = None  # of calls that may end at any token, on the average
 
     @classmethod
@@ -133,6 +166,11 @@ class Ledger:
         caches.limit(self._spent)
         self._spent[key] += steps
         return self._spent[key] >= needed
+
+    def budget(self, key: Hashable) -> Budget:
+        """That of what the steps of this key need."""
+        caches.limit(self._budgets)
+        return self._budgets.setdefault(key, Budget())
 
     def forget(self, key: Hashable | None = None) -> None:
         """The recording of this key is gone, or that of all: it has to pay again."""

@@ -16,7 +16,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.part import Piece
-from fastgen.decoding.captured.search import NOTHING, RowSearch
+from fastgen.decoding.captured.search import NOTHING, Search
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.forward import Forward
@@ -224,6 +224,6 @@ def _search(key: Key, sizes: Sizes, device: torch.device, growing: Growing | Non
     if key.draft is not None:
         return SpeculativeSearch(*given, samples=key.samples, width=key.width, together=key.draft.together)
     if key.early_stopping is None:
-        return RowSearch(*given, samples=key.samples, growing=growing)
+        return Search(*given, samples=key.samples, growing=growing)
     sorts, stops = key.samples and releases.sorts_drawn_candidates(), key.early_stopping
     return BeamSearch(*given, early_stopping=stops, samples=key.samples, sorts=sorts, growing=growing)

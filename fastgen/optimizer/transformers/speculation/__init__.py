@@ -1,4 +1,4 @@
-"""Speculative decoding in `generate`: which calls draft, with what, and the step that checks what was drafted."""
+"""Speculative decoding in `generate`: which calls draft, with what, and how drafts are verified."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
 def _runs_users_code(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
     """Whether the call runs code of the user's that may tell the library's drafts from FastGen's.
 
-    Processors see them. Criteria and streamers get what a check has accepted at once; of several sequences, for which
+    Processors see them. Criteria and streamers get what is accepted of a draft at once; of several sequences, for which
     the library has no drafts, they get what they would without.
     """
     if arguments.get("prefix_allowed_tokens_fn") or user_code.has_own(arguments.get("logits_processor") or ()):

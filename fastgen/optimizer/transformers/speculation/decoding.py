@@ -32,11 +32,11 @@ from fastgen.optimizer.transformers.speculation.assistant_drafting import Assist
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
 from fastgen.optimizer.transformers.speculation.drafts import Draft
 from fastgen.optimizer.transformers.speculation.positions import Positions
-from fastgen.optimizer.transformers.speculation.preparation import Preparation
+from fastgen.optimizer.transformers.speculation.preparation import make_next
 from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
 
 ENTRY_POINT = counters.DRAFTS
-# Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
+# Of a step, that are recorded at first: a draft, and what verifies it. Without one, a step of the plain call does.
 _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
 _MOST_AT_ONCE = 2**16
@@ -55,12 +55,12 @@ def seconds_of_step(model: Any, key: Key) -> float | None:
     return min(step.seconds_of_calls) if step is not None and step.seconds_of_calls else None
 
 
-# Models whose rows cannot share the tokens of a check: their attention is not one operator, for example.
+# Models whose rows cannot share the tokens of a verify: their attention is not one operator, for example.
 _not_ragged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class SpeculativeDecoding(Decoding):
-    """Rounds of a draft and a check of it, until all sequences are finished.
+    """Draft-verify iterations, until all sequences are finished.
 
     Raises:
         CannotBeCaptured: the call is not served; nothing has been changed.
@@ -68,7 +68,7 @@ class SpeculativeDecoding(Decoding):
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
-        self._length = 0  # tokens drafted in the last round
+        self._length = 0  # tokens drafted in the last iteration
         self._sums = {"checks": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
         self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
@@ -97,7 +97,7 @@ class SpeculativeDecoding(Decoding):
         is_served = plain_step is not None or not self._must_pay
         if step is None or not is_served or self._streamer is not None:
             return False
-        # Plain calls of a few tokens do not say what a step takes: a check without a draft takes about as long.
+        # Plain calls of a few tokens do not say what a step takes: a verify without a draft takes about as long.
         costs = step.drafting.costs
         costs.plain = seconds_of_step(self._model, self._plain_key)
         if can_begin(costs, self._prompt.new_tokens):
@@ -110,7 +110,7 @@ class SpeculativeDecoding(Decoding):
 
     def run(self) -> Any:
         if self._draft.is_prepared:
-            Preparation.of(self._model, self._key).steps += self._steps_asked_for() if self._must_pay else 0
+            self._ledger.budget(self._key).steps += self._steps_asked_for() if self._must_pay else 0
         already = 0 if self._streamer is None else self._streamer.count
         try:
             result = super().run()
@@ -158,7 +158,7 @@ class SpeculativeDecoding(Decoding):
         if self._draft.has_buffers and self._needed.new > _MOST_AT_ONCE:
             raise CannotBeCaptured(f"another model drafts, for more than {_MOST_AT_ONCE} tokens")
         sizes = self._rounded_sizes(at_once=self._draft.has_buffers)
-        # Criteria are looked at between the rounds, and scores are kept there.
+        # Criteria are looked at between the iterations, and scores are kept there.
         key = replace(key, width=LENGTHS[-1] + 1, draft=draft, sizes=sizes, has_criteria=False, kept=())
         if graph_cache.is_refused(self._model, key) and {*POSITIONS}.isdisjoint(key.tensors):
             # It computes positions from the length of its cache in a way that `RowLengths` cannot stand for.
@@ -235,8 +235,8 @@ class SpeculativeDecoding(Decoding):
 
         is_ready, reason = False, "what drafts need is made little by little, in calls without them"
         if costs.plain is not None:  # calls of a few tokens do not say what a step takes
-            preparation = Preparation.of(self._model, self._key)
-            make = partial(preparation.make_next, drafting, self._model, self._draft, costs.plain, begin)
+            budget = self._ledger.budget(self._key)
+            make = partial(make_next, budget, drafting, self._model, self._draft, costs.plain, begin)
             is_ready = self._start(step, make)
             if costs.most_gain() < LEAST_GAIN:
                 costs.forget()  # the machine may have been busy: the next time, they are measured again

@@ -1,7 +1,7 @@
 """When rows that have finished leave the batch: the others go on in a step of fewer inputs.
 
-Such a step does less in each round, but has to be recorded first. It is, once the seconds that rounds would have saved
-are as many as recording the larger one took: then no call has lost more than twice what it had to.
+Such a step does less in each iteration, but has to be recorded first. It is, once iterations would have saved as many
+seconds as recording the larger one took: then no call has lost more than twice what it had to.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def staying(drafting: Drafting, size: int) -> Tensor:
 
 
 def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> bool:
-    """Whether the inputs that go on are to leave for a step of this smaller key, now. To be asked in each round.
+    """Whether the inputs that go on are to leave for a step of this smaller key, now. To be asked in each iteration.
 
     Args:
-        length: tokens drafted in the last round.
+        length: tokens drafted in the last iteration.
         tokens: that the rows may still get, at the most.
     """
     if settings.current().captured_step == "always":
         return not graph_cache.is_refused(model, key)
     step = graph_cache.kept(model, key)
     kept = None if step is None else step.drafting
-    # Rounds of the smaller step draft about as many of each row.
+    # Iterations of the smaller step draft about as many of each row.
     place = min(sum(each < length for each in drafting.lengths), len(drafting.lengths) - 1)
     length, smaller = drafting.lengths[place], lengths_of(key)[place]
     now = drafting.costs.iterations().get(length)
@@ -67,8 +67,8 @@ def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> 
     else:
         saved = now - drafting.costs.estimate(key.rows, smaller)
     if kept is not None:
-        rounds = min(tokens, STEPS_OF_A_CALL) * drafting.key.rows / drafting.tokens_of(length)
-        return saved * rounds > kept.seconds_of_move
+        iterations = min(tokens, STEPS_OF_A_CALL) * drafting.key.rows / drafting.tokens_of(length)
+        return saved * iterations > kept.seconds_of_move
     ledger = Ledger.of(model)
     if ledger.lose(key, max(saved, 0.0)) < drafting.seconds_of_first_runs:
         return False

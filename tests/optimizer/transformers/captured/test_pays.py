@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.pays import LEAST_STEPS, MANY, MOST_STEPS, STEPS, TOKENS_SEEN, Ledger
+from fastgen.optimizer.transformers.captured.pays import (
+    LEAST_STEPS,
+    MANY,
+    MOST_STEPS,
+    STEPS,
+    TOKENS_SEEN,
+    Ledger,
+    certain_tokens,
+)
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 KEY = Key(
@@ -102,3 +112,37 @@ def test_a_step_of_fewer_rows_or_of_unknown_cost_is_not_taken() -> None:
     ledger = measured()
     assert ledger.with_more_rows(FOUR, [KEY], certain=30, most=30, records=True) is None
     assert ledger.with_more_rows(KEY, [FOUR], certain=30, most=30, records=True) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"eos_token_id": 2}, 0),
+        ({"eos_token_id": 2, "min_new_tokens": 5}, 5),
+        ({"eos_token_id": 2, "min_length": 12}, 2),
+        ({"eos_token_id": 2, "min_length": 5}, 0),
+        ({"eos_token_id": 2, "min_length": 14, "min_new_tokens": 3}, 4),
+        ({"eos_token_id": 2, "min_new_tokens": 99}, 20),
+        ({}, 20),
+        ({"max_time": 1.0}, 1),
+        ({"eos_token_id": 2, "min_new_tokens": 5, "stop_strings": ["."]}, 1),
+    ],
+)
+def test_tokens_that_are_certain(options: dict[str, Any], expected: int) -> None:
+    """A prompt of 10 tokens, and room for 20 more."""
+    assert certain_tokens(GenerationConfig(**options), 10, 20) == expected
+
+
+def test_what_is_lost_for_want_of_a_recording_adds_up() -> None:
+    ledger = Ledger()
+    assert ledger.lose(KEY, 1.0) == 1.0 and ledger.lose(FOUR, 0.5) == 0.5
+    assert ledger.lose(KEY, 2.0) == 3.0
+    ledger.is_repaid(KEY)
+    assert ledger.lose(KEY, 1.0) == 1.0
+    ledger.forget()
+    assert ledger.lose(FOUR, 0.0) == 0.0
+
+
+def test_a_budget_for_each_key() -> None:
+    ledger = Ledger()
+    assert ledger.budget(KEY) is ledger.budget(KEY) is not ledger.budget(FOUR)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fastgen.optimizer.transformers.captured.pays import SHARE, Budget
 from fastgen.optimizer.transformers.speculation import preparation
-from fastgen.optimizer.transformers.speculation.preparation import SHARE, Preparation
 
 PLAIN, RECORDING, COPYING = 0.02, 0.5, 1.2
 
@@ -62,11 +62,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
 
 def calls(made: Any, count: int, steps: int = 64) -> list[bool]:
     """Whether each of some calls of so many steps may draft."""
-    known, found = Preparation(), []
+    budget, found = Budget(), []
     for number in range(1, count + 1):
-        known.steps += steps
+        budget.steps += steps
         before, parts = made.now, len(made.parts)
-        found.append(known.make_next(made, None, made, PLAIN, made.begin))
+        found.append(preparation.make_next(budget, made, None, made, PLAIN, made.begin))
         assert made.now - before <= RECORDING + 1e-9 and len(made.parts) - parts <= 1
         # What the first thing takes is not known beforehand.
         assert made.now <= max(SHARE * number * steps * PLAIN, RECORDING) + 1e-9
@@ -90,13 +90,3 @@ def test_parts_that_are_there_are_not_made_again(made: Made) -> None:
     made.parts, made.left = [5, 0, 1], 0.0
     assert calls(made, 1) == [True]
     assert made.now == 0.0
-
-
-def test_of_each_model_and_key() -> None:
-    class Model:
-        pass
-
-    one, other, key, another = Model(), Model(), ("key",), ("another",)
-    known: Any = Preparation.of
-    assert known(one, key) is known(one, key)
-    assert len({id(known(*each)) for each in ((one, key), (one, another), (other, key))}) == 3
