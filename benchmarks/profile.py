@@ -26,7 +26,7 @@ _SIZE, _COPY_BYTES = 2048, 2**28
 _CPU = torch.device("cpu")
 
 Shape = Sequence[int]
-_SEVERAL = ("fastgen::dot_linears_out", "fastgen::streamed_linears_out")
+_SEVERAL = ("fastgen::gemv_batch_out", "fastgen::gemm_batch_out")
 
 
 class Rates(NamedTuple):
@@ -93,16 +93,13 @@ def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
         return _product(*shapes[:2])
     if operator in ("aten::addmm", "aten::baddbmm"):
         return _product(*shapes[1:3])
-    if operator == "fastgen::streamed_linear":
-        rows, (outputs, inputs) = shapes[:2]
-        return _product(rows, (inputs, outputs))
-    if operator in ("fastgen::dot_linear_out", "fastgen::streamed_linear_out"):
+    if operator in ("fastgen::gemv_out", "fastgen::gemm_out"):
         _, rows, (outputs, inputs) = shapes[:3]
         return _product(rows, (inputs, outputs))
     if operator in _SEVERAL:
         _, rows, weights = shapes[:3]
         return _products(rows, [outputs for outputs, _ in weights])
-    if operator == "fastgen::narrow_linears_out":
+    if operator == "fastgen::panels_gemm_batch_out":
         results, rows = shapes[:2]
         weights = [(rows[-1], outputs) for _, outputs in results]
         works = _products(rows, [outputs for _, outputs in weights])

@@ -48,7 +48,7 @@ _RUN_PLAN = torch.ops.fastgen.run_plan.default
 PRODUCTS = "products with weights"
 # By a part of the operator's name; those of torch are "addmm" and "mm".
 _KINDS = {
-    **dict.fromkeys(("linear", "mm.", "Step.estimate"), PRODUCTS),
+    **dict.fromkeys(("gemv", "gemm", "linear", "mm.", "Step.estimate"), PRODUCTS),
     "attention": "attention",
     "elementwise": "small operators",
 }

@@ -39,7 +39,7 @@ class PanelCopy(weight_copies.CopiedWeight):
 
     looks_at = 2
     counted_as = COUNTED_AS
-    multiply = torch.ops.fastgen.narrow_linears_out.default
+    multiply = torch.ops.fastgen.panels_gemm_batch_out.default
     _asked_in: ClassVar[object] = None
     _most: ClassVar[float] = 0.0
 

@@ -53,15 +53,15 @@ def test_the_work_of_attention():
 
 def test_the_work_of_the_operators():
     weight, x = torch.randn(96, 5), torch.randn(3, 5)
-    work = work_of("fastgen::streamed_linear", [list(t.shape) for t in (x, weight)] + [[]])
+    y = torch.empty(3, 96)
+    work = work_of("fastgen::gemm_out", [list(t.shape) for t in (y, x, weight)] + [[]])
     assert work == Rates(2 * 3 * 5 * 96, 4 * (15 + 5 * 96 + 3 * 96))
     if gemm.is_available():
         found = profile(lambda: gemm.gemm(x, weight, None), lambda: _BY_OPERATIONS)
         assert sum(found.floor.values()) == work.operations
 
-    y = torch.empty(3, 96)
-    operators = [torch.ops.fastgen.streamed_linear_out] if gemm.is_available() else []
-    operators += [torch.ops.fastgen.dot_linear_out] if gemv.is_available() else []
+    operators = [torch.ops.fastgen.gemm_out] if gemm.is_available() else []
+    operators += [torch.ops.fastgen.gemv_out] if gemv.is_available() else []
     for operator in operators:
         found = profile(lambda operator=operator: operator(y, x, weight, None), lambda: _BY_OPERATIONS)
         assert sum(found.floor.values()) == work.operations
@@ -69,7 +69,7 @@ def test_the_work_of_the_operators():
     # Two weights with the same rows, which are read once.
     others = (torch.empty(3, 7), torch.randn(7, 5))
     works = Rates(2 * 3 * 5 * (96 + 7), 4 * (15 + 5 * (96 + 7) + 3 * (96 + 7)))
-    for name in ("streamed_linears_out", "dot_linears_out") if gemm.is_available() else ():
+    for name in ("gemm_batch_out", "gemv_batch_out") if gemm.is_available() else ():
         several = partial(getattr(torch.ops.fastgen, name), [y, others[0]], x, [weight, others[1]], [None, None])
         for rates, amount in ((_BY_OPERATIONS, works.operations), (_BY_BYTES, works.bytes)):
             assert profile(several, lambda rates=rates: rates).floor == {f"fastgen::{name}": amount}
@@ -78,9 +78,9 @@ def test_the_work_of_the_operators():
     narrow = works._replace(bytes=works.bytes - 2 * 5 * (96 + 7))
     if panels.is_available():
         packed = [panels.pack(of.bfloat16().contiguous()) for of in (weight, others[1])]
-        several = partial(torch.ops.fastgen.narrow_linears_out, [y, others[0]], x, packed, [None, None])
+        several = partial(torch.ops.fastgen.panels_gemm_batch_out, [y, others[0]], x, packed, [None, None])
         for rates, amount in ((_BY_OPERATIONS, narrow.operations), (_BY_BYTES, narrow.bytes)):
-            assert profile(several, lambda rates=rates: rates).floor == {"fastgen::narrow_linears_out": amount}
+            assert profile(several, lambda rates=rates: rates).floor == {"fastgen::panels_gemm_batch_out": amount}
 
     # Four beams of two inputs, four heads over two of K/V; nine positions that the beams share, and two of their own.
     query, prefix, suffix = _x(8, 4, 1, 16), _x(2, 2, 9, 16), _x(8, 2, 2, 16)

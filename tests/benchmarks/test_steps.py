@@ -87,7 +87,7 @@ def test_no_captured_steps(tiny: Generation) -> None:
 
 
 def test_what_an_operator_is() -> None:
-    product, attention = torch.ops.fastgen.dot_linear_out.default, torch.ops.fastgen.decode_attention_out.default
+    product, attention = torch.ops.fastgen.gemv_out.default, torch.ops.fastgen.decode_attention_out.default
     assert steps.kind(partial(product)) == steps.kind(partial(torch.ops.aten.mm.out)) == steps.PRODUCTS
     assert steps.kind(partial(print, partial(attention), [])) == "attention"
     assert steps.kind(partial(torch.ops.aten.add.Tensor)) == steps.OTHERS
