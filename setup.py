@@ -139,7 +139,7 @@ def extensions() -> list[Extension]:
         options = ["-fno-trapping-math"] if device == "cpu" else []
         return Extension(
             f"fastgen.ops.libfastgen_{device}",
-            sources=sorted(path.as_posix() for path in (CSRC / device).glob(pattern)),
+            sources=sorted(path.as_posix() for path in (CSRC / device).rglob(pattern)),
             depends=[path.as_posix() for path in CSRC.rglob("*.h")] + ["setup.py"],
             include_dirs=[str(torch / "include")],
             library_dirs=[str(torch / "lib")],

@@ -42,18 +42,18 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Product]]:
     """Kernels by name, each with the weight, [N, K], float32, in its format; those that serve such a weight here."""
     n, k = weight.shape
     if gemm.is_available():
-        yield "streamed f32", lambda x: gemm.gemm(x, weight, bias)
+        yield "gemm f32", lambda x: gemm.gemm(x, weight, bias)
         columns = weight.t().contiguous().t()
-        yield "streamed f32, columns", lambda x: gemm.gemm(x, columns, bias)
+        yield "gemm f32, columns", lambda x: gemm.gemm(x, columns, bias)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16")):
         cast, own = weight.to(dtype), bias.to(dtype)
-        yield f"dot {name}", _of(gemv.gemv, cast, own, most=gemv.MAX_ROWS[dtype])
+        yield f"gemv {name}", _of(gemv.gemv, cast, own, most=gemv.MAX_ROWS[dtype])
         if dtype == torch.float32:
             continue
-        yield f"widened {name}", _of(upcast.upcast_gemm, cast, own, least=gemv.MAX_ROWS[dtype] + 1)
+        yield f"upcast {name}", _of(upcast.upcast_gemm, cast, own, least=gemv.MAX_ROWS[dtype] + 1)
         if panels.is_available():
             packed = panels.pack(cast)
-            yield f"narrow {name}", lambda x, packed=packed: panels.panels_gemm(x, packed, bias, n)
+            yield f"panels {name}", lambda x, packed=packed: panels.panels_gemm(x, packed, bias, n)
     if bf16x3.is_available():
         yield "bf16x3", _of(bf16x3.bf16x3_gemm, weight, bias, least=bf16x3.MIN_ROWS)
     for precision in ("bf16", "int8", "int4"):

@@ -115,7 +115,7 @@ def _batch(ops: Sequence[Any]) -> Callable[[], object]:
     if isinstance(first, GroupedLinearOp):
         results, _, parts, _, biases, _ = columns
         lists = [list(part) for part in zip(*parts, strict=True)]
-        operator = torch.ops.fastgen.grouped_linears_out.default
+        operator = torch.ops.fastgen.grouped_linear_batch_out.default
         return partial(operator, results, first.x, *lists, None, biases, *first.sizes)
     _, results, _, weights, biases = columns
     return partial(first.kernel.several, results, first.x, weights, biases)

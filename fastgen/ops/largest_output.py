@@ -3,7 +3,7 @@
 Greedy search asks the output layer for nothing else. The layer is large: of small models, a fifth to a half of all
 weights. So all outputs are estimated first, with a copy of the weight in 8 bits, which is a quarter of the bytes. An
 estimate is off by a bound at most. Only outputs that could be the largest are computed from the weight itself, as
-`dot_linear` computes them. The result is that of the argmax over all outputs of `dot_linear`, as long as no estimate
+`gemv` computes them. The result is that of the argmax over all outputs of `gemv`, as long as no estimate
 overflows (results up to 1e37).
 
 The bound follows from the Cauchy-Schwarz inequality. For a row x and a line w of the weight, of which the copies are x'
@@ -68,7 +68,7 @@ def copy_of(weight: Tensor) -> Copy | None:
     are_tiny = scales.amax(dim=1).flatten()[: weight.shape[0]] < _LEAST_SCALE
     errors = torch.where(are_tiny, lengths + 128 * roots, 0.5 * 1.001 * roots)
     lengths = (lengths + errors) * (1 + 1e-4)
-    # Of sums: those of `dot_linear`, those of the estimates, and rotating. Twice as much as could be.
+    # Of sums: those of `gemv`, those of the estimates, and rotating. Twice as much as could be.
     errors += lengths * (2 * _UNIT * (weight.shape[1] + 64))
     sizes = torch.stack([_with_blocks(lengths), _with_blocks(errors)]).float().clamp(min=_LEAST)
     return Copy(numbers, sizes) if bool(sizes.isfinite().all()) else None

@@ -36,7 +36,7 @@ def narrowed(weight: Tensor) -> Tensor | None:
     """
     for dtype in types_of_some(weight):
         out = torch.empty_like(weight, dtype=dtype)
-        if torch.ops.fastgen.narrow_out.default(out, weight):
+        if torch.ops.fastgen.exact_cast_out.default(out, weight):
             return out
     return None
 
@@ -48,8 +48,8 @@ def _bits(x: Tensor) -> Tensor:
 @functools.cache
 def is_available() -> bool:
     """Whether there is a kernel in this process."""
-    return _library.has_kernel("fastgen::narrow_out")
+    return _library.has_kernel("fastgen::exact_cast_out")
 
 
-backend = functools.partial(_library.backend, "fastgen::narrow_out")
-_library.define("narrow_out(Tensor(a!) out, Tensor x) -> bool")
+backend = functools.partial(_library.backend, "fastgen::exact_cast_out")
+_library.define("exact_cast_out(Tensor(a!) out, Tensor x) -> bool")

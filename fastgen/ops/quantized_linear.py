@@ -2,7 +2,7 @@
 
 `int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.linear.grouped`), `int8` after rotating
 them. `bf16` rounds weights and inputs to 8 significant bits; products are summed in float32. Its kernels
-(csrc/cpu/quantized_linear.cpp) use AMX tiles or the vector instructions (AVX-512 BF16) of the
+(csrc/cpu/gemm/bf16.cpp) use AMX tiles or the vector instructions (AVX-512 BF16) of the
 processor. Where there is nothing to gain, `unavailable` says so.
 
 On a GPU, no weight is rotated, and inputs are not rounded (`fastgen.ops.gpu.grouped_linear`).
@@ -47,7 +47,7 @@ def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight |
     if precision in _BITS:
         # In 4 bits, what rotating gains is lost among what rounding costs.
         return grouped.rounded(weight, _BITS[precision], group_size, rotated=precision == "int8")
-    return TiledWeight(torch.ops.fastgen.pack_bf16_linear.default(weight.detach()), weight.shape[0])
+    return TiledWeight(torch.ops.fastgen.pack_bf16.default(weight.detach()), weight.shape[0])
 
 
 def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
@@ -69,7 +69,7 @@ def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight | LinedWeight
         return lines.grouped_linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return grouped.grouped_linear(x, weight, bias)
-    y = torch.ops.fastgen.bf16_linear.default(as_rows(x), weight.panels, bias, weight.outputs)
+    y = torch.ops.fastgen.bf16_gemm.default(as_rows(x), weight.panels, bias, weight.outputs)
     return with_shape_of(x, y)
 
 
@@ -91,7 +91,7 @@ def unavailable(precision: str, device: torch.device | None = None) -> str | Non
 def _missing(precision: str) -> str | None:
     if precision in _BITS:
         return grouped.unavailable()
-    if not _library.has_kernel("fastgen::bf16_linear"):
+    if not _library.has_kernel("fastgen::bf16_gemm"):
         return _library.load("CPU") or "no kernel for this processor"
     try:
         pack(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), precision)
@@ -109,8 +109,8 @@ def backend() -> str:
     return "; ".join(phrases)
 
 
-_library.define("pack_bf16_linear(Tensor weight) -> Tensor")
+_library.define("pack_bf16(Tensor weight) -> Tensor")
 _library.define(
-    "bf16_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor",
+    "bf16_gemm(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor",
     fake=lambda x, packed, bias, outputs: x.new_empty(x.shape[0], outputs),
 )

@@ -21,10 +21,10 @@ def test_a_run_gives_the_same_digests_twice() -> None:
     first, second = (list(product_bits.measured()) for _ in range(2))
     assert first == second and len({line["product"] for line in first}) == len(first)
     names = {line["product"].split(" | ")[0] for line in first}
-    every = {f"{kind} {of}" for kind in ("dot", "narrow", "widened") for of in ("bf16", "f16")}
-    every |= {"dot f32", "streamed f32", "streamed f32, columns"}
+    every = {f"{kind} {of}" for kind in ("gemv", "panels", "upcast") for of in ("bf16", "f16")}
+    every |= {"gemv f32", "gemm f32", "gemm f32, columns"}
     every |= {f"{bits} bits in groups, {of} activations" for bits in (4, 8) for of in ("float", "int8")}
-    assert not gemm.is_available() or every - {"widened bf16", "widened f16"} <= names, every - names
+    assert not gemm.is_available() or every - {"upcast bf16", "upcast f16"} <= names, every - names
     assert all(line["error"] < 1.0 for line in first)  # the 4 bits are far from the weight
 
 

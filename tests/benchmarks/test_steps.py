@@ -61,8 +61,8 @@ def test_no_captured_steps(tiny: Generation) -> None:
 
 
 def test_what_an_operator_is() -> None:
-    attention = torch.ops.fastgen.decode_attention_out.default
-    assert steps.kind(partial(torch.ops.aten.mm.out)) == steps.PRODUCTS
+    product, attention = torch.ops.fastgen.gemv_out.default, torch.ops.fastgen.decode_attention_out.default
+    assert steps.kind(partial(product)) == steps.kind(partial(torch.ops.aten.mm.out)) == steps.PRODUCTS
     assert steps.kind(partial(print, partial(attention), [])) == "attention"
     assert steps.kind(partial(torch.ops.aten.add.Tensor)) == steps.SEARCH
 

@@ -282,7 +282,7 @@ def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) 
     step = Step(weight, weight)
     assert step.call() and step.call()
     calls = [str(call.func) for call in step.program.calls(planned=False)]
-    assert len([name for name in calls if "linear" in name]) == len([name for name in calls if "narrow" in name]) > 0
+    assert len([name for name in calls if "gem" in name]) == len([name for name in calls if "panels" in name]) > 0
 
 
 def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -649,7 +649,7 @@ def test_products_in_few_bits_with_one_input_are_one_call(kept_weights: str) -> 
     run(model, inputs, GREEDY)
     (step,) = graph_cache._models[model].steps.values()
     names = [call.func for made, _ in step.parts[1].made for call in made.calls(planned=False) if hasattr(call, "func")]
-    several = names.count(torch.ops.fastgen.grouped_linears_out.default)
+    several = names.count(torch.ops.fastgen.grouped_linear_batch_out.default)
     alone = names.count(torch.ops.fastgen.grouped_linear_out.default)
     # Queries, keys and values, and gate and up; what attention gives, what the gate lets through, and the logits.
     count = model.config.num_hidden_layers

@@ -30,6 +30,6 @@ def pack_bf16(weight: Tensor) -> Tensor:
     return _lay_out(weight.bfloat16())
 
 
-def bf16_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+def bf16_gemm(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     weight = _laid_out(packed, x.shape[1], outputs)
     return F.linear(x.bfloat16().float(), weight.float(), bias)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there
 
 
 def outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `dot_linear` computes them, row by row."""
+    """As `gemv` computes them, row by row."""
     return torch.cat([gemv.gemv(row.unsqueeze(0), weight, bias) for row in x])
 
 

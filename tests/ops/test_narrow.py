@@ -27,7 +27,7 @@ def test_every_number(dtype: torch.dtype) -> None:
     """-0.0, denormal numbers, infinities and what is no number: bit by bit."""
     x = all_of(dtype)
     out = torch.empty_like(x, dtype=dtype)
-    assert torch.ops.fastgen.narrow_out.default(out, x)
+    assert torch.ops.fastgen.exact_cast_out.default(out, x)
     expected = x.view(torch.int32) >> 16 if dtype is torch.bfloat16 else x.to(dtype).view(torch.int16)
     assert torch.equal(out.view(torch.int16), expected.to(torch.int16))
 
@@ -41,7 +41,7 @@ def test_one_bit_more(dtype: torch.dtype, bit: int, place: int, seed: int) -> No
     x.view(torch.int32).view(-1)[place] ^= 1 << bit if bit < 31 else -(2**31)
     is_same = torch.equal(x.to(dtype).float().view(torch.int32), x.view(torch.int32))
     out = torch.empty_like(x, dtype=dtype)
-    assert torch.ops.fastgen.narrow_out.default(out, x) == (is_same or _is_odd(x, dtype))
+    assert torch.ops.fastgen.exact_cast_out.default(out, x) == (is_same or _is_odd(x, dtype))
     found = narrow.narrowed(x)
     if is_same and found.dtype is dtype:
         assert torch.equal(found.float().view(torch.int32), x.view(torch.int32))
@@ -80,7 +80,7 @@ def test_threads_change_nothing() -> None:
         for count in (1, 3):
             torch.set_num_threads(count)
             out = torch.empty_like(x, dtype=torch.bfloat16)
-            assert torch.ops.fastgen.narrow_out.default(out, x) and torch.equal(out, x.bfloat16())
+            assert torch.ops.fastgen.exact_cast_out.default(out, x) and torch.equal(out, x.bfloat16())
     finally:
         torch.set_num_threads(threads)
 
@@ -97,4 +97,4 @@ def test_threads_change_nothing() -> None:
 )
 def test_refuses_what_it_does_not_take(out: torch.Tensor, x: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="narrow"):
-        torch.ops.fastgen.narrow_out.default(out, x)
+        torch.ops.fastgen.exact_cast_out.default(out, x)

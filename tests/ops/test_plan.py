@@ -46,9 +46,9 @@ def layers(x: Tensor, out: Tensor) -> Calls:
     assert activation is not None
     return [
         partial(operators.rms_norm_out.default, scaled, x, torch.ones(width), 1e-6, 0.0, False),
-        partial(operators.dot_linear_out.default, first, scaled, weights[0], torch.ones(width)),
+        partial(operators.gemv_out.default, first, scaled, weights[0], torch.ones(width)),
         partial(aten.add_.Tensor, first, 1.0),
-        partial(operators.dot_linears_out.default, [second, third], first, weights[1:], [None, None]),
+        partial(operators.gemv_batch_out.default, [second, third], first, weights[1:], [None, None]),
         elementwise.bound(activation),
     ]
 
@@ -81,7 +81,16 @@ def test_products_in_few_bits(rows: int) -> None:
     calls = [
         partial(operators.grouped_linear_out.default, first, x, *one[:5], bias, 8, 32, False, False),
         partial(
-            operators.grouped_linears_out.default, [second, third], x, *parts, None, [None, None], 8, 64, True, False
+            operators.grouped_linear_batch_out.default,
+            [second, third],
+            x,
+            *parts,
+            None,
+            [None, None],
+            8,
+            64,
+            True,
+            False,
         ),
         elementwise.bound([elementwise.Instruction(elementwise._ADD, second, (second, first))]),
     ]
@@ -192,11 +201,11 @@ def test_one_that_ends_during_a_recording_is_no_part_of_it() -> None:
 
 def test_an_error_ends_the_plan_and_the_next_one_starts_anew() -> None:
     x, weight, out, length = torch.randn(2, 8), torch.randn(8, 8), torch.zeros(2, 8), torch.zeros(2, 8)
-    product = partial(operators.dot_linear_out.default, out, x, weight, None)
-    after = partial(operators.dot_linear_out.default, length, x, weight, None)
-    wrong = partial(operators.dot_linear_out.default, out, torch.randn(2, 7), weight, None)
+    product = partial(operators.gemv_out.default, out, x, weight, None)
+    after = partial(operators.gemv_out.default, length, x, weight, None)
+    wrong = partial(operators.gemv_out.default, out, torch.randn(2, 7), weight, None)
     (planned,) = plan.planned([product, wrong, after])
-    with pytest.raises(RuntimeError, match="dot_linear"):
+    with pytest.raises(RuntimeError, match="gemv"):
         planned()
     assert out.any() and not length.any()
     (planned,) = plan.planned([product, after])
@@ -205,7 +214,7 @@ def test_an_error_ends_the_plan_and_the_next_one_starts_anew() -> None:
 
 
 def test_what_no_operator_can_be_given_raises_at_once_and_closes_the_plan() -> None:
-    product = partial(operators.dot_linear_out.default, torch.zeros(2, 8), "x", torch.zeros(8, 8), None)
+    product = partial(operators.gemv_out.default, torch.zeros(2, 8), "x", torch.zeros(8, 8), None)
     with pytest.raises(RuntimeError):
         plan.planned([product, product])
     operators.open_plan()
@@ -215,7 +224,7 @@ def test_what_no_operator_can_be_given_raises_at_once_and_closes_the_plan() -> N
 def test_plans_of_other_threads_are_their_own() -> None:
     x, out, weight = torch.randn(2, 8), torch.zeros(2, 8), torch.randn(8, 8)
     operators.open_plan()
-    thread = threading.Thread(target=operators.dot_linear_out, args=(out, x, weight, None))
+    thread = threading.Thread(target=operators.gemv_out, args=(out, x, weight, None))
     thread.start()
     thread.join()
     assert out.any() and operators.close_plan(0) >= 0
@@ -248,9 +257,9 @@ def test_without_a_place_calls_stay_single(full: None) -> None:
 def test_names_are_those_of_the_kernels() -> None:
     sources = Path(__file__).parents[2] / "fastgen/csrc/cpu"
     registered = set()
-    for source in sources.glob("*.cpp"):
+    for source in sources.rglob("*.cpp"):
         for line in source.read_text(encoding="utf-8").splitlines():
             if "FASTGEN_PLANNED(" in line:
                 registered.add("fastgen::" + line.split('impl("')[1].split('"')[0])
-    by_themselves = {f"fastgen::{name}" for name in ("elementwise", "grouped_linear_out", "grouped_linears_out")}
+    by_themselves = {f"fastgen::{name}" for name in ("elementwise", "grouped_linear_out", "grouped_linear_batch_out")}
     assert not registered & by_themselves and registered | by_themselves == plan.OPERATORS

@@ -31,7 +31,7 @@ def test_is_as_near_to_float32_as_the_number_of_bits_makes_it(rows: int) -> None
     x, weight, bias = torch.randn(rows, 150), torch.randn(70, 150), torch.randn(70)
     expected = torch.nn.functional.linear(x, weight, bias)
     result = quantized_linear.quantized_linear(x, quantized_linear.pack(weight, "bf16"), bias)
-    reference = quantized_reference.bf16_linear(x, quantized_reference.pack_bf16(weight), bias, 70)
+    reference = quantized_reference.bf16_gemm(x, quantized_reference.pack_bf16(weight), bias, 70)
     torch.testing.assert_close(result, reference, atol=1e-4, rtol=1e-5)
     assert 0 < (result - expected).norm() < 0.005 * expected.norm()
 

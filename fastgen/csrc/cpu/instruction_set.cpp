@@ -1,7 +1,7 @@
 // The choice of the instruction set.
 #include "instruction_set.h"
 
-#include "amx.h"
+#include "gemm/amx.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -65,6 +65,14 @@ InstructionSet instruction_set() { return static_cast<InstructionSet>(chosen() &
 
 bool instruction_set_is_given() { return (chosen() & kGiven) != 0; }
 
+bool has_avx512_bf16() {
+#ifdef FASTGEN_X86
+  return instruction_set() == InstructionSet::kAvx512 && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 bool has_avx_vnni() {
 #ifdef FASTGEN_X86
   static const bool there = [] {
@@ -77,7 +85,7 @@ bool has_avx_vnni() {
 #endif
 }
 
-bool asks_nearby() { return is_amd(); }
+bool prefetches_nearby() { return is_amd(); }
 
 bool is_amd() {
 #ifdef FASTGEN_X86
@@ -109,10 +117,7 @@ namespace {
 int64_t instruction_set_op() {
   const auto vectors = static_cast<int64_t>(fastgen::instruction_set());
   if (fastgen::instruction_set() != InstructionSet::kAvx512 || fastgen::instruction_set_is_given()) return vectors;
-#ifdef FASTGEN_X86
-  if (__builtin_cpu_supports("avx512bf16")) return fastgen::has_amx() ? 4 : 3;
-#endif
-  return vectors;
+  return !fastgen::has_avx512_bf16() ? vectors : fastgen::has_amx() ? 4 : 3;
 }
 
 }  // namespace

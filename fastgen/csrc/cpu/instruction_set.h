@@ -19,13 +19,16 @@ InstructionSet instruction_set();
 // Whether that variable names any of these.
 bool instruction_set_is_given();
 
+// Whether AVX-512 is in use and the machine multiplies pairs of bfloat16 in its vectors.
+bool has_avx512_bf16();
+
 // Whether the machine multiplies bytes in vectors of 256 bits (AVX-VNNI): a thing of its own, beside AVX-512.
 bool has_avx_vnni();
 
-// Whether a stream of weights is asked for a short way ahead of what is multiplied, and not the line after it. On an AMD
+// Whether a stream of weights is prefetched a short way ahead of what is multiplied, and not the line after it. On an AMD
 // EPYC (Zen 4), one row takes 1.2 to 1.4 times as long with the line after (2,304 bytes ahead), and four rows 1.25 times.
 // Other processors were measured with the line after only.
-bool asks_nearby();
+bool prefetches_nearby();
 
 // Whether AMD made the processor.
 bool is_amd();

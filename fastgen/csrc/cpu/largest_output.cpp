@@ -6,8 +6,9 @@
 // their bounds, reach it. Outputs are looked at in blocks first.
 #include "top_two/block.h"
 #include "checks.h"
-#include "dot_linear/lines.h"
-#include "grouped_linear/rows.h"
+#include "gemm/gemv.h"
+#include "gemm/formats.h"
+#include "gemm/quantize.h"
 #include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
@@ -126,7 +127,7 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
     const float* begin = estimates + best_block * kBlock;
     const float* end = estimates + std::min((best_block + 1) * kBlock, outputs);
     first = std::min<int64_t>(std::find(begin, end, best[best_block]) - estimates, outputs - 1);
-    fastgen::dot_lines(layer.x, row, layer.weight, layer.bias, &first, 1, results.data());
+    fastgen::gemv_of_outputs(layer.x, row, layer.weight, layer.bias, &first, 1, results.data());
     const float *lengths = layer.lengths, *errors = layer.errors;
     const float *most_lengths = lengths + outputs, *most_errors = errors + outputs;  // of the blocks
     // Written so that what is no number is computed, too.
@@ -151,7 +152,7 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
   if (chosen.empty()) return first;
   results.resize(chosen.size());
   const auto compute = [&](int64_t begin, int64_t end) {
-    fastgen::dot_lines(layer.x, row, layer.weight, layer.bias, chosen.data() + begin, end - begin, &results[begin]);
+    fastgen::gemv_of_outputs(layer.x, row, layer.weight, layer.bias, chosen.data() + begin, end - begin, &results[begin]);
   };
   const int64_t some = chosen.size();
   if (layer.x.size(0) == 1) {  // the threads have nothing else to do

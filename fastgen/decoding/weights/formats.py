@@ -27,7 +27,7 @@ def _panels(weight: Tensor) -> Tensor | None:
 # validating the copy costs.
 PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in fewer bits")
 # Outputs (results, x, copies, biases) of several weights, of which x, [M, K], is the input.
-multiply_panels = torch.ops.fastgen.narrow_linears_out.default
+multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
 # For approximate logits, with a bound on their error; the draft's are likely to be within theirs.
 LM_HEAD = Format(
     "LM head in 8 bits", lambda weight: largest_output.copy_of(weight), 1.1, is_compared=True, waits=STEPS_OF_COPY

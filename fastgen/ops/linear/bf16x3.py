@@ -1,7 +1,7 @@
 """GEMM in float32 for many rows, emulated with bfloat16 (bf16x3) in the AMX tiles of a processor.
 
 Each number is split into three parts in bfloat16, which these registers multiply many times as fast as the processor
-multiplies float32. Six products of parts are added up in float32 (see csrc/cpu/split_linear.cpp). The error is that of
+multiplies float32. Six products of parts are added up in float32 (see csrc/cpu/gemm/bf16x3.cpp). The error is that of
 a product in float32: the largest of what is left out is 2**-24 of a product. That holds for numbers from about 2**-102
 on; smaller ones lose bits, and those below 2**-126 count as zero.
 
@@ -24,7 +24,7 @@ MIN_ROWS = 8
 
 def is_available() -> bool:
     """Whether there is a kernel in this process, for this processor."""
-    return _library.has_kernel("fastgen::split_linear_out") and _runs(torch.backends.cpu.get_cpu_capability())
+    return _library.has_kernel("fastgen::bf16x3_gemm_out") and _runs(torch.backends.cpu.get_cpu_capability())
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def _runs(capability: str) -> bool:
     """The kernel itself knows which instructions the process may use."""
     x = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
     try:
-        torch.ops.fastgen.split_linear_out.default(torch.empty_like(x), x, x, None)
+        torch.ops.fastgen.bf16x3_gemm_out.default(torch.empty_like(x), x, x, None)
     except RuntimeError:
         return False
     return True
@@ -46,14 +46,14 @@ def bf16x3_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together, or the processor has no AMX tiles.
     """
-    return multiplied(torch.ops.fastgen.split_linear_out.default, x, weight, bias)
+    return multiplied(torch.ops.fastgen.bf16x3_gemm_out.default, x, weight, bias)
 
 
 def backend() -> str:
     """Which implementation serves this operator."""
     if not is_available():
         return f"none: {_library.load('CPU') or 'this processor has no AMX'}"
-    return _library.backend("fastgen::split_linear_out")
+    return _library.backend("fastgen::bf16x3_gemm_out")
 
 
-_library.define("split_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+_library.define("bf16x3_gemm_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")

@@ -69,9 +69,9 @@ _ops = torch.ops.fastgen
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel("gemv", gemv.gemv, _ops.dot_linear_out.default, _ops.dot_linears_out.default),
-        Kernel("gemm", gemm.gemm, _ops.streamed_linear_out.default, _ops.streamed_linears_out.default),
-        Kernel("bf16x3", bf16x3.bf16x3_gemm, _ops.split_linear_out.default),
+        Kernel("gemv", gemv.gemv, _ops.gemv_out.default, _ops.gemv_batch_out.default),
+        Kernel("gemm", gemm.gemm, _ops.gemm_out.default, _ops.gemm_batch_out.default),
+        Kernel("bf16x3", bf16x3.bf16x3_gemm, _ops.bf16x3_gemm_out.default),
         Kernel("upcast", upcast.upcast_gemm, upcast.upcast_gemm_out),
     )
 }

@@ -1,8 +1,8 @@
 """GEMM in float32 on the weight as it is, on the CPU.
 
 A BLAS library packs the weight block by block inside every product. For few rows that costs as much as the product
-itself. This kernel packs the rows instead, or a piece of the weight at a time (csrc/cpu/linear.cpp). Each output is the
-sum over its inputs in one order, with fused multiply-adds where the processor has them: a row has the same bits
+itself. This kernel packs the rows instead, or a piece of the weight at a time (csrc/cpu/gemm/gemm.cpp). Each output is
+the sum over its inputs in one order, with fused multiply-adds where the processor has them: a row has the same bits
 whatever M, the other rows and the number of threads are. Results differ from those of `torch.nn.functional.linear` by
 rounding. There are kernels alone (`is_available`).
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import as_rows, with_shape_of
+from fastgen.ops.linear import multiplied
 
 
 def gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -26,17 +26,16 @@ def gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
     """
-    return with_shape_of(x, torch.ops.fastgen.streamed_linear.default(as_rows(x), weight, bias))
+    return multiplied(torch.ops.fastgen.gemm_out.default, x, weight, bias)
 
 
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process. Without them, nothing is gained."""
-    return _library.has_kernel("fastgen::streamed_linear")
+    return _library.has_kernel("fastgen::gemm_out")
 
 
-backend = functools.partial(_library.backend, "fastgen::streamed_linear")
-_library.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.define("streamed_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+backend = functools.partial(_library.backend, "fastgen::gemm_out")
+_library.define("gemm_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
 # Several of them with the same x.
-_library.define("streamed_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")
+_library.define("gemm_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

@@ -1,7 +1,7 @@
 """GEMV for the few rows of a decode step, on the weight as it is, in float32, bfloat16 and float16, on the CPU.
 
 An output is the dot product of a row with a row of the weight, which is read once. Sums are in float32, in one order
-whatever M is (csrc/cpu/dot_linear.cpp). With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles, where numbers
+whatever M is (csrc/cpu/gemm/gemv.cpp). With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles, where numbers
 and sums that are too small to be normal are zero.
 """
 
@@ -22,7 +22,7 @@ MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process."""
-    return _library.has_kernel("fastgen::dot_linear_out")
+    return _library.has_kernel("fastgen::gemv_out")
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -34,10 +34,10 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together.
     """
-    return multiplied(torch.ops.fastgen.dot_linear_out.default, x, weight, bias)
+    return multiplied(torch.ops.fastgen.gemv_out.default, x, weight, bias)
 
 
-backend = functools.partial(_library.backend, "fastgen::dot_linear_out")
-_library.define("dot_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+backend = functools.partial(_library.backend, "fastgen::gemv_out")
+_library.define("gemv_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
 # Several of them with the same x.
-_library.define("dot_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")
+_library.define("gemv_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

@@ -4,7 +4,7 @@
 
 with a scale, and a zero or a minimum, for each output and group. The activations stay floats, or are rounded to 8 bits.
 
-**Floats.** Numbers become the weight's in the registers, to the last bit (csrc/cpu/narrow_groups.cpp). The result has
+**Floats.** Numbers become the weight's in the registers, to the last bit (csrc/cpu/gemm/panels.cpp). The result has
 the bits of `fastgen.ops.linear.gemm` with the unpacked weight, whatever the other rows and the number of
 threads.
 
@@ -34,12 +34,12 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops.linear import as_rows
 
-# Outputs of a panel (csrc/cpu/grouped_linear).
+# Outputs of a panel (csrc/cpu/gemm/packed.h).
 _PANEL = 32
 BITS = (4, 5, 6, 8)
 # Inputs of a set of lines, which groups are whole numbers of: of 5 and 6 bits, it has a line of upper bits.
 _SET_INPUTS = {4: 8, 5: 32, 6: 16, 8: 4}
-# Products of so many inputs are summed among themselves: groups of float products divide it (csrc/cpu/linear/depth.h).
+# Products of so many inputs are summed among themselves: groups of float products divide it (csrc/cpu/gemm/isa.h).
 _DEPTH = 256
 # Smaller scales have too few digits in float16.
 _LEAST_HALF = 2.0**-18
@@ -444,7 +444,7 @@ _library.define(
 )
 # Several of them with the same x.
 _library.define(
-    "grouped_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, "
+    "grouped_linear_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, "
     f"Tensor?[] minimums, Tensor? order, Tensor?[] bias, {_SIZES}) -> ()",
     fake=_fake_nothing,
 )

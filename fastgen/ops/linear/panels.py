@@ -2,7 +2,7 @@
 
 Reading a weight of 16 bits takes half of the time, and its numbers are widened in the registers. A panel holds the
 outputs that are multiplied at the same time, side by side in a vector. So nothing has to be added up over the places of
-a vector, and no place of it is left empty, whatever the number of rows (see csrc/cpu/narrow_linear.cpp). The result has
+a vector, and no place of it is left empty, whatever the number of rows (see csrc/cpu/gemm/panels.cpp). The result has
 the bits of `fastgen.ops.linear.gemm` with the widened weight. There are kernels alone.
 """
 
@@ -26,7 +26,7 @@ def pack(weight: Tensor) -> Tensor:
     Raises:
         RuntimeError: the weight has another shape or dtype, or its inputs are not next to each other.
     """
-    return torch.ops.fastgen.pack_narrow.default(weight.detach())
+    return torch.ops.fastgen.pack_panels.default(weight.detach())
 
 
 def panels_gemm(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
@@ -39,7 +39,7 @@ def panels_gemm(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) ->
     """
     rows = as_rows(x)
     y = x.new_empty(rows.shape[0], outputs)
-    torch.ops.fastgen.narrow_linears_out.default([y], rows, [packed], [bias])
+    torch.ops.fastgen.panels_gemm_batch_out.default([y], rows, [packed], [bias])
     return with_shape_of(x, y)
 
 
@@ -63,9 +63,9 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process."""
-    return _library.has_kernel("fastgen::narrow_linears_out")
+    return _library.has_kernel("fastgen::panels_gemm_batch_out")
 
 
-backend = functools.partial(_library.backend, "fastgen::narrow_linears_out")
-_library.define("pack_narrow(Tensor weight) -> Tensor")
-_library.define("narrow_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] packed, Tensor?[] bias) -> ()")
+backend = functools.partial(_library.backend, "fastgen::panels_gemm_batch_out")
+_library.define("pack_panels(Tensor weight) -> Tensor")
+_library.define("panels_gemm_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] packed, Tensor?[] bias) -> ()")

@@ -295,8 +295,8 @@ class TestProducts:
         recorded = Replayed()
         result = recorded.capture(function)
         own = {
-            torch.ops.fastgen.streamed_linear_out.default,
-            torch.ops.fastgen.dot_linear_out.default,
+            torch.ops.fastgen.gemm_out.default,
+            torch.ops.fastgen.gemv_out.default,
             upcast.upcast_gemm_out,
         }
         return sum(each in own for each in recorded.functions), lambda: recorded.replay() or result
@@ -435,7 +435,7 @@ class TestProducts:
 
         recorded = Replayed()
         result = recorded.capture(steps)
-        assert torch.ops.fastgen.dot_linears_out.default not in recorded.functions
+        assert torch.ops.fastgen.gemv_batch_out.default not in recorded.functions
         before = x.clone()
         recorded.replay()
         x.copy_(before)
@@ -453,7 +453,7 @@ class TestProducts:
         recorded = Replayed()
         recorded.capture(steps)
         (call,) = (
-            call for call in recorded.calls(planned=False) if call.func is torch.ops.fastgen.dot_linears_out.default
+            call for call in recorded.calls(planned=False) if call.func is torch.ops.fastgen.gemv_batch_out.default
         )
         results, _, used, _ = call.args
         places = sorted((each.data_ptr(), each.numel() * each.itemsize) for each in (*results, *used))

@@ -36,7 +36,7 @@ from tests.ops.instructions import instruction_set
 _SETS = (None, None, None, "avx2", "avx-vnni", "default")
 _FITTING = 0.45  # of the draws
 # With other vectors than the widest these are refused.
-_OF_WIDEST = ("pack_bf16_linear", "bf16_linear", "split_linear_out")
+_OF_WIDEST = ("pack_bf16", "bf16_gemm", "bf16x3_gemm_out")
 # What operators may ask for beyond what the process has: more must be an error.
 _SPARE_BYTES = 3 * 2**30
 # What is written may lie in what is read: all of it is one piece of memory, or a number is read before it is written.

@@ -48,7 +48,7 @@ def _runs(name: str) -> bool:
     """Whether an operator runs on this processor, with the instruction set in force."""
     one = torch.ones(1, 1)
     try:
-        getattr(_ops, name)(*([one] if name == "pack_bf16_linear" else [one.clone(), one, one, None]))
+        getattr(_ops, name)(*([one] if name == "pack_bf16" else [one.clone(), one, one, None]))
     except RuntimeError as error:
         assert "this processor does not have" in str(error)
         return False
@@ -64,28 +64,20 @@ def instruction_set(rng: random.Random) -> Case:
     return Case([], lambda args, found: choose.Isa(found))
 
 
-@of("streamed_linear")
-def linear(rng: random.Random) -> Case:
-    x, inputs, outputs = _layer(rng)
-    weight, bias = _weight(rng, outputs, inputs), maybe(rng, torch.randn(outputs))
-    wanted = _product(x, weight, bias)
-    return Case([x, weight, bias], lambda args, y: near(y, wanted, 2e-5))
-
-
-@of("streamed_linear_out", "dot_linear_out", "split_linear_out")
+@of("gemm_out", "gemv_out", "bf16x3_gemm_out")
 def linear_out(rng: random.Random, name: str) -> Case:
-    dtype = rng.choice(_FLOATING) if name == "dot_linear_out" else torch.float32
+    dtype = rng.choice(_FLOATING) if name == "gemv_out" else torch.float32
     x, inputs, outputs = _layer(rng, dtype)
     weight, bias = _weights_of(name, rng, dtype, outputs, inputs, rng.random() < 0.3)
     wanted, tolerance = _product(x, weight, bias), _tolerance(dtype)
-    refused = name == "split_linear_out" and not _runs(name)
+    refused = name == "bf16x3_gemm_out" and not _runs(name)
     given = [untouched((len(x), outputs), dtype), x, weight, bias]
     return Case(given, lambda args, _: near(args[0], wanted, tolerance), refused)
 
 
-@of("streamed_linears_out", "dot_linears_out")
+@of("gemm_batch_out", "gemv_batch_out")
 def linears_out(rng: random.Random, name: str) -> Case:
-    dtype = rng.choice(_FLOATING) if name == "dot_linears_out" else torch.float32
+    dtype = rng.choice(_FLOATING) if name == "gemv_batch_out" else torch.float32
     x, inputs, _ = _layer(rng, dtype)
     by_inputs = rng.random() < 0.3
     by_inputs = by_inputs and inputs > 1
@@ -104,9 +96,9 @@ def _weights_of(
     name: str, rng: random.Random, dtype: torch.dtype, outputs: int, inputs: int, by_inputs: bool
 ) -> tuple[Tensor, Tensor | None]:
     bias = maybe(rng, torch.randn(outputs).to(dtype))
-    if name.startswith("split"):
+    if name.startswith("bf16x3"):
         return rows_apart(torch.randn(outputs, inputs), rng), bias
-    if not name.startswith("dot"):
+    if not name.startswith("gemv"):
         return _weight(rng, outputs, inputs), bias
     if dtype is torch.float32 and by_inputs and min(outputs, inputs) > 1:  # so that the strides say it
         return torch.randn(inputs, outputs).t(), bias
@@ -124,8 +116,8 @@ def evict(rng: random.Random) -> Case:
     return Case([x], check)
 
 
-@of("narrow_out")
-def narrow_out(rng: random.Random) -> Case:
+@of("exact_cast_out")
+def exact_cast_out(rng: random.Random) -> Case:
     dtype, shape = rng.choice(_FLOATING[1:]), (size(rng, 60, 0), size(rng, 60))
     fits = rng.random() < 0.7
     x = torch.randn(shape).to(dtype).float() if fits else torch.rand(shape) * 1e-3
@@ -139,8 +131,8 @@ def narrow_out(rng: random.Random) -> Case:
     return Case([untouched(shape, dtype), x], check)
 
 
-@of("pack_narrow")
-def pack_narrow(rng: random.Random) -> Case:
+@of("pack_panels")
+def pack_panels(rng: random.Random) -> Case:
     dtype = rng.choice(_FLOATING[1:])
     weight = rows_apart(torch.randn(size(rng, 100, 0), size(rng, 100)).to(dtype), rng)
     outputs, inputs = weight.shape
@@ -157,8 +149,8 @@ def pack_narrow(rng: random.Random) -> Case:
     return Case([weight], check)
 
 
-@of("narrow_linears_out")
-def narrow_linears_out(rng: random.Random) -> Case:
+@of("panels_gemm_batch_out")
+def panels_gemm_batch_out(rng: random.Random) -> Case:
     rows, inputs = rng.choice((0, 1, 3, size(rng, 70))), size(rng, 90)
     x = rows_apart(torch.randn(rows, inputs), rng)
 
@@ -166,7 +158,7 @@ def narrow_linears_out(rng: random.Random) -> Case:
         outputs = size(rng, 80)
         bias = maybe(rng, torch.randn(outputs))
         narrow = torch.randn(outputs, inputs).to(rng.choice(_FLOATING[1:]))
-        return narrow.float(), _ops.pack_narrow(narrow), bias
+        return narrow.float(), _ops.pack_panels(narrow), bias
 
     layers = _several(rng, layer)
     wanted = [_product(x, weight, bias) for weight, _, bias in layers]
@@ -179,20 +171,20 @@ def narrow_linears_out(rng: random.Random) -> Case:
     return Case([ys, x, [packed for _, packed, _ in layers], [bias for _, _, bias in layers]], check)
 
 
-@of("pack_bf16_linear")
-def pack_bf16_linear(rng: random.Random) -> Case:
+@of("pack_bf16")
+def pack_bf16(rng: random.Random) -> Case:
     weight = _weight(rng, size(rng, 70), size(rng, 100))
     wanted = quantized_reference.pack_bf16(weight)
-    refused = not _runs("pack_bf16_linear")
+    refused = not _runs("pack_bf16")
     return Case([weight], lambda args, packed: same(packed, wanted), refused)
 
 
-@of("bf16_linear")
-def bf16_linear(rng: random.Random) -> Case:
+@of("bf16_gemm")
+def bf16_gemm(rng: random.Random) -> Case:
     x, inputs, outputs = _layer(rng)
     packed, bias = quantized_reference.pack_bf16(torch.randn(outputs, inputs)), maybe(rng, torch.randn(outputs))
-    wanted = quantized_reference.bf16_linear(x, packed, bias, outputs)
-    refused = not _runs("pack_bf16_linear")
+    wanted = quantized_reference.bf16_gemm(x, packed, bias, outputs)
+    refused = not _runs("pack_bf16")
     return Case([x, packed, bias, outputs], lambda args, y: near(y, wanted, 2e-5), refused)
 
 
@@ -327,8 +319,8 @@ def grouped_linear(rng: random.Random, name: str) -> Case:
     return Case(given, lambda args, _: near(args[0], wanted, tolerance))
 
 
-@of("grouped_linears_out")
-def grouped_linears_out(rng: random.Random) -> Case:
+@of("grouped_linear_batch_out")
+def grouped_linear_batch_out(rng: random.Random) -> Case:
     x, weights, biases, floats, wanted = _grouped_layers(rng, rng.choice((1, 2, 3)))
     first = weights[0]
     # All have minimums and zeros of their own.

@@ -42,7 +42,7 @@ def test_is_a_linear_layer_in_float32(rows: int, inputs: int, outputs: int, bias
     x, weight = _numbers(seed, rows, inputs + 3)[:, :inputs], _numbers(seed + 1, outputs, inputs + 2)[:, :inputs]
     bias = _numbers(seed + 2, outputs) if biased else None
     around = torch.full((rows + 2, outputs), torch.nan)
-    torch.ops.fastgen.split_linear_out(around[1:-1], x, weight, bias)
+    torch.ops.fastgen.bf16x3_gemm_out(around[1:-1], x, weight, bias)
     # Two parts would leave out what is 2**-16 of a number.
     assert _error(around[1:-1], x, weight, bias) < 5e-7
     assert around[[0, -1]].isnan().all()
@@ -119,11 +119,11 @@ def test_what_has_no_parts_is_multiplied_as_it_is(odd: float, of_weight: bool) -
     ],
 )
 def test_refuses_what_does_not_fit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    with pytest.raises(RuntimeError, match="split_linear"):
-        torch.ops.fastgen.split_linear_out(torch.empty(8, 3), x, weight, bias)
+    with pytest.raises(RuntimeError, match="bf16x3_gemm"):
+        torch.ops.fastgen.bf16x3_gemm_out(torch.empty(8, 3), x, weight, bias)
 
 
 def test_a_named_instruction_set_rules_it_out() -> None:
     for name in ("avx512", "avx2", "default"):
         with instruction_set(name), pytest.raises((RuntimeError, NotImplementedError)):
-            torch.ops.fastgen.split_linear_out(torch.empty(8, 3), torch.ones(8, 5), torch.ones(3, 5), None)
+            torch.ops.fastgen.bf16x3_gemm_out(torch.empty(8, 3), torch.ones(8, 5), torch.ones(3, 5), None)

@@ -76,7 +76,7 @@ def test_several_weights_of_any_layouts(rows: int, outputs: list[tuple[int, bool
         for each, in_columns in outputs
     ]
     results = [torch.full((rows, each), torch.nan) for each, _ in outputs]
-    torch.ops.fastgen.streamed_linears_out(results, x, weights, [None] * len(weights))
+    torch.ops.fastgen.gemm_batch_out(results, x, weights, [None] * len(weights))
     for result, weight in zip(results, weights, strict=True):
         assert torch.equal(result, gemm.gemm(x, weight, None))
 

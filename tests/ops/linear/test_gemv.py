@@ -28,8 +28,8 @@ def test_multiples_of_lines_are_added_in_parts(name: str | None, rows: int) -> N
     out, bias = torch.full((rows, outputs), torch.nan), torch.randn(outputs, generator=generator)
     alone = torch.full((1, outputs), torch.nan)
     with instruction_set(name):
-        torch.ops.fastgen.dot_linear_out(out, x, lines.t(), bias)
-        torch.ops.fastgen.dot_linear_out(alone, x[-1:], lines.t(), bias)
+        torch.ops.fastgen.gemv_out(out, x, lines.t(), bias)
+        torch.ops.fastgen.gemv_out(alone, x[-1:], lines.t(), bias)
     torch.testing.assert_close(out.double(), x.double() @ lines.double() + bias, atol=1e-4, rtol=1e-5)
     assert torch.equal(out[-1:], alone)
 
@@ -43,11 +43,11 @@ def test_every_number_of_float16(name: str | None) -> None:
         x[1, place], weight[:, place] = 1, numbers
         out = torch.zeros(2, 2**16, dtype=torch.float16)
         with instruction_set(name):
-            torch.ops.fastgen.dot_linear_out(out, x, weight, None)
+            torch.ops.fastgen.gemv_out(out, x, weight, None)
         torch.testing.assert_close(out[1], numbers, rtol=0, atol=0, equal_nan=True)
     bias, weight = numbers, torch.zeros_like(weight)
     with instruction_set(name):
-        torch.ops.fastgen.dot_linear_out(out, x, weight, bias)
+        torch.ops.fastgen.gemv_out(out, x, weight, bias)
     torch.testing.assert_close(out[0], numbers, rtol=0, atol=0, equal_nan=True)
 
 
@@ -63,7 +63,7 @@ def test_float16_is_rounded_once_to_the_nearest(name: str | None) -> None:
         weight[:, :2] = numbers.t()
         out = torch.zeros(1, 20000, dtype=torch.float16)
         with instruction_set(name):
-            torch.ops.fastgen.dot_linear_out(out, torch.ones(1, inputs, dtype=torch.float16), weight, None)
+            torch.ops.fastgen.gemv_out(out, torch.ones(1, inputs, dtype=torch.float16), weight, None)
         assert torch.equal(out[0], (numbers[0].float() + numbers[1].float()).half())
 
 
@@ -85,7 +85,7 @@ def test_weights_of_one_call_lie_in_one_way() -> None:
     x, rows, columns = torch.rand(2, 4), torch.rand(3, 4), torch.rand(4, 3).t()
     results = [torch.ones(2, 3) for _ in range(2)]
     with pytest.raises(RuntimeError, match="one way"):
-        torch.ops.fastgen.dot_linears_out(results, x, [rows, columns], [None, None])
+        torch.ops.fastgen.gemv_batch_out(results, x, [rows, columns], [None, None])
     assert all((result == 1).all() for result in results)
 
 
@@ -107,7 +107,7 @@ def test_weights_of_one_call_lie_in_one_way() -> None:
 )
 def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None:
     given = {"out": torch.zeros(2, 3), "x": torch.rand(2, 4), "weight": torch.rand(3, 4), "bias": torch.rand(3)}
-    torch.ops.fastgen.dot_linear_out(**given)
+    torch.ops.fastgen.gemv_out(**given)
     given |= changes
-    with pytest.raises(RuntimeError, match="dot_linear"):
-        torch.ops.fastgen.dot_linear_out(**given)
+    with pytest.raises(RuntimeError, match="gemv"):
+        torch.ops.fastgen.gemv_out(**given)

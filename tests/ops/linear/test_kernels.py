@@ -72,7 +72,7 @@ def _gemv(dtype: torch.dtype) -> Kernel:
     layouts = ("rows", "gaps", "columns") if dtype is F32 else ("rows", "gaps")
     in_tiles = dtype is BF16 and bf16x3.is_available()
     return Kernel(
-        f"gemv {dtype}", dtype, (None, *SETS), layouts, _as_it_is, gemv.gemv, _ops.dot_linear_out, _ops.dot_linears_out,
+        f"gemv {dtype}", dtype, (None, *SETS), layouts, _as_it_is, gemv.gemv, _ops.gemv_out, _ops.gemv_batch_out,
         # With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles.
         order=lambda m: int(in_tiles and 8 <= m <= 16), most=49,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def _panels(dtype: torch.dtype) -> Kernel:
         return Packed((panels.pack(weight.to(dtype)), len(weight)), weight.to(dtype))
 
     def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
-        _ops.narrow_linears_out(ys, x, [packed for packed, _ in weights], biases)
+        _ops.panels_gemm_batch_out(ys, x, [packed for packed, _ in weights], biases)
 
     return Kernel(
         f"panels {dtype}", F32, SETS, ("rows", "gaps"), pack,
@@ -101,7 +101,7 @@ def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kern
 
     def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
         parts = [[weight[part] for weight in weights] for part in range(4)]
-        _ops.grouped_linears_out(ys, x, *parts, None, biases, *sizes)
+        _ops.grouped_linear_batch_out(ys, x, *parts, None, biases, *sizes)
 
     activations = "float" if floats else "int8"
     return Kernel(
@@ -117,7 +117,7 @@ def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kern
 KERNELS = [
     Kernel(
         "gemm", F32, SETS, ("rows", "gaps", "columns", "part"), _as_it_is, gemm.gemm,
-        _ops.streamed_linear_out, _ops.streamed_linears_out,
+        _ops.gemm_out, _ops.gemm_batch_out,
     ),
     *map(_gemv, (F32, BF16, F16)),
     *map(_panels, (BF16, F16)),
@@ -126,7 +126,7 @@ KERNELS = [
         for dtype in (BF16, F16)
     ),
     Kernel(
-        "bf16x3", F32, (None,), ("rows", "gaps"), _as_it_is, bf16x3.bf16x3_gemm, _ops.split_linear_out,
+        "bf16x3", F32, (None,), ("rows", "gaps"), _as_it_is, bf16x3.bf16x3_gemm, _ops.bf16x3_gemm_out,
         error=5e-7, missing="" if bf16x3.is_available() else bf16x3.backend(),
     ),
     _grouped(4, False, True, F32),

@@ -30,8 +30,8 @@ def check_bits(packed: torch.Tensor, weight: torch.Tensor, rows: int, biased: bo
     x = torch.randn(rows, inputs + 3, generator=generator)[:, :inputs]
     bias = torch.randn(outputs, generator=generator) if biased else None
     around, expected = torch.full((rows + 2, outputs), torch.nan), torch.zeros(rows, outputs)
-    torch.ops.fastgen.narrow_linears_out([around[1:-1]], x, [packed], [bias])
-    torch.ops.fastgen.streamed_linear_out(expected, x, weight, bias)
+    torch.ops.fastgen.panels_gemm_batch_out([around[1:-1]], x, [packed], [bias])
+    torch.ops.fastgen.gemm_out(expected, x, weight, bias)
     assert torch.equal(around[1:-1].view(torch.int32), expected.view(torch.int32))
     assert around[[0, -1]].isnan().all()
 
@@ -84,7 +84,7 @@ def test_several_weights_with_one_input(threads: int) -> None:
     results = [torch.full((5, n), torch.nan) for n in sizes]
     try:
         torch.set_num_threads(threads)
-        torch.ops.fastgen.narrow_linears_out(results, x, packed, biases)
+        torch.ops.fastgen.panels_gemm_batch_out(results, x, packed, biases)
     finally:
         torch.set_num_threads(before)
     for result, weight, bias in zip(results, weights, biases, strict=True):
@@ -103,8 +103,8 @@ def test_several_weights_with_one_input(threads: int) -> None:
 )
 def test_a_weight_that_is_not_packed_for_it_is_refused(packed: torch.Tensor) -> None:
     out = torch.ones(2, 3)
-    with pytest.raises(RuntimeError, match="narrow_linear"):
-        torch.ops.fastgen.narrow_linears_out([out], torch.rand(2, 4), [packed], [None])
+    with pytest.raises(RuntimeError, match="panels_gemm"):
+        torch.ops.fastgen.panels_gemm_batch_out([out], torch.rand(2, 4), [packed], [None])
     assert (out == 1).all()
 
 
@@ -112,7 +112,7 @@ def test_a_weight_that_is_not_packed_for_it_is_refused(packed: torch.Tensor) -> 
     "weight", [torch.zeros(2, 3), torch.zeros(4).half(), torch.zeros(3, 2).half().t(), torch.zeros(1, 2, 3).bfloat16()]
 )
 def test_refuses_to_pack(weight: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="pack_narrow"):
+    with pytest.raises(RuntimeError, match="pack_panels"):
         panels.pack(weight)
 
 

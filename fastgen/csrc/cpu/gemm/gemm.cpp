@@ -1,0 +1,185 @@
+// GEMM in float32 on the unpacked weight. The schemas are defined in fastgen/ops/linear/gemm.py.
+//
+// Of a weight whose inputs are next to each other, the rows of x are packed, of which there are fewer numbers: some of them
+// side by side in a vector, which is multiplied with one element of a row of the weight after the other. With many rows, and
+// of a weight whose outputs are next to each other, a piece of a panel at a time is packed in the cache and multiplied from
+// there, while the next piece is prefetched (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM
+// TOMS 2008). Either way an output is summed in the same order: the result has the same bits.
+#include "isa.h"
+#include "operands.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#ifdef FASTGEN_VECTORS
+
+namespace {
+
+using fastgen::Aligned;
+using fastgen::kDepth;
+using fastgen::MaybeTensors;
+using fastgen::ScalarType;
+using fastgen::Tensor;
+using fastgen::Tensors;
+using Operands = fastgen::Operands<float>;
+
+constexpr int64_t kLine = 16;  // floats of a cache line
+// From so many rows on, packing pieces of the weight takes less time than packing the rows. So many rows at most are
+// multiplied with a piece at a time: their results stay in the cache.
+constexpr int64_t kManyRows = 129, kMostRows = 1024;
+
+// [inputs, outputs] of a weight, wherever it lies: the first of it, and how far apart two of its inputs and outputs are.
+struct Piece {
+  const float* first;
+  int64_t output, input;
+};
+
+// The cache lines of a piece in the order in which they are prefetched: for input k, some of `line` floats apart, from
+// first + k / kLine * group + k % kLine * input on.
+struct Lines {
+  const float* first;
+  int64_t group, input, line;
+};
+
+#define FASTGEN_KERNELS "gemm_kernels.h"
+#include "each_isa.h"
+
+struct Kernel {
+  int64_t panel;  // outputs of a panel
+  decltype(&portable::multiply) multiply;
+  decltype(&portable::pack_piece) pack_piece;
+  int64_t width;  // outputs that `multiply_rows` is given are a multiple of it, but for the last ones
+  decltype(&portable::floats_of_rows) floats_of_rows;
+  decltype(&portable::pack_rows) pack_rows;
+  decltype(&portable::multiply_rows) multiply_rows;
+};
+
+Kernel kernel() {
+#define FASTGEN_KERNEL(SET)                                                                                 \
+  Kernel {                                                                                                  \
+    SET::kPanel, &SET::multiply, &SET::pack_piece, SET::kWidth, &SET::floats_of_rows, &SET::pack_rows,      \
+        &SET::multiply_rows                                                                                 \
+  }
+  return FASTGEN_CHOOSE(FASTGEN_KERNEL);
+#undef FASTGEN_KERNEL
+}
+
+// A product that is multiplied panel by panel.
+class PanelProduct {
+ public:
+  PanelProduct(const Operands& operands, int64_t width)
+      : operands_(operands), width_(width), multiply_(kernel().multiply) {}
+
+  // What a thread needs of its own: of a panel, what its sums are added to, and what does not fit into the result.
+  struct Scratch {
+    std::vector<float> start, rest;
+  };
+
+  int64_t valid(int64_t panel) const { return std::min(width_, operands_.outputs - panel * width_); }
+
+  // `some` rows from `row` on times `depth` inputs from `k` on of a panel, added to what the inputs before gave.
+  void multiply(int64_t panel, int64_t row, int64_t some, int64_t k, int64_t depth, const float* weight,
+                const Piece& after, Scratch& scratch) const {
+    const Operands& own = operands_;
+    const float *source = own.x + row * own.x_stride + k, *first = nullptr;
+    if (k == 0) {
+      scratch.start.assign(width_, 0.0f);
+      if (own.bias != nullptr) std::copy_n(own.bias + panel * width_, valid(panel), scratch.start.data());
+      first = scratch.start.data();
+    }
+    float* target = own.y + row * own.outputs + panel * width_;
+    if (valid(panel) == width_) {
+      multiply_(source, own.x_stride, some, weight, depth, first, target, own.outputs, after);
+      return;
+    }
+    // The last panel is wider than what is left of the result.
+    scratch.rest.resize(some * width_);
+    multiply_(source, own.x_stride, some, weight, depth, first, scratch.rest.data(), width_, {weight, 1, width_});
+    if (k + depth < own.inputs) return;
+    for (int64_t r = 0; r < some; ++r) std::copy_n(&scratch.rest[r * width_], valid(panel), target + r * own.outputs);
+  }
+
+ private:
+  const Operands operands_;
+  const int64_t width_;
+  decltype(Kernel::multiply) multiply_;
+};
+
+// Panels of an unpacked weight, packed piece by piece: each piece once for many rows.
+void multiply_pieces(const Operands& operands, int64_t input_stride) {
+  const Kernel kernel = ::kernel();
+  const int64_t rows = operands.rows, inputs = operands.inputs, width = kernel.panel;
+  const int64_t blocks = fastgen::quotient(rows, kMostRows);
+  const PanelProduct product(operands, width);
+  const auto piece = [&](int64_t panel, int64_t k) {
+    const int64_t output_stride = operands.weight_stride;
+    return Piece{operands.weight + panel * width * output_stride + k * input_stride, output_stride, input_stride};
+  };
+  fastgen::parallel_for(0, fastgen::quotient(operands.outputs, width), 1, [&](int64_t begin, int64_t end) {
+    PanelProduct::Scratch scratch;
+    const Aligned<float> packed(kDepth * width);
+    // The same inputs of all panels, and then those behind them: of a weight that is stored by inputs, memory is read in
+    // the order in which it lies.
+    const int64_t panels = end - begin, pieces = panels * fastgen::quotient(inputs, kDepth);
+    const auto panel_of = [&](int64_t i) { return begin + i % panels; };
+    const auto input_of = [&](int64_t i) { return i / panels * kDepth; };
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
+      for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t panel = panel_of(i), k = input_of(i), depth = std::min(kDepth, inputs - k);
+        const int64_t next = i + 1 < pieces ? i + 1 : 0;
+        kernel.pack_piece(piece(panel, k), product.valid(panel), depth, width, packed.data());
+        product.multiply(panel, row, some, k, depth, packed.data(), piece(panel_of(next), input_of(next)), scratch);
+      }
+    }
+  });
+}
+
+// Products of one x with rows of weights. The outputs of all of them together are shared out among the threads. Each thread
+// packs the rows of x for itself: to fetch what another one has just written takes several times as long.
+void multiply_rows(const std::vector<Operands>& products) {
+  const Kernel kernel = ::kernel();
+  const Operands& any = products[0];
+  std::vector<int64_t> units;
+  int64_t all = 0;
+  for (const Operands& product : products) all += units.emplace_back(fastgen::quotient(product.outputs, kernel.width));
+  fastgen::parallel_for(0, all, 1, [&](int64_t begin, int64_t end) {
+    const Aligned<float> packed(kernel.floats_of_rows(any.rows, any.inputs));
+    kernel.pack_rows(any.x, any.x_stride, any.rows, any.inputs, packed.data());
+    fastgen::for_each_part(units, begin, end, [&](size_t i, int64_t from, int64_t to) {
+      Operands product = products[i];
+      product.x = packed.data();
+      kernel.multiply_rows(product, from * kernel.width, std::min(to * kernel.width, product.outputs));
+    });
+  });
+}
+
+void gemm_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors biases) {
+  fastgen::check_batch("gemm", results, x, weights, biases);
+  fastgen::check_x("gemm", x, x.scalar_type() == ScalarType::Float);
+  std::vector<Operands> every, in_rows;
+  const auto any_strides = [](const Tensor&) { return true; };
+  for (size_t i = 0; i < weights.size(); ++i) {
+    every.push_back(fastgen::checked<float>("gemm", results[i], x, weights[i], biases[i], any_strides));
+  }
+  if (x.size(0) == 0) return;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (weights[i].stride(1) == 1 && x.size(0) < kManyRows) in_rows.push_back(every[i]);
+    else multiply_pieces(every[i], weights[i].stride(1));
+  }
+  if (!in_rows.empty()) multiply_rows(in_rows);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("gemm_out", FASTGEN_PLANNED(fastgen::one_of<&gemm_batch_out>));
+  library.impl("gemm_batch_out", FASTGEN_PLANNED(gemm_batch_out));
+}
+
+#endif

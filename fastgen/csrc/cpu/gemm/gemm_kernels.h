@@ -1,0 +1,287 @@
+// GEMM with the rows of a weight, for one instruction set. Compiled for each by each_isa.h, included by gemm.cpp.
+// No include guard: it is meant to be included several times.
+//
+// A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
+// it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
+//
+// With one vector of rows, there would be more vectors to load than to multiply, and an AMD EPYC (Zen 5) loads no faster than
+// it multiplies. So four elements of some lines are loaded at a time, and spread over a vector by a unit that does not
+// multiply. On Intel's processors, the unit that spreads also multiplies. AMD's before Zen 5 multiply at half the speed.
+//
+// The last rows may be fewer than a vector has places: they have half a vector, if it holds them.
+
+#include "gemm_pieces.h"
+
+constexpr int64_t kOutputs = by_width(4, 4, 8);  // that are summed up at the same time; kWidth is a multiple of them
+constexpr int kRowVectors = by_width(2, 3, 3);   // of rows of a tile, at most: 3 or fewer
+constexpr int kHalfVector = by_width(0, 0, 8);   // floats of half a vector, where that takes half the time of a whole one
+constexpr int kSpreadRows = by_width(0, 0, 4);   // of the weight, of which four elements are loaded at a time
+constexpr int64_t kInputs = 4;                   // of a block of x, which are multiplied at a time
+
+typedef float HalfVector __attribute__((vector_size(FASTGEN_WIDTH / 2 * sizeof(float)), aligned(sizeof(float))));
+
+// The vectors of a tile of rows: whole ones with a row in each place, and half of one.
+struct Shape {
+  int whole, half;
+  // Rows, which lie next to each other for each input.
+  constexpr int64_t rows() const { return kWidth * whole + kWidth / 2 * half; }
+  constexpr int64_t block() const { return kInputs * rows(); }
+};
+
+// By halves of a vector that the rows fill.
+constexpr Shape kShapes[] = {{0, 1}, {1, 0}, {1, 1}, {2, 0}, {2, 1}, {3, 0}};
+
+// What is prefetched while input k is multiplied: the same place of the lines from `here`, of those from `there` once k
+// has come to `turn`; where it is null, nothing.
+struct Ahead {
+  const float *here, *there;
+  int64_t turn;
+};
+
+// Some lines times a tile of rows. Of the last kSpread lines, the elements are loaded four at a time.
+template <int kWhole, int kHalf, int kLines, int kSpread>
+struct LineTile {
+  static constexpr Shape kShape = {kWhole, kHalf};
+  Vector whole[kLines][kWhole] = {};
+  HalfVector half[kLines][kHalf] = {};
+
+  // From every fourth line on, so that addresses take few registers.
+  static FASTGEN_INLINE const float* line(const float* lines, int64_t stride, int n) {
+    return lines + n / 4 * 4 * stride + n % 4 * stride;
+  }
+
+  static constexpr bool is_spread(int n) { return n >= kLines - kSpread; }
+
+  // An input of all lines: number kInput of the four that lie in `fours_of`.
+  template <int kInput>
+  FASTGEN_INLINE void add_one(const float* x, const float* lines, int64_t stride,
+                                                                    const Vector* fours_of) {
+    x += kInput * kShape.rows();
+    Vector rows[kWhole];
+    HalfVector last[kHalf];
+#pragma GCC unroll 4
+    for (int v = 0; v < kWhole; ++v) rows[v] = reinterpret_cast<const Vector*>(x)[v];
+    if constexpr (kHalf != 0) last[0] = *reinterpret_cast<const HalfVector*>(x + kWhole * kWidth);
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n) {
+      if constexpr (kWhole == 0) {
+        half[n][0] += line(lines, stride, n)[kInput] * last[0];
+      } else {
+        // Loaded once, for the half too.
+        const Vector weights = is_spread(n) ? one_of4<kInput>(fours_of[n])
+                                            : line(lines, stride, n)[kInput] - Vector{};
+#pragma GCC unroll 4
+        for (int v = 0; v < kWhole; ++v) whole[n][v] += weights * rows[v];
+        if constexpr (kHalf != 0) {
+          HalfVector some;
+          std::memcpy(&some, &weights, sizeof(some));
+          half[n][0] += some * last[0];
+        }
+      }
+    }
+  }
+
+  // A block of x, of which `inputs` are there. The lines have kInputs, zeros behind those.
+  FASTGEN_INLINE void add(const float* x, const float* lines, int64_t stride,
+                                                                int64_t inputs) {
+    static_assert(kInputs == 4);
+    Vector fours_of[kLines];
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n) {
+      if (is_spread(n)) fours_of[n] = repeat4(line(lines, stride, n));
+    }
+    add_one<0>(x, lines, stride, fours_of);
+    if (inputs > 1) add_one<1>(x, lines, stride, fours_of);
+    if (inputs > 2) add_one<2>(x, lines, stride, fours_of);
+    if (inputs > 3) add_one<3>(x, lines, stride, fours_of);
+  }
+
+  // To y[kLines, rows], of which nothing is read where there is a `start` of each line.
+  FASTGEN_INLINE void add_to(float* y, const float* start) const {
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n, y += kShape.rows()) {
+      const float first = start != nullptr ? start[n] : 0.0f;
+#pragma GCC unroll 4
+      for (int v = 0; v < kWhole; ++v) {
+        Vector* place = reinterpret_cast<Vector*>(y) + v;
+        *place = (start != nullptr ? first - Vector{} : *place) + whole[n][v];
+      }
+      if constexpr (kHalf != 0) {
+        HalfVector* place = reinterpret_cast<HalfVector*>(y + kWhole * kWidth);
+        *place = (start != nullptr ? first - HalfVector{} : *place) + half[n][0];
+      }
+    }
+  }
+};
+
+// y[kLines, rows of the tile] = start (y itself if null) + kLines lines of the weight times x[blocks of depth]. The products
+// are summed among themselves first, in the order in which `tile` sums them: the result has the same bits.
+template <int kWhole, int kHalf, int kLines, int kSpread>
+FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride, int64_t depth, const float* start,
+                              float* y, const Ahead& ahead) {
+  LineTile<kWhole, kHalf, kLines, kSpread> tile;
+  for (int64_t begin = 0; begin < depth; begin += kLine) {
+    if (ahead.here != nullptr) {
+      const float* next = (begin < ahead.turn ? ahead.here : ahead.there) + begin;
+#pragma GCC unroll 8
+      for (int n = 0; n < kLines; ++n) __builtin_prefetch(next + n * stride, 0, 3);
+    }
+    const int64_t whole = std::min(begin + kLine, depth / kInputs * kInputs);
+    for (int64_t k = begin; k < whole; k += kInputs) {
+      tile.add(x + k / kInputs * tile.kShape.block(), lines + k, stride, kInputs);
+    }
+  }
+  if (const int64_t rest = depth % kInputs; rest != 0) {
+    float last[kLines * kInputs] = {};
+    for (int n = 0; n < kLines; ++n) std::copy_n(lines + n * stride + depth - rest, rest, last + n * kInputs);
+    tile.add(x + depth / kInputs * tile.kShape.block(), last, kInputs, rest);
+  }
+  tile.add_to(y, start);
+}
+
+using AddLines = void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, const Ahead&);
+
+template <int kLines, int kSpread, size_t... kNumbers>
+constexpr std::array<AddLines, sizeof...(kNumbers)> make_add_lines(std::index_sequence<kNumbers...>) {
+  return {&add_lines<kShapes[kNumbers].whole, kShapes[kNumbers].half, kLines,
+                     kShapes[kNumbers].whole == 1 ? kSpread : 0>...};
+}
+
+// For the shapes that there are registers for: of kOutputs lines, and of one.
+constexpr size_t kHalves = 2 * kRowVectors;
+constexpr auto kAddLines = make_add_lines<kOutputs, 0>(std::make_index_sequence<kHalves>());
+constexpr auto kAddSpread = make_add_lines<kOutputs, kSpreadRows>(std::make_index_sequence<kHalves>());
+constexpr auto kAddLine = make_add_lines<1, 0>(std::make_index_sequence<kHalves>());
+
+// Rows from `begin` to `end`: `x` floats of other rows are packed in front of them for each block of inputs, and the sums of
+// `above` other rows lie in front of theirs.
+struct RowTile {
+  int64_t begin, end;
+  Shape shape;
+  AddLines add_lines, add_line;
+  int64_t x, above;
+};
+
+// Rows in tiles of nearly the same size. Of whole vectors the first tiles have more: with half of one more, the last tile is
+// not larger than any may be.
+inline std::vector<RowTile> tiles_of(int64_t rows) {
+  std::vector<RowTile> tiles;
+  const int64_t rest = rows % kWidth, half = rest > 0 && rest <= kHalfVector ? 1 : 0;
+  const int64_t vectors = (rows + kWidth - 1) / kWidth - half;
+  const int64_t count = (2 * vectors + half + kHalves - 1) / kHalves;
+  const auto& lines = fastgen::is_zen5_or_later() ? kAddSpread : kAddLines;
+  const auto begin_of = [&](int64_t i) { return (vectors * i + count - 1) / count; };
+  int64_t x = 0, above = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t begin = begin_of(i), halves = 2 * (begin_of(i + 1) - begin) + (i + 1 == count ? half : 0);
+    const Shape& shape = kShapes[halves - 1];
+    tiles.push_back({begin * kWidth, std::min(begin * kWidth + shape.rows(), rows), shape, lines[halves - 1],
+                     kAddLine[halves - 1], x, above});
+    x += shape.block(), above += shape.rows();
+  }
+  return tiles;
+}
+
+inline int64_t blocks_of(int64_t inputs) { return (inputs + kInputs - 1) / kInputs; }
+
+inline int64_t floats_of_rows(int64_t rows, int64_t inputs) {
+  const RowTile last = tiles_of(rows).back();
+  return (last.x + last.shape.block()) * blocks_of(inputs);
+}
+
+// The rows of a tile: [inputs of a block, rows] of each block.
+FASTGEN_TARGET inline void pack_tile(const RowTile& tile, const float* x, int64_t stride, int64_t inputs, float* to) {
+  float block[kWidth * kWidth];
+  for (int64_t row = tile.begin; row < tile.end; row += kWidth) {
+    float* place = to + row - tile.begin;
+    const int64_t wide = std::min(kWidth, tile.begin + tile.shape.rows() - row);
+    for (int64_t k = 0; k < inputs; k += kWidth) {
+      const int64_t some = std::min(kWidth, inputs - k);
+      transpose(x + row * stride + k, stride, std::min(kWidth, tile.end - row), some, block, kWidth, kWidth);
+      for (int64_t i = 0; i < some; ++i) {
+        copy(block + i * kWidth, wide,
+             place + (k + i) / kInputs * tile.shape.block() + (k + i) % kInputs * tile.shape.rows());
+      }
+    }
+  }
+}
+
+inline void pack_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to) {
+  for (const RowTile& tile : tiles_of(rows)) {
+    float* place = to + tile.x * blocks_of(inputs);
+    if (tile.end - tile.begin < tile.shape.rows() || inputs % kInputs != 0) {
+      std::fill_n(place, tile.shape.block() * blocks_of(inputs), 0.0f);
+    }
+    pack_tile(tile, x, stride, inputs, place);
+  }
+}
+
+// What kWidth groups of kOutputs outputs of all rows add up to: of each tile, [kWidth, kOutputs, rows of the tile].
+struct Sums {
+  explicit Sums(int64_t rows)
+      : tiles(tiles_of(rows)), numbers((tiles.back().above + tiles.back().shape.rows()) * kOutputs * kWidth) {}
+  int64_t stride(const RowTile& tile) const { return kOutputs * tile.shape.rows(); }  // from a group to the next one
+  float* of(const RowTile& tile, int64_t group) const {
+    return numbers.data() + tile.above * kOutputs * kWidth + group * stride(tile);
+  }
+  const std::vector<RowTile> tiles;
+  const Aligned<float> numbers;
+};
+
+// Outputs that are summed up at the same time: so many, `apart`, from `first` on.
+struct Group {
+  int64_t first, count, apart;
+};
+
+// All rows times the lines of a group, of kOutputs or one, as group `n` of the sums. The lines, kDepth inputs at a time,
+// stay in the first-level cache until all rows have been multiplied with them. What is used kDepth inputs later is
+// prefetched meanwhile, from the lines that follow in the end: so all of the weight is prefetched once, whatever the number of
+// rows, in the order of its use.
+inline void add_group(const Operands& product, const Group& group, const Sums& sums, int64_t n) {
+  const int64_t inputs = product.inputs, distance = std::min(kDepth, inputs), to_next = product.weight_stride - inputs;
+  float start[kOutputs] = {};
+  for (int64_t i = 0; i < group.count && product.bias != nullptr; ++i) {
+    start[i] = product.bias[group.first + i * group.apart];
+  }
+  for (int64_t k = 0; k < inputs; k += kDepth) {
+    const float* weight = product.weight + group.first * product.weight_stride + k;
+    Ahead ahead{weight + distance, weight + distance + to_next, inputs - distance - k};
+    for (const RowTile& tile : sums.tiles) {
+      const float* x = product.x + tile.x * blocks_of(inputs) + k / kInputs * tile.shape.block();
+      const auto add = group.count == kOutputs ? tile.add_lines : tile.add_line;
+      add(x, weight, group.apart * product.weight_stride, std::min(kDepth, inputs - k), k == 0 ? start : nullptr,
+          sums.of(tile, n), ahead);
+      ahead.here = nullptr;
+    }
+  }
+}
+
+// The sums of `some` groups, of which the first is this, to where they belong.
+inline void put_sums(const Operands& product, const Group& group, int64_t some, const Sums& sums) {
+  for (const RowTile& tile : sums.tiles) {
+    for (int64_t i = 0; i < group.count; ++i) {
+      const float* from = sums.of(tile, 0) + i * tile.shape.rows();
+      float* to = product.y + group.first + i * group.apart;
+      for (int64_t row = tile.begin; row < tile.end; row += kWidth) {
+        transpose(from + row - tile.begin, sums.stride(tile), some, std::min(kWidth, tile.end - row),
+                  to + row * product.outputs, product.outputs, some);
+      }
+    }
+  }
+}
+
+// All rows times the outputs from `begin` to `end`. Those that are summed up at the same time are far from each other, so
+// that the lines of each are a stream that the machine reads ahead by itself: lines side by side are read more slowly.
+FASTGEN_TARGET inline void multiply_rows(const Operands& product, int64_t begin, int64_t end) {
+  const Sums sums(product.rows);
+  const int64_t apart = (end - begin) / kOutputs;
+  const auto multiply = [&](int64_t first, int64_t count, int64_t groups) {
+    for (int64_t done = 0; done < groups; done += kWidth) {
+      const int64_t some = std::min(kWidth, groups - done);
+      for (int64_t n = 0; n < some; ++n) add_group(product, {first + done + n, count, apart}, sums, n);
+      put_sums(product, {first + done, count, apart}, some, sums);
+    }
+  };
+  multiply(begin, kOutputs, apart);
+  multiply(begin + kOutputs * apart, 1, end - begin - kOutputs * apart);
+}

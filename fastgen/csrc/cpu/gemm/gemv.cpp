@@ -1,0 +1,150 @@
+// GEMV for the few rows of a decode step, on the unpacked weight, in float32, bfloat16 and float16. The schemas are defined in
+// fastgen/ops/linear/gemv.py.
+//
+// An output is the dot product of a row with a row of the weight. With so few rows the product is bound by reading the
+// weight: each thread reads its part as a few streams far from each other, and the weight's rows of a few outputs stay in the
+// cache until all rows have been multiplied with them. What comes next is prefetched meanwhile, a share of it with every
+// few rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
+// the number of rows; but 8 to 16 rows of bfloat16 are multiplied in AMX tiles, in another order.
+//
+// Of a weight in float32 that is stored by inputs, multiples of its columns are added to the result instead.
+#include "gemv.h"
+
+#include "amx.h"
+#include "isa.h"
+#include "operands.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#ifdef FASTGEN_VECTORS
+
+namespace {
+
+using fastgen::MaybeTensors;
+using fastgen::Operands;
+using fastgen::ScalarType;
+using fastgen::Tensor;
+using fastgen::Tensors;
+
+#define FASTGEN_KERNELS "gemv_kernels.h"
+#define FASTGEN_BF16
+#include "each_isa.h"
+
+#if defined(FASTGEN_AMX) && defined(FASTGEN_HAS_BF16)
+#include "gemv_amx.h"
+#define FASTGEN_GEMV_AMX 1
+#endif
+
+// `prepare` is null where x is read as it is.
+struct Kernel {
+  void (*multiply)(const Operands<void>& operands, int64_t first, int64_t outputs);
+  void (*prepare)(const uint16_t* x, int64_t inputs, float* to);
+};
+
+// For so many rows of this type. Of the weight the inputs are next to each other, or the outputs, in float32.
+Kernel kernel(ScalarType type, bool by_outputs, int64_t rows) {
+#define FASTGEN_KERNEL(SET)                                                                                \
+  by_outputs                          ? Kernel{&SET::add_columns, nullptr}                                 \
+  : type == ScalarType::Float         ? Kernel{&SET::multiply<SET::Float32>, nullptr}                      \
+  : type == ScalarType::BFloat16      ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
+                                      : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
+#ifdef FASTGEN_HAS_BF16
+  if (type == ScalarType::BFloat16 && fastgen::has_avx512_bf16() && !fastgen::instruction_set_is_given()) {
+#ifdef FASTGEN_GEMV_AMX
+    if (rows >= amx::kMinRows && rows <= amx::kMaxRows && fastgen::has_amx()) return {&amx::multiply, nullptr};
+#endif
+    return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
+  }
+#endif
+  return FASTGEN_CHOOSE(FASTGEN_KERNEL);
+#undef FASTGEN_KERNEL
+}
+
+// Whether not the inputs of a weight are next to each other, but its outputs.
+bool is_by_outputs(const Tensor& weight) {
+  return weight.stride(1) != 1 && weight.stride(0) == 1 && weight.scalar_type() == ScalarType::Float;
+}
+
+bool is_laid_out(const Tensor& weight) { return fastgen::are_inputs_adjacent(weight) || is_by_outputs(weight); }
+
+struct Work {
+  Kernel kernel;
+  Operands<void> operands;
+};
+
+// Products with the same x, one or more, all of which prepare it in the same way. The outputs of all together are
+// shared out among the threads.
+void multiply(const Tensor& x, std::vector<Work>& products) {
+  int64_t outputs = 0;
+  std::vector<int64_t> each;
+  for (const auto& [_, product] : products) outputs += each.emplace_back(product.outputs);
+  if (outputs == 0) return;
+  std::vector<float> prepared;
+  if (const auto prepare = products[0].kernel.prepare; prepare != nullptr) {
+    const int64_t rows = x.size(0), inputs = x.size(1);
+    prepared.resize(rows * inputs);
+    const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
+    for (int64_t row = 0; row < rows; ++row) prepare(from + row * x.stride(0), inputs, prepared.data() + row * inputs);
+    for (auto& [_, product] : products) product.x = prepared.data(), product.x_stride = inputs;
+  }
+  const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
+  // In pieces of whole groups of outputs (of the first product), one for each thread.
+  constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
+  const int64_t piece = std::max<int64_t>((outputs + threads * kWhole - 1) / (threads * kWhole) * kWhole, 2 * kWhole);
+  fastgen::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+    fastgen::for_each_part(each, begin * piece, end * piece, [&](size_t i, int64_t from, int64_t to) {
+      products[i].kernel.multiply(products[i].operands, from, to - from);
+    });
+  });
+}
+
+void gemv_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors biases) {
+  fastgen::check_batch("gemv", results, x, weights, biases);
+  fastgen::check_x("gemv", x, fastgen::is_floating(x.scalar_type()));
+  std::vector<Work> products;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    Work work{{}, fastgen::checked<void>("gemv", results[i], x, weights[i], biases[i], &is_laid_out)};
+    const bool by_outputs = is_by_outputs(weights[i]);
+    STD_TORCH_CHECK(by_outputs == is_by_outputs(weights[0]), "gemv: all weights must be laid out in one way");
+    if (by_outputs) work.operands.weight_stride = weights[i].stride(1);
+    work.kernel = kernel(x.scalar_type(), by_outputs, x.size(0));
+    products.push_back(work);
+  }
+  if (!products.empty() && x.size(0) > 0) multiply(x, products);
+}
+
+// A row of a weight is prefetched while the one before it is multiplied.
+void prefetch(const float* row, int64_t inputs) {
+  constexpr int64_t kCacheLine = 64 / sizeof(float);
+  for (int64_t i = 0; i < inputs; i += kCacheLine) __builtin_prefetch(row + i, 0, 3);
+}
+
+}  // namespace
+
+void fastgen::gemv_of_outputs(const Tensor& x, int64_t row, const Tensor& weight, const std::optional<Tensor>& bias,
+                              const int64_t* outputs, int64_t count, float* y) {
+  const int64_t inputs = x.size(1), stride = weight.stride(0);
+  const float* from = static_cast<const float*>(x.const_data_ptr()) + row * x.stride(0);
+  const float* first = static_cast<const float*>(weight.const_data_ptr());
+  const float* biases = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+  const auto multiply = kernel(ScalarType::Float, false, 1).multiply;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + 1 < count) prefetch(first + outputs[i + 1] * stride, inputs);
+    const float* own = biases == nullptr ? nullptr : biases + outputs[i];
+    multiply({from, first + outputs[i] * stride, own, y + i, inputs, stride, 1, inputs, 1}, 0, 1);
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("gemv_out", FASTGEN_PLANNED(fastgen::one_of<&gemv_batch_out>));
+  library.impl("gemv_batch_out", FASTGEN_PLANNED(gemv_batch_out));
+}
+
+#endif

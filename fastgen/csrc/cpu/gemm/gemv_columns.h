@@ -1,0 +1,83 @@
+// GEMV on a weight in float32 that is stored by inputs: multiples of its columns are added to the result. Included by
+// gemv_kernels.h. No include guard: it is meant to be included several times.
+
+// Of a weight of which the outputs are next to each other, in float32: kLines lines times kVectors vectors of outputs from
+// `output` on, added to the sums of all rows, whose lines are `stride` apart. `factors`, [rows, kLines], are of x.
+template <int kVectors, int kLines>
+FASTGEN_INLINE void add_multiples(const float* lines, int64_t line_stride, int64_t output, const float* factors,
+                                  int64_t rows, float* sums, int64_t stride) {
+  Vector w[kLines][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLines; ++i) {
+    const float* line = lines + i * line_stride + output;
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      w[i][v] = reinterpret_cast<const Vector*>(line)[v];
+      __builtin_prefetch(line + kLines * line_stride + v * kWidth, 0, 3);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    Vector* of_row = reinterpret_cast<Vector*>(sums + r * stride + output);
+    Vector added[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) added[v] = of_row[v];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) added[v] += factors[r * kLines + i] * w[i][v];
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) of_row[v] = added[v];
+  }
+}
+
+// All rows times `width` outputs from `begin` on, to `sums`, whose lines are `stride` apart. `factors` is memory to work in.
+template <int kVectors, int kLines>
+FASTGEN_TARGET void sum_multiples(const Operands<void>& given, const float* x, int64_t rows, int64_t begin, int64_t width,
+                                  float* factors, float* sums, int64_t stride) {
+  const float* weight = static_cast<const float*>(given.weight) + begin;
+  const float* bias = given.bias == nullptr ? nullptr : static_cast<const float*>(given.bias) + begin;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t o = 0; o < width; ++o) sums[r * stride + o] = bias == nullptr ? 0.0f : bias[o];
+  }
+  const int64_t whole = width / kWidth * kWidth, steps = given.inputs / kLines * kLines;
+  for (int64_t k = 0; k < steps; k += kLines) {
+    const float* lines = weight + k * given.weight_stride;
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(x + r * given.x_stride + k, kLines, factors + r * kLines);
+    int64_t o = 0;
+    for (; o + kVectors * kWidth <= whole; o += kVectors * kWidth) {
+      add_multiples<kVectors, kLines>(lines, given.weight_stride, o, factors, rows, sums, stride);
+    }
+    if (o < whole) add_multiples<1, kLines>(lines, given.weight_stride, o, factors, rows, sums, stride);
+  }
+  // What is left: the outputs behind the last vector, and all outputs of the inputs behind the last kLines.
+  for (int64_t k = 0; k < given.inputs; ++k) {
+    const float* line = weight + k * given.weight_stride;
+    for (int64_t r = 0; r < rows; ++r) {
+      const float factor = x[r * given.x_stride + k];
+      for (int64_t o = k < steps ? whole : 0; o < width; ++o) sums[r * stride + o] += factor * line[o];
+    }
+  }
+}
+
+// All rows times such a weight. A part of the result grows in memory of its own: lines of a result and of x are often
+// multiples of 4,096 bytes apart, and of these the first-level cache holds as many as it has ways, which may be fewer than
+// the rows.
+inline FASTGEN_TARGET void add_columns(const Operands<void>& given, int64_t first, int64_t some) {
+  constexpr int64_t kLines = 8, kRows = 24;
+  constexpr int kVectors = FASTGEN_WIDTH == 16 ? 2 : 1;  // there are registers for
+  // Outputs of a part: half of them with more rows, so that their sums stay in the cache. kSpare lies between two rows.
+  constexpr int64_t kMost = 512, kSpare = 16;
+  const int64_t part = given.rows > 16 ? kMost / 2 : kMost, stride = part + kSpare;
+  alignas(64) float sums[kRows * (kMost + kSpare)], factors[kRows * kLines];
+  for (int64_t begin = first; begin < first + some; begin += part) {
+    const int64_t width = std::min(part, first + some - begin);
+    for (int64_t row = 0; row < given.rows; row += kRows) {
+      const int64_t rows = std::min(kRows, given.rows - row);
+      const float* x = static_cast<const float*>(given.x) + row * given.x_stride;
+      sum_multiples<kVectors, kLines>(given, x, rows, begin, width, factors, sums, stride);
+      float* y = static_cast<float*>(given.y) + row * given.outputs + begin;
+      for (int64_t r = 0; r < rows; ++r) std::copy_n(sums + r * stride, width, y + r * given.outputs);
+    }
+  }
+}

@@ -1,0 +1,96 @@
+// Vectors of FASTGEN_WIDTH numbers and what is done with them, for one instruction set. Included by each_isa.h, which says
+// what is defined. No include guard: it is meant to be included several times.
+
+constexpr int64_t kWidth = FASTGEN_WIDTH;
+
+typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(4), may_alias));
+// Of a line whose numbers are of 16 bits, two in each place.
+typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(2), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(1), may_alias));
+typedef uint8_t FewBytes __attribute__((vector_size(FASTGEN_WIDTH), aligned(1), may_alias));
+
+// What is tuned to the registers: a number for each width of vectors.
+template <class Number>
+constexpr Number by_width(Number of_4, Number of_8, Number of_16) {
+  return FASTGEN_WIDTH == 4 ? of_4 : FASTGEN_WIDTH == 8 ? of_8 : of_16;
+}
+
+#if FASTGEN_WIDTH == 4
+
+FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) { fastgen::Float16<4>::load(to, from); }
+
+// kWidth rows of as many numbers, transposed.
+FASTGEN_INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  fastgen::transpose4(from, from_stride, to, to_stride);
+}
+
+FASTGEN_INLINE Vector load_bytes(const uint8_t* from) {
+  return __builtin_convertvector(*reinterpret_cast<const FewBytes*>(from), Vector);
+}
+
+// Byte i of each place.
+FASTGEN_INLINE Bits byte_of(Bits bits, int i) {
+  return bits >> (8 * i) & 255u;
+}
+
+// Four floats, over and over; and of such a vector number i, over and over.
+FASTGEN_INLINE Vector repeat4(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+template <int i>
+FASTGEN_INLINE Vector one_of4(Vector fours) {
+  return fours[i] - Vector{};
+}
+
+#elif FASTGEN_WIDTH == 8
+
+FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) { fastgen::Float16F16c<8>::load(to, from); }
+
+FASTGEN_INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  fastgen::transpose8(from, from_stride, to, to_stride);
+}
+
+FASTGEN_INLINE Vector load_bytes(const uint8_t* from) {
+  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+
+FASTGEN_INLINE Bits byte_of(Bits bits, int i) {
+  if (i == 0) return (Bits)_mm256_and_si256((__m256i)bits, _mm256_set1_epi32(255));
+  if (i == 3) return (Bits)_mm256_srli_epi32((__m256i)bits, 24);
+  const int64_t low = fastgen::lanes_of_byte(i), high = fastgen::upper_lanes_of_byte(i);
+  return (Bits)_mm256_shuffle_epi8((__m256i)bits, _mm256_set_epi64x(high, low, high, low));
+}
+
+FASTGEN_INLINE Vector repeat4(const float* from) {
+  return (Vector)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from));
+}
+template <int i>
+FASTGEN_INLINE Vector one_of4(Vector fours) {
+  return (Vector)_mm256_permute_ps((__m256)fours, i * 0x55);
+}
+
+#else
+
+FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) { fastgen::Float16Avx512<16>::load(to, from); }
+
+FASTGEN_INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  fastgen::transpose16(from, from_stride, to, to_stride);
+}
+
+FASTGEN_INLINE Vector load_bytes(const uint8_t* from) {
+  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
+FASTGEN_INLINE Bits byte_of(Bits bits, int i) {
+  if (i == 0) return (Bits)_mm512_and_si512((__m512i)bits, _mm512_set1_epi32(255));
+  if (i == 3) return (Bits)_mm512_srli_epi32((__m512i)bits, 24);
+  const int64_t low = fastgen::lanes_of_byte(i), high = fastgen::upper_lanes_of_byte(i);
+  return (Bits)_mm512_shuffle_epi8((__m512i)bits, _mm512_set4_epi64(high, low, high, low));
+}
+
+FASTGEN_INLINE Vector repeat4(const float* from) { return (Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
+template <int i>
+FASTGEN_INLINE Vector one_of4(Vector fours) {
+  return (Vector)_mm512_permute_ps((__m512)fours, i * 0x55);
+}
+
+#endif
