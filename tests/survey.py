@@ -28,7 +28,7 @@ import torch
 
 import fastgen
 from fastgen import counters, patching, settings
-from fastgen.decoding import kv
+from fastgen.decoding.kv import growing as kv
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import encoder_models
 from tests.equivalence.cases import DECODING

@@ -14,7 +14,7 @@ from transformers import EncoderDecoderCache, StaticCache
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding.shared import SharedKV
+from fastgen.decoding.kv.view import KVView
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests.equivalence.models import BY_NAME
 from tests.recorded_graph import RecordedGraph
@@ -250,7 +250,7 @@ def test_a_subclass_that_unwraps_itself() -> None:
     prefix, suffix, query = torch.randn(2, 2, 5, 4), torch.randn(4, 2, 3, 4), torch.randn(4, 2, 1, 4)
 
     def step() -> tuple[Tensor, ...]:
-        keys, values = SharedKV.of(prefix, suffix, 2), SharedKV.of(prefix, suffix, 2)
+        keys, values = KVView.of(prefix, suffix, 2), KVView.of(prefix, suffix, 2)
         attended = nn.functional.scaled_dot_product_attention(query, keys, values)
         return attended, keys.transpose(2, 3) + 1, torch.cat([keys, query], dim=2)
 

@@ -8,7 +8,7 @@ import torch
 import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.cache import StepLayer

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from fastgen import interrupts, settings
 from fastgen.decoding import library_code
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import Replacement
 from fastgen.decoding.library_code import Reached
 from fastgen.decoding.modules import modules_of
-from fastgen.decoding.shared import CannotBeCaptured
 
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 # What torch keeps in modules, but for the hooks; and what needs no copy.

@@ -1,7 +1,7 @@
 """The bookkeeping of a step of a search, in place, in two calls.
 
 They do what `take` does in `fastgen.decoding.captured`, and what goes on with the search: `StepState.advance`
-in `fastgen.decoding.captured.kv`, masks and positions. There it is spelled out in torch, in some seventy operators
+in `fastgen.decoding.kv.rows`, masks and positions. There it is spelled out in torch, in some seventy operators
 for beam search, whose numbers are so few that starting the operators is all that takes time. That is the reference,
 and what other devices use; the arguments have the names of the buffers there. Here are the same rules for the CPU,
 with the same results number by number: equal scores come in the order of torch.topk.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import memory
-from fastgen.decoding import kv
-from fastgen.decoding.beams import Beams
+from fastgen.decoding.kv import growing as kv
+from fastgen.decoding.kv.rows import Beams
 
 
 def test_storages_are_counted_once_and_whole():
@@ -30,7 +30,7 @@ def test_tensors_of_a_library_cache():
 
 def test_tensors_of_the_store(monkeypatch):
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0, raising=False)
-    layer, batch, per_input, width, length, capacity = kv.LayerKV(initial_capacity=8), 2, 4, 4, 64, 8
+    layer, batch, per_input, width, length, capacity = kv.GrowingKV(initial_capacity=8), 2, 4, 4, 64, 8
     layer.extend(torch.zeros(batch, 1, length, width), torch.zeros(batch, 1, length, width))
     layer.expand(Beams(batch, per_input))
     prefix = 2 * batch * length * width * 4

@@ -20,7 +20,7 @@ from benchmarks.machine import ROOT
 from benchmarks.workload import CAPTURED_STEP, Context, Generation, Workload
 from benchmarks.workloads import all_workloads, real_calls, smollm2_chat
 from benchmarks.workloads.shapes import llama_small
-from fastgen.decoding import kv
+from fastgen.decoding.kv import growing as kv
 from tests.benchmarks.tiny_configs import CONFIGS
 
 _ALL = {workload.name: workload for workload in all_workloads()}

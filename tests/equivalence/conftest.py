@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import kv, layers
+from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
-from fastgen.decoding.shared import SharedKV
+from fastgen.decoding.kv import growing as kv
+from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
@@ -53,7 +54,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
-    monkeypatch.setattr(kv, "MAX_WHOLE_BYTES", 2**10)  # both ways to reorder are taken, as a suffix grows
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     fastgen.enable()
@@ -114,19 +114,19 @@ class SharedPrefixes:
 def shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> SharedPrefixes:
     """Counts uses of the shared prefix during the test."""
     found = SharedPrefixes()
-    of, materialize = SharedKV.of, SharedKV.materialize
+    of, materialize = KVView.of, KVView.materialize
 
-    def counting_of(*args: object, **kwargs: object) -> SharedKV:
+    def counting_of(*args: object, **kwargs: object) -> KVView:
         found.made += 1
         return of(*args, **kwargs)
 
-    def counting_materialize(tensor: SharedKV) -> object:
+    def counting_materialize(tensor: KVView) -> object:
         if tensor._parts.prefix.shape[2] >= kv.MIN_SHARED_PREFIX:
             found.full.append(_asked_by())
         return materialize(tensor)
 
-    monkeypatch.setattr(SharedKV, "of", staticmethod(counting_of))
-    monkeypatch.setattr(SharedKV, "materialize", counting_materialize)
+    monkeypatch.setattr(KVView, "of", staticmethod(counting_of))
+    monkeypatch.setattr(KVView, "materialize", counting_materialize)
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import LogitsProcessorList
 
 import fastgen
-from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
+from fastgen.decoding.kv.exchange import Growing
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import (

@@ -13,7 +13,7 @@ import torch
 from fastgen import releases
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.kv import StaticKV
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests.equivalence.captured import (
@@ -351,14 +351,14 @@ def test_attention_of_the_models_own(name: str, device: torch.device) -> None:
 def test_masks_that_say_nothing_new_are_not_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths on the device leave out the padding; T5's masks, which hold position biases, are read."""
     read: dict[str, list[bool]] = {}
-    bias = StaticKV._bias
+    needed = FixedKV._needed
 
-    def recording(kv: StaticKV, *args: Any) -> Any:
-        result = bias(kv, *args)
+    def recording(kv: FixedKV, *args: Any) -> Any:
+        result = needed(kv, *args)
         read[name].append(result is not None)
         return result
 
-    monkeypatch.setattr(StaticKV, "_bias", recording)
+    monkeypatch.setattr(FixedKV, "_needed", recording)
     for name in ("bart", "gpt2", "llama", "t5"):
         read[name] = []
         check(*build(BY_NAME[name], device), BEAMS)

@@ -14,9 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding import shared
-from fastgen.decoding.kv import LayerKV
-from fastgen.decoding.shared import SharedKV
+from fastgen.decoding.kv import view as shared
+from fastgen.decoding.kv.growing import GrowingKV
+from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.transformers.cache import StoreInCache
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
@@ -66,14 +66,14 @@ def assert_failed_once(record: pytest.WarningsRecorder) -> None:
 
 
 PLACES = {
-    "before anything": (LayerKV, "__init__", 1),
-    "first layer of the prompt": (LayerKV, "extend", 1),
-    "second layer of the prompt": (LayerKV, "extend", 2),
-    "branching": (LayerKV, "expand", 2),
-    "first step": (LayerKV, "extend", 5),
-    "a later step": (LayerKV, "extend", 13),
-    "making the shared tensor": (SharedKV, "of", 3),
-    "reordering": (LayerKV, "reorder", 4),
+    "before anything": (GrowingKV, "__init__", 1),
+    "first layer of the prompt": (GrowingKV, "extend", 1),
+    "second layer of the prompt": (GrowingKV, "extend", 2),
+    "branching": (GrowingKV, "expand", 2),
+    "first step": (GrowingKV, "extend", 5),
+    "a later step": (GrowingKV, "extend", 13),
+    "making the shared tensor": (KVView, "of", 3),
+    "reordering": (GrowingKV, "reorder", 4),
 }
 
 
@@ -110,7 +110,7 @@ def test_handing_over_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     """The tokens are there, but the cache cannot be returned."""
     with fastgen.disabled():
         original = run(family.build(), family.make_inputs(), {**BEAM, **SCORES})
-    break_(monkeypatch, LayerKV, "materialize", 2)
+    break_(monkeypatch, GrowingKV, "materialize", 2)
     with pytest.warns() as record:
         ours = run(family.build(), family.make_inputs(), {**BEAM, **SCORES})
     assert_same(original, ours)
@@ -120,7 +120,7 @@ def test_handing_over_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """In strict mode the failure is seen, with its cause."""
     fastgen.enable(strict=True)
-    break_(monkeypatch, LayerKV, "extend", 5)
+    break_(monkeypatch, GrowingKV, "extend", 5)
     with pytest.raises(fastgen.FallbackError, match="planted"):
         run(BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(), BEAM)
 
@@ -131,7 +131,7 @@ def test_out_of_memory_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(LayerKV, "extend", full)
+    monkeypatch.setattr(GrowingKV, "extend", full)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         run(BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(), BEAM)
     assert fallbacks() == {}
@@ -165,7 +165,7 @@ def test_streamer_is_not_fed_twice(family: Any, at: int, monkeypatch: pytest.Mon
 
     with fastgen.disabled():
         original = call()
-    break_(monkeypatch, LayerKV, "extend", at)
+    break_(monkeypatch, GrowingKV, "extend", at)
     with pytest.warns(RuntimeWarning, match="planted"):
         assert call() == original
 
@@ -201,7 +201,7 @@ def test_own_cache_is_intact(family: Any, filled: bool, monkeypatch: pytest.Monk
 
     with fastgen.disabled():
         original = call()
-    break_(monkeypatch, LayerKV, "reorder", 7)
+    break_(monkeypatch, GrowingKV, "reorder", 7)
     with pytest.warns(RuntimeWarning, match="planted"):
         assert_same(original, call())
 
@@ -219,7 +219,7 @@ def test_own_encoder_outputs_are_intact(family: Any, monkeypatch: pytest.MonkeyP
 
     with fastgen.disabled():
         original = call()
-    break_(monkeypatch, LayerKV, "extend", 9)
+    break_(monkeypatch, GrowingKV, "extend", 9)
     with pytest.warns(RuntimeWarning, match="planted"):
         assert_same(original, call())
 
@@ -271,7 +271,7 @@ def test_state_that_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     for mine in (Large(), many):
         options = {**BEAM, "logits_processor": [mine]}
         assert_same(original, run(family.build(), family.make_inputs(), lambda options=options: options))
-    break_(monkeypatch, LayerKV, "extend", 13)
+    break_(monkeypatch, GrowingKV, "extend", 13)
     with pytest.warns(RuntimeWarning, match="planted"):
         assert_same(original, run(family.build(), family.make_inputs(), lambda: options))
 
@@ -303,7 +303,7 @@ def test_state_of_the_users_objects_is_put_back(family: Any, how: str, monkeypat
 
     with fastgen.disabled():
         original = call()
-    break_(monkeypatch, LayerKV, "extend", 13)
+    break_(monkeypatch, GrowingKV, "extend", 13)
     with pytest.warns(RuntimeWarning, match="planted"):
         ours = call()
     assert_same(original, ours)

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.decoding import layers
-from fastgen.decoding.kv import LayerKV
+from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.layer_forms import FloatLinear
 from fastgen.ops.linear import choose, gemm
 from tests.equivalence.cases import BEAM
@@ -88,7 +88,7 @@ def test_a_failed_call_and_a_declined_one_run_on_the_original(
 ) -> None:
     family = BY_NAME["gpt2"]
     model, inputs = family.build(), family.make_inputs(batch=2, length=9)
-    break_(monkeypatch, LayerKV, "expand", 1)
+    break_(monkeypatch, GrowingKV, "expand", 1)
     with pytest.warns(RuntimeWarning, match="planted"):
         run(model, inputs, BEAM)
     prompt = len(products)

@@ -19,8 +19,8 @@ from transformers.models import fsmt
 import fastgen
 from fastgen import settings
 from fastgen.decoding.captured import graph
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import FastLayers
-from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.costs import Costs
 from fastgen.decoding.speculation.draft_length import DraftLength, Schedule
 from fastgen.decoding.speculation.row_lengths import RowLengths

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import fastgen
-from fastgen.decoding.captured.kv import StaticKV
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
@@ -141,8 +141,8 @@ def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monke
 def test_that_keys_and_values_of_other_rows_are_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "BATCHES", [2**power for power in range(13)])
     monkeypatch.setattr(leaving, "pays", lambda *_: True)
-    take_over = StaticKV.take_over
-    monkeypatch.setattr(StaticKV, "take_over", lambda kv, old, *rows: take_over(kv, old, *(x.roll(1) for x in rows)))
+    take_over = FixedKV.take_over
+    monkeypatch.setattr(FixedKV, "take_over", lambda kv, old, *rows: take_over(kv, old, *(x.roll(1) for x in rows)))
     options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 2}
     assert probability(model, "lookup", options, DRAWS // 5) < SIGNIFICANT
 

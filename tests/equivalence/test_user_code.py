@@ -31,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding.kv import LayerKV
+from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import SharedLayer
 from tests.equivalence.cases import BEAM, SAMPLE
@@ -248,7 +248,7 @@ def test_error_that_the_user_catches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with fastgen.disabled():
         original = run(LLAMA.build(), LLAMA.make_inputs(), BEAM)
-    extend, calls = LayerKV.extend, []
+    extend, calls = GrowingKV.extend, []
 
     def fails_late(*args: Any) -> Any:
         calls.append(1)
@@ -256,7 +256,7 @@ def test_error_that_the_user_catches(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ZeroDivisionError("planted")
         return extend(*args)
 
-    monkeypatch.setattr(LayerKV, "extend", fails_late)
+    monkeypatch.setattr(GrowingKV, "extend", fails_late)
     with pytest.warns(RuntimeWarning, match="planted"):
         ours = run(LLAMA.build(), LLAMA.make_inputs(), lambda: {**BEAM, "logits_processor": [Catches()]})
     assert_same(original, ours)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastgen
-from fastgen.decoding import kv
+from fastgen.decoding.kv import growing as kv
 from fastgen.optimizer.fairseq import scores
 
 try:

@@ -10,8 +10,8 @@ from fairseq import search
 from fairseq.data import encoders  # noqa: F401  (as the command lines do)
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 
-from fastgen.decoding import kv
-from fastgen.decoding.shared import SharedKV
+from fastgen.decoding.kv import growing as kv
+from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.fairseq.call import Call
 from fastgen.optimizer.fairseq.scores import step
 from tests.fairseq import models
@@ -99,7 +99,7 @@ def test_sources_of_all_shapes(pool, name, shape, seed):
 def test_the_source_is_shared_when_it_is_long(pool, monkeypatch):
     shared = []
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 2**30)  # what is generated is not meant here
-    monkeypatch.setattr(SharedKV, "of", staticmethod(lambda *args, of=SharedKV.of: shared.append(1) or of(*args)))
+    monkeypatch.setattr(KVView, "of", staticmethod(lambda *args, of=KVView.of: shared.append(1) or of(*args)))
     check(lambda: generator_for([pool("post-norm")], beam_size=3), models.sources(3, 90))
     assert shared
     shared.clear()

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, StaticCache
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding import kv
+from fastgen.decoding.kv import growing as kv
 from fastgen.models.unilm import UniLMConfig, UniLMForSeq2SeqLM
 from tests.models.tiny_unilm import CLS, PAD, SEP, SHAPE, VOCABULARY, batch, plain_logits, sources, tiny_model
 

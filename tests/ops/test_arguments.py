@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.kv import StepState
+from fastgen.decoding.kv.rows import StepState
 from fastgen.ops import _library
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops.linear import grouped, tune  # noqa: F401 (defines evict)
@@ -173,7 +173,7 @@ def test_kv_write_with_more_rows_of_values_than_positions():
 
 
 def test_kv_write_into_a_cache_whose_rows_overlap():
-    """That is how rows of different lengths lie (decoding/speculation/ragged.py): each at places of its own."""
+    """That is how rows of different lengths lie (decoding/kv/fixed.py): each at places of its own."""
     new, caches = torch.randn(2, 1, 4), torch.zeros(2, 1, 1, 3, 4)
     ops.kv_write(new, new + 1, *caches.expand(2, 2, 1, 3, 4), torch.tensor([2, 0]))
     for cache, wanted in zip(caches, (new, new + 1), strict=True):

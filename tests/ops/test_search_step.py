@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import Search
+from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import _library, search_step
 from tests.decoding.captured.test_program import Replayed

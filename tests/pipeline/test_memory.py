@@ -162,7 +162,7 @@ def test_capacity_for_what_is_generated():
 
 
 def test_sizes_are_those_of_the_captured_step_and_of_the_store():
-    from fastgen.decoding import kv
+    from fastgen.decoding.kv import growing as kv
     from fastgen.optimizer.transformers import prefill
     from fastgen.optimizer.transformers.captured import decoding, sizes
 

@@ -15,7 +15,7 @@ using fastgen::OfRows;
 using torch::stable::Tensor;
 
 void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, Tensor position) {
-  // Rows of different lengths have one cache in which they overlap (decoding/speculation/ragged.py): each writes to places
+  // Rows of different lengths have one cache in which they overlap (decoding/kv/fixed.py): each writes to places
   // of its own.
   fastgen::Arguments("kv_write").writes_distinct(key_cache).writes_distinct(value_cache).reads(keys, values, position);
   STD_TORCH_CHECK(keys.dim() == 3 && OfRows::fits(position, keys.size(0)),

@@ -17,9 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
-from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import cache
 from fastgen.interrupts import undoing
 from fastgen.locks import forkable_lock

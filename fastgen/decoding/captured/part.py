@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
+from fastgen.decoding.kv.exchange import Growing
 
 # What the host does behind a piece, if anything; and such a piece, with that.
 Then = Callable[..., None] | None

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen.decoding import arena, largest_outputs, linear_ops, lm_head, panel_ops
-from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.recording import record, tensors_in
+from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of, with_out
 from fastgen.decoding.simplified import simplified
 from fastgen.ops import _plan, _team, elementwise, top_two

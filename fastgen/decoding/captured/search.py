@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastgen.decoding.captured.growing import Growing
+from fastgen.decoding.kv.exchange import Growing
 from fastgen.ops import search_step
 
 # Stands in front of a prompt that is shorter than its part of the buffer: no token.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from fastgen.decoding.captured.symbolic_length import SymbolicLength
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured
 
 # What is asked of a tensor without looking at its numbers.
 _QUESTIONS = frozenset(

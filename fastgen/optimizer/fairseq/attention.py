@@ -1,7 +1,7 @@
 """FairSeq's attention on FastGen's K/V.
 
 `MultiheadAttention` concatenates to its K/V in every step and copies all of them when the beams are reordered. In an
-accelerated call it uses a `LayerKV`: the K/V of the source once per source, what is generated in place.
+accelerated call it uses a `GrowingKV`: the K/V of the source once per source, what is generated in place.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastgen import counters
-from fastgen.decoding.beams import Beams, rows_of
-from fastgen.decoding.kv import LayerKV
+from fastgen.decoding.kv.growing import GrowingKV
+from fastgen.decoding.kv.rows import Beams, rows_of
 from fastgen.optimizer.fairseq.prefill import Prefill
 from fastgen.patching import Wrapper, held
 
@@ -57,7 +57,7 @@ class Call:
     is_expanded: bool = False
     prefilled: State | None = None
     _beams: Beams | None = None
-    _layers: list[LayerKV] = field(default_factory=list)
+    _layers: list[GrowingKV] = field(default_factory=list)
     _masks: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _tokens: Tensor | None = None
     _has_padding: bool = False
@@ -107,13 +107,13 @@ class Call:
             layer.expand(self.beams)
         return layer.extend(keys, values)
 
-    def layer(self, module: Any, state: State) -> tuple[LayerKV, bool]:
+    def layer(self, module: Any, state: State) -> tuple[GrowingKV, bool]:
         """The K/V of one attention module, and whether there are none yet."""
         # A model that is in an ensemble twice has two states.
         found = module.get_incremental_state(state, _KEY)
         if found is not None:
             return found["kv"], False
-        layer = LayerKV(self.initial_capacity)
+        layer = GrowingKV(self.initial_capacity)
         self._layers.append(layer)
         module.set_incremental_state(state, _KEY, {"kv": layer})
         return layer, True

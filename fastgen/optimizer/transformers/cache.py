@@ -18,10 +18,10 @@ from transformers.cache_utils import (
 )
 
 from fastgen import releases
-from fastgen.decoding.beams import Beams
-from fastgen.decoding.captured.kv import StaticKV
-from fastgen.decoding.kv import LayerKV
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.growing import GrowingKV
+from fastgen.decoding.kv.rows import Beams
+from fastgen.decoding.kv.view import CannotBeCaptured
 
 
 class _Store(Protocol):
@@ -53,17 +53,17 @@ class StoredLayer(releases.CacheLayerNames, CacheLayerMixin):
 
 
 class SharedLayer(StoredLayer):
-    """A layer in a `LayerKV`.
+    """A layer in a `GrowingKV`.
 
     A sliding-window layer drops what lies behind the window from the prefix only. It may hold more than the window, and
     the masks that models build from `get_mask_sizes` leave that out; `unsupported` sees to it that they do.
     """
 
     is_compileable = False
-    kv: LayerKV
+    kv: GrowingKV
 
     def __init__(self, initial_capacity: int, window: int | None = None) -> None:
-        super().__init__(LayerKV(initial_capacity, window))
+        super().__init__(GrowingKV(initial_capacity, window))
         self.is_sliding = window is not None
         self.window = window
         # From a reorder of all rows, which is what the library passes, to one of those that are in the store.
@@ -98,7 +98,7 @@ class SharedLayer(StoredLayer):
 
 
 class StepLayer(StoredLayer):
-    """A layer in a `StaticKV`; `seen` are the positions in front of the step's: of self-attention on the device.
+    """A layer in a `FixedKV`; `seen` are the positions in front of the step's: of self-attention on the device.
 
     What is called for it, is so in every step.
     """
@@ -106,9 +106,9 @@ class StepLayer(StoredLayer):
     is_compileable = True
     is_sliding = False
     is_initialized = True
-    kv: StaticKV
+    kv: FixedKV
 
-    def __init__(self, kv: StaticKV, seen: torch.Tensor | int | Callable[[], torch.Tensor | int]) -> None:
+    def __init__(self, kv: FixedKV, seen: torch.Tensor | int | Callable[[], torch.Tensor | int]) -> None:
         super().__init__(kv)
         self._seen = seen
 
@@ -239,7 +239,7 @@ def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer]:
     return shared
 
 
-def _fill(layer: DynamicLayer, kv: LayerKV) -> None:
+def _fill(layer: DynamicLayer, kv: GrowingKV) -> None:
     keys, values = kv.materialize()
     if layer.get_seq_length():
         layer.keys, layer.values = keys, values
@@ -319,8 +319,8 @@ def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
 
 
 def cache_of(
-    own: Sequence[StaticKV],
-    cross: Sequence[StaticKV],
+    own: Sequence[FixedKV],
+    cross: Sequence[FixedKV],
     seen: torch.Tensor | int,
     of_rows: Callable[[], torch.Tensor] | None = None,
 ) -> Cache:
@@ -337,5 +337,5 @@ def cache_of(
     return cache
 
 
-def _prefix_capacity(kv: StaticKV) -> int:
+def _prefix_capacity(kv: FixedKV) -> int:
     return kv.prefix_capacity

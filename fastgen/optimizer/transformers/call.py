@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen import counters, releases
 from fastgen.decoding.captured.recording import is_capturing
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import LINEAR, FastLayers
-from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.ops import elementwise
 from fastgen.ops._library import warn_if_missing

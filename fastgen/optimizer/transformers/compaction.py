@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import releases
-from fastgen.decoding.beams import rows_of
+from fastgen.decoding.kv.rows import rows_of
 from fastgen.optimizer.transformers.cache import StoreInCache
 
 # Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen import counters, patching, releases, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators

@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
-from fastgen.decoding.beams import Beams
+from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers.buckets import prefill_in_groups
 from fastgen.optimizer.transformers.cache import StoreInCache

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fastgen import patching
-from fastgen.decoding.shared import METADATA
+from fastgen.decoding.kv.view import METADATA
 from fastgen.ops.best_candidates import MIN_SCORES, best_candidates
 from fastgen.optimizer.transformers.call import Call
 

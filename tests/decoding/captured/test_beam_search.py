@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.kv import StepState
+from fastgen.decoding.kv.rows import StepState
 from fastgen.ops.best_candidates import Candidates, best_continuations, reference
 
 transformers = pytest.importorskip("transformers")

@@ -25,8 +25,8 @@ from fastgen.decoding.arena import LEAST_CHUNK, Arena
 from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.operations import Place
-from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import elementwise
 from fastgen.ops.linear import choose, gemm, upcast
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_

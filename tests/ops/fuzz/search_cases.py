@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import Search
+from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops import search_step, top_two

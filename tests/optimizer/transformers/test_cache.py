@@ -6,15 +6,16 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import EncoderDecoderCache
 
-from fastgen.decoding.captured.kv import StaticKV, StepState
+from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.rows import StepState
 from fastgen.optimizer.transformers.cache import cache_of
 
 PREFIX, CAPACITY = 5, 8
 
 
-def kv(has_suffix: bool) -> StaticKV:
+def kv(has_suffix: bool) -> FixedKV:
     state = StepState(2, 1, CAPACITY, torch.device("cpu"))
-    return StaticKV(*torch.randn(2, 2, 3, 1, 4), state, PREFIX, has_suffix)
+    return FixedKV(*torch.randn(2, 2, 3, 1, 4), state, PREFIX, has_suffix)
 
 
 def test_models_take_it_for_a_static_cache() -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.decoding.captured.growing import LEAST_LENGTH, Growing
-from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.captured.symbolic_length import SymbolicLength
+from fastgen.decoding.kv.exchange import LEAST_LENGTH, Growing
+from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.rows import StepState
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, Key, Prompt
@@ -40,11 +41,11 @@ class StepBuffers:
         self.growing = growing = Growing() if key.sizes.new == 0 else None
         self.position = StepState(key.batch, key.per_input, sizes.new + key.width - 1, device, key.width, growing)
         self.own = [
-            StaticKV(*kv, self.position, sizes.stored, has_suffix=True, window=window, growing=growing)
+            FixedKV(*kv, self.position, sizes.stored, has_suffix=True, window=window, growing=growing)
             for kv, window in zip(prompt.own, key.windows, strict=True)
         ]
         self.cross = [
-            StaticKV(*kv, self.position, sizes.source, has_suffix=False, growing=growing) for kv in prompt.cross
+            FixedKV(*kv, self.position, sizes.source, has_suffix=False, growing=growing) for kv in prompt.cross
         ]
         self.stored = torch.full((), sizes.stored, dtype=torch.int64, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)

@@ -24,8 +24,8 @@ from transformers.generation.utils import (
 from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.randomness import RandomState
-from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected

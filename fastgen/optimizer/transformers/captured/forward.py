@@ -12,8 +12,8 @@ from torch import Tensor
 from fastgen import releases
 from fastgen.decoding import layer_forms
 from fastgen.decoding.captured.symbolic_length import Ranges
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.norms import fused
-from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import Key, Prompt

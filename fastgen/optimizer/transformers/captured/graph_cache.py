@@ -16,7 +16,7 @@ import torch
 from fastgen import caches
 from fastgen.decoding.captured import graph
 from fastgen.decoding.guards import GuardedModel, GuardedState
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.key import Key

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, Prompt
@@ -56,7 +56,7 @@ class Prefilled:
         self.windows = [layer.window for layer in own]
         if not all(layer.kv.length for layer in own):
             raise CannotBeCaptured("a layer of the cache that the model does not use")
-        own_kv = [layer.kv.prefix() for layer in own]
+        own_kv = [layer.kv.prompt() for layer in own]
         stored = own[0].kv.length
         given = {
             name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
@@ -66,7 +66,7 @@ class Prefilled:
             masks.pop("attention_mask", None)
         own_mask, cross_kv, cross_span = masks.get(self._own_mask), [], None
         if cross and any(layer.kv.length for layer in cross):
-            cross_kv = [layer.kv.prefix() for layer in cross]
+            cross_kv = [layer.kv.prompt() for layer in cross]
             cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
         elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
             source = masks.setdefault("attention_mask", tokens.new_ones(inputs, stored - length + 1))

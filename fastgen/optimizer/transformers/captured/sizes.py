@@ -10,7 +10,7 @@ from fastgen.ops.gpu import power_of_two
 _MULTIPLE = 128
 _FIRST_NEW, _MAX_FIRST_NEW = 64, 256
 # On the CPU memory is taken as it is written to, so sizes are powers of four times the first of these. The second is
-# added, so that no other size in a model is the same (`fastgen.decoding.captured.growing`).
+# added, so that no other size in a model is the same (`fastgen.decoding.kv.exchange`).
 _STORED_ON_CPU, _NEW_ON_CPU, _SOURCE_ON_CPU = (128, 1), (64, 3), (128, 5)
 # What is generated begins with no more: a call may ask for any number of tokens and end early.
 _MAX_FIRST_NEW_ON_CPU = 1024

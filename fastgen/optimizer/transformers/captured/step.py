@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fastgen import releases
-from fastgen.decoding import beams
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.part import Piece
 from fastgen.decoding.captured.search import NOTHING, Search
+from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.forward import Forward
@@ -155,7 +155,7 @@ class DecodeStep:
 
     def take_over(self, other: DecodeStep, inputs: Tensor | slice = slice(None)) -> None:
         """Goes on where `other` is, a step of the same key with less capacity, or where these of more inputs are."""
-        rows = inputs if isinstance(inputs, slice) else beams.rows_of(inputs, other.key.per_input)
+        rows = inputs if isinstance(inputs, slice) else rows_of(inputs, other.key.per_input)
         if not self.buffers.take_over(other.buffers, inputs, rows):
             self.parts.drop()
         self.search.take_over(other.search, inputs)

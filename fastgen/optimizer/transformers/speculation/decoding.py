@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from fastgen import counters, releases
-from fastgen.decoding.beams import rows_of
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.rows import rows_of
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.back_off import BackOff
 from fastgen.decoding.speculation.costs import HOST

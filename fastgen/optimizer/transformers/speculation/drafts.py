@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.guards import GuardedModel
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits

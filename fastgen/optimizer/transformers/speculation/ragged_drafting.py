@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.symbolic_length import SymbolicLength
+from fastgen.decoding.kv.rows import RaggedState
 from fastgen.decoding.speculation.near_ties import best_tokens
-from fastgen.decoding.speculation.ragged import RaggedKV, RaggedState
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -51,7 +51,7 @@ class RaggedDrafting(Drafting):
     def _with_tokens(self, tokens: int) -> tuple[RaggedState, Any]:
         if tokens not in self._of_tokens:
             state = RaggedState(tokens, self._buffers.position)
-            own = [RaggedKV(kv, state) for kv in self._buffers.own]
+            own = [kv.view(state) for kv in self._buffers.own]
             stored = self._buffers.sizes.stored
             bounds = stored, stored + self._buffers.position.capacity
             self._of_tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._seen_by_tokens, *bounds))
@@ -69,11 +69,11 @@ class RaggedDrafting(Drafting):
 
     def _ids_of(self, state: RaggedState) -> Tensor:
         at = self.search.length.view(-1) - 1
-        return self.search.running_tokens[state.owners, at[state.owners] + state.offsets].unsqueeze(1)
+        return self.search.running_tokens[state.row_map, at[state.row_map] + state.offsets].unsqueeze(1)
 
     def _inputs_of(self, state: RaggedState) -> dict[str, Tensor]:
-        found = {name: buffer.index_select(0, state.owners) for name, buffer in self._buffers.inputs.items()}
-        left = (self.search.limit - self.search.length - 1).view(-1)[state.owners]
+        found = {name: buffer.index_select(0, state.row_map) for name, buffer in self._buffers.inputs.items()}
+        left = (self.search.limit - self.search.length - 1).view(-1)[state.row_map]
         for name, given in found.items():
             if name in POSITIONS:
                 found[name] = given + torch.minimum(state.offsets, left).unsqueeze(1)
@@ -85,4 +85,4 @@ class RaggedDrafting(Drafting):
     def _by_row(self, found: Tensor, state: RaggedState) -> Tensor:
         """[rows, width] of [tokens, 1]; nothing of what no token is of."""
         none = found.new_zeros(self.key.rows, self.key.width)
-        return none.index_put((state.owners, state.offsets), found.squeeze(1))
+        return none.index_put((state.row_map, state.offsets), found.squeeze(1))

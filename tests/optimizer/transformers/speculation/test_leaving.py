@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import fastgen
-from fastgen.decoding.captured.kv import StepState
+from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation.costs import Costs
 from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch

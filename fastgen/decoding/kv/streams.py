@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.shared import METADATA, ONE_TENSOR, CannotBeCaptured, SharedKV
+from fastgen.decoding.kv.view import METADATA, ONE_TENSOR, CannotBeCaptured, KVView
 
 
-class StreamKV(Tensor):
+class StreamKVView(Tensor):
     """[rows, streams, heads, length + own length, dim], or with heads in front, or of one stream without it."""
 
-    shared: SharedKV  # [rows, heads, length, dim]: of all streams
+    shared: KVView  # [rows, heads, length, dim]: of all streams
     own: list[Tensor]  # [rows, heads, own length, dim] of each stream, which follows
     stream_dim: int | None  # the dimension of the streams, 1 or 2; None for one stream without it
 
     @staticmethod
-    def of(shared: SharedKV, own: Sequence[Tensor], stream_dim: int | None) -> StreamKV:
+    def of(shared: KVView, own: Sequence[Tensor], stream_dim: int | None) -> StreamKVView:
         rows, heads, length, width = shared.shape
         shape = [rows, heads, length + own[0].shape[2], width]
         if stream_dim is not None:
             shape.insert(stream_dim, len(own))
-        made = Tensor._make_wrapper_subclass(StreamKV, shape, dtype=shared.dtype, device=shared.device)
+        made = Tensor._make_wrapper_subclass(StreamKVView, shape, dtype=shared.dtype, device=shared.device)
         made.shared, made.own, made.stream_dim = shared, list(own), stream_dim
         return made
 
@@ -54,16 +54,16 @@ def _join(streams: Any, stream_dim: int | None, dim: int) -> Any:
     """Streams of the same K or V on top of each other in dimension `dim`; what they had before is `stream_dim`."""
     first = streams[0]
     for part in streams:
-        if not isinstance(part, StreamKV) or part.shared is not first.shared or part.stream_dim != stream_dim:
+        if not isinstance(part, StreamKVView) or part.shared is not first.shared or part.stream_dim != stream_dim:
             return NotImplemented
     own = [own for part in streams for own in part.own]
-    return StreamKV.of(first.shared, own, dim) if dim in (1, 2) else NotImplemented
+    return StreamKVView.of(first.shared, own, dim) if dim in (1, 2) else NotImplemented
 
 
-def _transpose(streams: StreamKV, first: int, second: int) -> Any:
+def _transpose(streams: StreamKVView, first: int, second: int) -> Any:
     if streams.stream_dim is None or {first, second} != {1, 2}:
         return NotImplemented
-    return StreamKV.of(streams.shared, streams.own, 3 - streams.stream_dim)
+    return StreamKVView.of(streams.shared, streams.own, 3 - streams.stream_dim)
 
 
 def _einsum(equation: str, *operands: Any) -> Any:
@@ -72,7 +72,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
         operands = tuple(operands[0])
     inputs, _, output = equation.replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")
-    if len(operands) != 2 or not isinstance(operands[1], StreamKV) or operands[1].stream_dim != 1:
+    if len(operands) != 2 or not isinstance(operands[1], StreamKVView) or operands[1].stream_dim != 1:
         return NotImplemented
     if not len(left) == len(right) == len(output) == 5 or not left[:3] == right[:3] == output[:3]:
         return NotImplemented
@@ -83,14 +83,14 @@ def _einsum(equation: str, *operands: Any) -> Any:
     return _context(*operands) if left[4] == right[3] and output[4] == right[4] else NotImplemented
 
 
-def _scores(query: Tensor, keys: StreamKV) -> Tensor:
+def _scores(query: Tensor, keys: StreamKVView) -> Tensor:
     """[rows, streams, heads, queries, dim] -> [rows, streams, heads, queries, length + own length]."""
     common = torch.matmul(_one_after_another(query), keys.shared.transpose(-1, -2))
     own = torch.matmul(query, torch.stack(keys.own, 1).transpose(-1, -2))
     return torch.cat([_apart(common, query), own], dim=-1)
 
 
-def _context(weights: Tensor, values: StreamKV) -> Tensor:
+def _context(weights: Tensor, values: StreamKVView) -> Tensor:
     """[rows, streams, heads, queries, length + own length] -> [rows, streams, heads, queries, dim]."""
     length = values.shared.shape[2]
     common = torch.matmul(_one_after_another(weights[..., :length]), values.shared)

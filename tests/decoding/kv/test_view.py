@@ -1,10 +1,10 @@
-"""`SharedKV` behaves like the full tensor, and the operations of attention never build the full tensor."""
+"""`KVView` behaves like the full tensor, and the operations of attention never build the full tensor."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fastgen.decoding.shared import SharedKV
+from fastgen.decoding.kv.view import KVView
 
 BATCH, PER_INPUT, HEADS, PREFIX, SUFFIX, DIM = 2, 3, 2, 7, 4, 8
 ROWS, LENGTH = BATCH * PER_INPUT, PREFIX + SUFFIX
@@ -12,13 +12,13 @@ ROWS, LENGTH = BATCH * PER_INPUT, PREFIX + SUFFIX
 
 @pytest.fixture(params=[True, False], ids=["with suffix", "prefix only"])
 def pair(request, device):
-    """(SharedKV, the full tensor it stands for) for K and for V."""
+    """(KVView, the full tensor it stands for) for K and for V."""
 
     def make():
         prefix = torch.randn(BATCH, HEADS, PREFIX, DIM, device=device)
         suffix = torch.randn(ROWS, HEADS, SUFFIX, DIM, device=device) if request.param else None
         full = prefix.repeat_interleave(PER_INPUT, dim=0)
-        return SharedKV.of(prefix, suffix, PER_INPUT), full if suffix is None else torch.cat([full, suffix], dim=2)
+        return KVView.of(prefix, suffix, PER_INPUT), full if suffix is None else torch.cat([full, suffix], dim=2)
 
     return make(), make()
 
@@ -28,7 +28,7 @@ def never_full(monkeypatch):
     def refuse(self):
         raise AssertionError("the full tensor was built")
 
-    monkeypatch.setattr(SharedKV, "materialize", refuse)
+    monkeypatch.setattr(KVView, "materialize", refuse)
 
 
 def repeat_kv(x, group):
@@ -41,7 +41,7 @@ def test_metadata_is_that_of_the_full_tensor(pair, never_full):
     assert keys.shape == full.shape and keys.size(-2) == full.size(-2) and keys.dim() == 4
     assert (keys.dtype, keys.device, keys.numel(), len(keys)) == (full.dtype, full.device, full.numel(), len(full))
     assert keys.is_cuda == full.is_cuda and not keys.requires_grad
-    assert "SharedKV" in repr(keys)
+    assert "KVView" in repr(keys)
 
 
 def scaled_dot_product(q, k, v, mask):

@@ -1,8 +1,8 @@
 """A tensor that stands for K or V of all sequences, without the repeated prefix ever being made.
 
-`SharedKV` has the shape, dtype and device of the full tensor [rows, heads, length, dim]. The operations that attention
+`KVView` has the shape, dtype and device of the full tensor [rows, heads, length, dim]. The operations that attention
 is made of are computed on the two parts; scaling, masks, biases and soft-caps stay the model's own code. Whatever else
-touches a `SharedKV` gets the full tensor: correct, only slower.
+touches a `KVView` gets the full tensor: correct, only slower.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METADATA = frozenset(
 
 @dataclass(frozen=True)
 class Parts:
-    """The stored tensors, and the view of them that a `SharedKV` stands for."""
+    """The stored tensors, and the view of them that a `KVView` stands for."""
 
     prefix: Tensor  # [batch, kv heads, N, dim]
     suffix: Tensor | None  # [rows, kv heads, T, dim]
@@ -48,8 +48,8 @@ class Parts:
     ancestry: Tensor | None = None
     # Gives what is called when something else than the attention operator needs the suffix, row by row.
     materialize_suffix: weakref.WeakMethod | None = None
-    reader: Any = None  # the `StaticKV` of a captured step, which knows how much of prefix and suffix counts
-    queries: int | None = None  # rows that read, where the reader knows which row of the store each of them reads
+    backend: Any = None  # the `FixedKV` of a captured step, which knows how much of prefix and suffix counts
+    queries: int | None = None  # rows that read, where the backend knows which row of the cache each of them reads
     group: int = 1  # every kv head is repeated this many times (grouped-query attention)
     ungrouped: bool = False  # [rows, kv heads, group, length, dim], half-way through such a repetition
     folded: bool = False  # heads are folded into rows: [rows * heads, length, dim]
@@ -89,7 +89,7 @@ class Parts:
         return (self.rows * heads, *last) if self.folded else (self.rows, heads, *last)
 
 
-class SharedKV(torch.Tensor):
+class KVView(torch.Tensor):
     """K or V of all rows, stored as a prefix per input and a suffix per row. See the module's docstring.
 
     Valid until the store that made it changes: within one forward pass.
@@ -99,14 +99,14 @@ class SharedKV(torch.Tensor):
     _full: Tensor | None
 
     @staticmethod
-    def of(prefix: Tensor, suffix: Tensor | None, per_input: int, *rest: Any, **more: Any) -> SharedKV:
+    def of(prefix: Tensor, suffix: Tensor | None, per_input: int, *rest: Any, **more: Any) -> KVView:
         """The tensor [batch * per_input, kv heads, N + T, dim] of these `Parts`."""
-        return SharedKV._make(Parts(prefix, suffix, per_input, *rest, **more))
+        return KVView._make(Parts(prefix, suffix, per_input, *rest, **more))
 
     @staticmethod
-    def _make(parts: Parts) -> SharedKV:
+    def _make(parts: Parts) -> KVView:
         prefix = parts.prefix
-        made = Tensor._make_wrapper_subclass(SharedKV, parts.shape(), dtype=prefix.dtype, device=prefix.device)
+        made = Tensor._make_wrapper_subclass(KVView, parts.shape(), dtype=prefix.dtype, device=prefix.device)
         made._parts, made._full = parts, None
         return made
 
@@ -118,7 +118,7 @@ class SharedKV(torch.Tensor):
         """
         if self._full is None:
             parts = self._parts
-            if parts.reader is not None:
+            if parts.backend is not None:
                 raise CannotBeCaptured(ONE_TENSOR)
             full = parts.prefix.repeat_interleave(parts.per_input, dim=0)
             own = parts.own()
@@ -136,7 +136,7 @@ class SharedKV(torch.Tensor):
     # The default would print the contents.
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has an option for them
         with torch._C.DisableTorchFunctionSubclass():
-            return f"SharedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+            return f"KVView(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -160,9 +160,9 @@ class SharedKV(torch.Tensor):
         if func._schema.is_mutable:
             given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
             written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-            if any(isinstance(given.get(name), SharedKV) for name in written):
+            if any(isinstance(given.get(name), KVView) for name in written):
                 _refuse_write(func)
-        args, kwargs = tree_map_only(SharedKV, SharedKV.materialize, (args, kwargs))
+        args, kwargs = tree_map_only(KVView, KVView.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -183,7 +183,7 @@ def _require(condition: bool) -> None:
 
 
 def _parts_of(value: Any) -> Parts:
-    _require(isinstance(value, SharedKV))
+    _require(isinstance(value, KVView))
     return value._parts
 
 
@@ -195,7 +195,7 @@ def _refuse_write(tensor: Any, *args: Any) -> Any:
 # ---- views: nothing is computed, only what the tensor stands for changes
 
 
-def _same(tensor: Any, *args: Any, **kwargs: Any) -> SharedKV:
+def _same(tensor: Any, *args: Any, **kwargs: Any) -> KVView:
     """`contiguous`, and casts to the dtype and device that the tensor has anyway."""
     parts = _parts_of(tensor)
     for value in (*args, *kwargs.values()):
@@ -203,14 +203,14 @@ def _same(tensor: Any, *args: Any, **kwargs: Any) -> SharedKV:
     return tensor
 
 
-def _transpose(tensor: Any, dim0: int, dim1: int) -> SharedKV:
+def _transpose(tensor: Any, dim0: int, dim1: int) -> KVView:
     parts = _parts_of(tensor)
     rank = len(parts.shape())
     _require({dim0 % rank, dim1 % rank} == {rank - 2, rank - 1})
-    return SharedKV._make(replace(parts, transposed=not parts.transposed))
+    return KVView._make(replace(parts, transposed=not parts.transposed))
 
 
-def _permute(tensor: Any, *dims: Any) -> SharedKV:
+def _permute(tensor: Any, *dims: Any) -> KVView:
     order = _sizes(dims)
     rank = len(order)
     _require([dim % rank for dim in order] == [*range(rank - 2), rank - 1, rank - 2])
@@ -222,7 +222,7 @@ def _sizes(given: Any) -> Sequence[int]:
     return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
 
 
-def _reshape(tensor: Any, *shape: Any) -> SharedKV:
+def _reshape(tensor: Any, *shape: Any) -> KVView:
     """Folding heads into rows and back, and the last step of repeating K/V heads."""
     parts = _parts_of(tensor)
     wanted = list(_sizes(shape))
@@ -234,27 +234,27 @@ def _reshape(tensor: Any, *shape: Any) -> SharedKV:
     for folded in (False, True):
         view = replace(parts, ungrouped=False, folded=folded)
         if list(view.shape()) == wanted:
-            return SharedKV._make(view)
+            return KVView._make(view)
     raise _Unsupported
 
 
-def _index(tensor: Any, index: Any) -> SharedKV:
+def _index(tensor: Any, index: Any) -> KVView:
     """`keys[:, :, None, :, :]`, the first step of repeating K/V heads for grouped queries."""
     parts = _parts_of(tensor)
     everything = slice(None)
     _require(isinstance(index, tuple) and 3 <= len(index) <= 5 and not parts.folded and not parts.ungrouped)
     _require(parts.group == 1 and not parts.transposed and index[2] is None)
     _require(all(isinstance(part, slice) and part == everything for part in (*index[:2], *index[3:])))
-    return SharedKV._make(replace(parts, ungrouped=True))
+    return KVView._make(replace(parts, ungrouped=True))
 
 
-def _expand(tensor: Any, *sizes: Any) -> SharedKV:
+def _expand(tensor: Any, *sizes: Any) -> KVView:
     parts = _parts_of(tensor)
     wanted, shape = _sizes(sizes), parts.shape()
     if parts.ungrouped and parts.group == 1:
         _require(len(wanted) == 5 and wanted[2] > 0)
         parts = replace(parts, group=wanted[2])
-        tensor, shape = SharedKV._make(parts), parts.shape()
+        tensor, shape = KVView._make(parts), parts.shape()
     _require(len(wanted) == len(shape) and all(size in (-1, have) for size, have in zip(wanted, shape, strict=True)))
     return tensor
 
@@ -263,9 +263,9 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
     """Further positions behind all that a captured step has stored: kept apart, or all would be copied."""
     _require(len(tensors) == 2 and dim == 2 and type(tensors[1]) is Tensor)
     parts = _parts_of(tensors[0])
-    _require(parts.reader is not None and parts.queries is None)
+    _require(parts.backend is not None and parts.queries is None)
     _require(not (parts.transposed or parts.folded or parts.ungrouped))
-    return parts.reader.with_own(tensors[0], tensors[1])
+    return parts.backend.with_own(tensors[0], tensors[1])
 
 
 # ---- products: what attention does with K and V
@@ -285,8 +285,8 @@ def _product(left: Any, right: Any) -> Tensor:
     _require(x.shape[:2] == (parts.rows, heads) and x.shape[3] == inner)
     compute = shared_prefix_scores if parts.transposed else shared_prefix_context
     result = compute(x, parts.prefix, parts.own())
-    if parts.reader is not None and parts.transposed:
-        result = parts.reader.leave_out(result)
+    if parts.backend is not None and parts.transposed:
+        result = parts.backend.leave_out(result)
     return result.flatten(0, 1) if parts.folded else result
 
 
@@ -332,8 +332,8 @@ def _attention(
     heads = keys.kv_heads * keys.group
     _require(keys.group == values.group and keys.length == values.length and query.shape[0] == keys.rows)
     _require(query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
-    if keys.reader is not None:
-        return keys.reader.attend(query, keys, values, attn_mask, scale)
+    if keys.backend is not None:
+        return keys.backend.attend(query, keys, values, attn_mask, scale)
     ancestry, own = keys.ancestry, (keys.suffix, values.suffix)
     if ancestry is not None and not pays(query, (keys.prefix, values.prefix), own, attn_mask):
         ancestry, own = None, (keys.own(), values.own())

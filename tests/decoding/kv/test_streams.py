@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.decoding.captured.kv import StaticKV, StepState
-from fastgen.decoding.captured.streams import StreamKV
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.rows import StepState
+from fastgen.decoding.kv.streams import StreamKVView
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.attention import gather_suffix
 
 BATCH, PER_INPUT, HEADS, DIM, STREAMS, PREFIX, CAPACITY = 2, 3, 2, 4, 3, 5, 6
@@ -15,11 +16,11 @@ ROWS = BATCH * PER_INPUT
 
 
 @pytest.fixture
-def stored() -> tuple[StaticKV, list[torch.Tensor], torch.Tensor]:
+def stored() -> tuple[FixedKV, list[torch.Tensor], torch.Tensor]:
     """K and V after some steps, the full tensors, and which positions count, [rows, positions]."""
     torch.manual_seed(0)
     state = StepState(BATCH, PER_INPUT, CAPACITY, torch.device("cpu"))
-    kv = StaticKV(*torch.randn(2, 1, HEADS, 1, DIM), state, PREFIX, has_suffix=True)
+    kv = FixedKV(*torch.randn(2, 1, HEADS, 1, DIM), state, PREFIX, has_suffix=True)
     kv.load(*torch.randn(2, BATCH, HEADS, PREFIX, DIM), torch.tensor([1, 0]), torch.tensor([5, 4]), at_end=False)
     state.begin()
     for number in range(3):
@@ -28,7 +29,7 @@ def stored() -> tuple[StaticKV, list[torch.Tensor], torch.Tensor]:
         kv.write(*torch.randn(2, ROWS, HEADS, 1, DIM))
     full = [
         torch.cat([prefix.repeat_interleave(PER_INPUT, dim=0), gather_suffix(suffix, state.ancestry)], dim=2)
-        for prefix, suffix in zip(kv._prefix, kv._suffix, strict=True)
+        for prefix, suffix in zip(kv.prefix, kv.suffix, strict=True)
     ]
     place = torch.arange(PREFIX + CAPACITY)
     starts, ends = (part.repeat_interleave(PER_INPUT).unsqueeze(1) for part in (kv.starts, kv.ends))
@@ -53,7 +54,7 @@ def test_products(stored: tuple, how: str) -> None:
 
     streams = combine(key_handle, own_keys, how)
     wanted = combine(keys, own_keys, how)
-    assert isinstance(streams, StreamKV) and streams.shape == wanted.shape and streams.dtype == wanted.dtype
+    assert isinstance(streams, StreamKVView) and streams.shape == wanted.shape and streams.dtype == wanted.dtype
     scores = torch.einsum("bnhtc,bnhsc->bnhts", (query, streams))
     expected = torch.einsum("bnhtc,bnhsc->bnhts", (query, wanted))
     counts = torch.cat([counts, torch.ones(ROWS, 1, dtype=torch.bool)], dim=1)[:, None, None, None].expand_as(expected)

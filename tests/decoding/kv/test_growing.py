@@ -8,35 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding import kv
-from fastgen.decoding.beams import Beams
-from fastgen.decoding.kv import GrowingTensor, LayerKV
-from fastgen.decoding.shared import SharedKV
+from fastgen.decoding.kv import growing as kv
+from fastgen.decoding.kv.growing import GrowingKV
+from fastgen.decoding.kv.rows import Beams
+from fastgen.decoding.kv.view import KVView
 
 
-@given(
-    rows=st.integers(1, 4),
-    first=st.integers(0, 3),
-    spare=st.integers(0, 4),
-    appended=st.lists(st.integers(1, 5), max_size=6),
-)
-@settings(max_examples=100, deadline=None)
-def test_growing_tensor_equals_concatenation(rows, first, spare, appended):
-    full = torch.randn(rows, 2, first, 3)
-    growing = GrowingTensor(full, spare)
-    for count in appended:
-        new = torch.randn(rows, 2, count, 3)
-        growing.append(new)
-        full = torch.cat([full, new], dim=2)
-    assert torch.equal(growing.view(), full) and growing.length == full.shape[2]
-
-
-def test_growing_tensor_does_not_reallocate_within_its_capacity():
-    growing = GrowingTensor(torch.zeros(2, 1, 1, 4), spare=8)
-    before = growing.view().data_ptr()
-    for _ in range(8):
-        growing.append(torch.ones(2, 1, 1, 4))
-    assert growing.view().data_ptr() == before
+def test_a_suffix_is_not_copied_within_its_capacity():
+    layer = GrowingKV(8)
+    layer.expand(Beams(2, 1))
+    before = {layer.extend(torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4))[0].data_ptr() for _ in range(8)}
+    assert len(before) == 1
 
 
 @given(
@@ -46,19 +28,15 @@ def test_growing_tensor_does_not_reallocate_within_its_capacity():
     capacity=st.integers(1, 3),
     steps=st.integers(0, 7),
     shared=st.booleans(),
-    whole=st.sampled_from([0, 300, 2**18]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
-def test_layer_equals_repeating_concatenating_and_indexing(
-    batch, per_input, chunks, capacity, steps, shared, whole, seed
-):
+def test_layer_equals_repeating_concatenating_and_indexing(batch, per_input, chunks, capacity, steps, shared, seed):
     torch.manual_seed(seed)
-    layer, beams = LayerKV(capacity), Beams(batch, per_input)
+    layer, beams = GrowingKV(capacity), Beams(batch, per_input)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
-        patch.setattr(kv, "MAX_WHOLE_BYTES", whole)
         full = [torch.zeros(batch, 2, 0, 3), torch.zeros(batch, 2, 0, 5)]
         for count in chunks:
             new = torch.randn(batch, 2, count, 3), torch.randn(batch, 2, count, 5)
@@ -71,7 +49,7 @@ def test_layer_equals_repeating_concatenating_and_indexing(
             new = torch.randn(batch * per_input, 2, 1, 3), torch.randn(batch * per_input, 2, 1, 5)
             full = [torch.cat([old, part], dim=2) for old, part in zip(full, new, strict=True)]
             for have, want in zip(layer.extend(*new), full, strict=True):
-                assert isinstance(have, SharedKV) == (shared and per_input > 1)
+                assert isinstance(have, KVView) == (shared and per_input > 1)
                 assert have.shape == want.shape and torch.equal(have + 0, want)
             index = torch.randint(per_input, (batch, per_input)) + torch.arange(batch).unsqueeze(1) * per_input
             layer.reorder(index.view(-1))
@@ -93,7 +71,7 @@ def test_layer_equals_repeating_concatenating_and_indexing(
 def test_inputs_that_are_finished_leave_the_layer(per_input, prefix, left, shared, grows, seed):
     torch.manual_seed(seed)
     batch = 4
-    layer, beams = LayerKV(2), Beams(batch, per_input)
+    layer, beams = GrowingKV(2), Beams(batch, per_input)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
@@ -130,7 +108,7 @@ def test_inputs_that_are_finished_leave_the_layer(per_input, prefix, left, share
 @settings(max_examples=100, deadline=None)
 def test_positions_that_a_step_only_looks_at_are_forgotten(per_input, prefix, steps, shared, seed):
     torch.manual_seed(seed)
-    layer, beams = LayerKV(2), Beams(2, per_input)
+    layer, beams = GrowingKV(2), Beams(2, per_input)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
@@ -153,7 +131,7 @@ def test_positions_that_a_step_only_looks_at_are_forgotten(per_input, prefix, st
 
 
 def test_what_a_reorder_has_gathered_is_not_forgotten():
-    layer, beams = LayerKV(4), Beams(1, 2)
+    layer, beams = GrowingKV(4), Beams(1, 2)
     layer.extend(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
     layer.expand(beams)
     with pytest.raises(ValueError, match="1 positions cannot be forgotten"):
@@ -167,10 +145,8 @@ def test_what_a_reorder_has_gathered_is_not_forgotten():
     assert layer.length == 5
 
 
-@pytest.mark.parametrize("whole", [0, 2**18])
-def test_a_reorder_stays_within_an_input(whole, monkeypatch):
-    monkeypatch.setattr(kv, "MAX_WHOLE_BYTES", whole)
-    layer = LayerKV(2)
+def test_a_reorder_stays_within_an_input():
+    layer = GrowingKV(2)
     layer.extend(torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4))
     layer.expand(Beams(2, 2))
     layer.extend(torch.randn(4, 1, 1, 4), torch.randn(4, 1, 1, 4))
@@ -181,16 +157,16 @@ def test_a_reorder_stays_within_an_input(whole, monkeypatch):
 
 def test_inputs_leave_a_layer_only_after_the_beams_are_expanded():
     with pytest.raises(ValueError, match="expanded"):
-        LayerKV(1).keep(torch.tensor([0]))
+        GrowingKV(1).keep(torch.tensor([0]))
 
 
 def test_the_prefix_is_stored_once_and_never_moves():
-    layer, beams = LayerKV(4), Beams(2, 4)
+    layer, beams = GrowingKV(4), Beams(2, 4)
     keys = torch.randn(2, 8, 1024, 16)
     layer.extend(keys, keys.clone())
     layer.expand(beams)
     shared = layer.read()[0]
-    assert isinstance(shared, SharedKV) and shared.shape == (8, 8, 1024, 16)
+    assert isinstance(shared, KVView) and shared.shape == (8, 8, 1024, 16)
     assert shared._parts.prefix.data_ptr() == keys.data_ptr()
     layer.reorder(torch.tensor([1, 1, 1, 1, 5, 5, 5, 5]))
     assert layer.read()[0]._parts.prefix.data_ptr() == keys.data_ptr()
@@ -198,7 +174,7 @@ def test_the_prefix_is_stored_once_and_never_moves():
 
 @pytest.mark.parametrize("per_input", [1, 2])
 def test_a_window_drops_what_lies_behind_it_from_the_prefix(per_input):
-    layer, keys = LayerKV(2, window=10), torch.randn(3, 2, 40, 4)
+    layer, keys = GrowingKV(2, window=10), torch.randn(3, 2, 40, 4)
     layer.extend(keys, keys)
     assert (layer.length, layer.stored, layer.dropped) == (40, 40, 0)
     layer.expand(Beams(3, per_input))
@@ -212,7 +188,7 @@ def test_a_window_drops_what_lies_behind_it_from_the_prefix(per_input):
 
 def test_reading_an_empty_layer_is_an_error():
     with pytest.raises(ValueError, match="no keys"):
-        LayerKV(1).read()
+        GrowingKV(1).read()
 
 
 @given(
@@ -232,7 +208,7 @@ def test_a_suffix_that_is_read_through_a_table(per_input, prefix, worth, steps, 
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if worth else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
         patch.setattr(kv, "MIN_TABLE_BYTES", 0)
-        layers, full = [LayerKV(1), LayerKV(1)], torch.randn(batch, heads, prefix, width)
+        layers, full = [GrowingKV(1), GrowingKV(1)], torch.randn(batch, heads, prefix, width)
         for layer in layers:
             if prefix:
                 layer.extend(full, full)
@@ -282,7 +258,7 @@ def test_a_table_is_not_used_without_a_kernel_that_reads_it(monkeypatch):
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
     monkeypatch.setattr(kv.attention, "reads_ancestry", lambda device: False)
     with torch.no_grad():
-        layer = LayerKV(4)
+        layer = GrowingKV(4)
         layer.expand(Beams(2, 2))
         keys, _ = layer.extend(torch.randn(4, 2, 1, 8), torch.randn(4, 2, 1, 8))
     assert type(keys) is torch.Tensor
@@ -294,10 +270,10 @@ def test_nothing_is_held_by_what_was_handed_out(monkeypatch):
     gc.disable()
     try:
         with torch.no_grad():
-            layer = LayerKV(4)
+            layer = GrowingKV(4)
             layer.expand(Beams(2, 2))
             keys, values = layer.extend(torch.randn(4, 2, 1, 8), torch.randn(4, 2, 1, 8))
-        assert type(keys) is SharedKV and type(values) is SharedKV
+        assert type(keys) is KVView and type(values) is KVView
         gone = weakref.ref(layer)
         del layer, keys, values
         assert gone() is None

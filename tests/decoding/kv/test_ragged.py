@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.decoding.captured.kv import StaticKV, StepState
-from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.decoding.speculation.ragged import RaggedKV, RaggedState
+from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.rows import RaggedState, StepState
+from fastgen.decoding.kv.view import CannotBeCaptured
 
 BATCH, HEADS, PREFIX, CAPACITY, DIM = 3, 2, 7, 11, 8
 
 
-def stored(per_input: int, starts: list[int]) -> tuple[StepState, StaticKV]:
+def stored(per_input: int, starts: list[int]) -> tuple[StepState, FixedKV]:
     """Rows that are as far as their numbers, with K and V of all positions up to there."""
     state = StepState(BATCH, per_input, CAPACITY, torch.device("cpu"))
     prefix = torch.randn(2, BATCH, HEADS, PREFIX, DIM)
-    kv = StaticKV(*prefix, state, PREFIX, has_suffix=True)
+    kv = FixedKV(*prefix, state, PREFIX, has_suffix=True)
     kv.load(*prefix, torch.tensor(starts), torch.full((BATCH,), PREFIX), at_end=True)
-    for part in kv._suffix:
+    for part in kv.suffix:
         part.copy_(torch.randn(part.shape))
     state.advance(None, torch.arange(state.rows) % 5)
     return state, kv
 
 
-def attend(kv: StaticKV, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def attend(kv: FixedKV, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(query, *kv.write(*new))
 
 
@@ -36,41 +36,41 @@ def test_tokens_are_stored_and_seen_as_those_of_one_row(per_input: int, counts: 
     counts = counts + [2, 0, 1] * (per_input - 1)
     size = sum(counts) + 2
     state = RaggedState(size, rows)
-    ragged = RaggedKV(kv, state)
+    ragged = kv.view(state)
     query, keys, values = torch.randn(3, size, HEADS, 1, DIM)
     state.spread(counts)
-    assert state.owners.bincount(minlength=rows.rows).sum() == size
+    assert state.row_map.bincount(minlength=rows.rows).sum() == size
     for tensor in (query, keys, values):  # what is left over is the first token again
         tensor[-2:] = tensor[0]
-    before = [part.clone() for part in kv._suffix]
+    before = [part.clone() for part in kv.suffix]
     state.locate()
     found = attend(ragged, query, (keys, values))
 
     # The same, a token at a time, each as a step in which its row is alone.
     alone = [part.clone() for part in before]
-    for place, (owner, offset) in enumerate(zip(state.owners.tolist(), state.offsets.tolist(), strict=True)):
+    for place, (owner, offset) in enumerate(zip(state.row_map.tolist(), state.offsets.tolist(), strict=True)):
         position = int(rows.position[owner]) + offset
         for part, new in zip(alone, (keys, values), strict=True):
             part[owner, :, position] = new[place, :, 0]
         first = int(kv.starts[owner // per_input])
         seen = [
             torch.cat([prefix[owner // per_input, :, first:], part[owner, :, : position + 1]], dim=1)
-            for prefix, part in zip(kv._prefix, alone, strict=True)
+            for prefix, part in zip(kv.prefix, alone, strict=True)
         ]
         expected = torch.nn.functional.scaled_dot_product_attention(query[place], *seen)
         torch.testing.assert_close(found[place], expected, rtol=1e-5, atol=1e-5)
-    for part, expected in zip(kv._suffix, alone, strict=True):
+    for part, expected in zip(kv.suffix, alone, strict=True):
         assert torch.equal(part, expected), "nothing else is written"
 
 
 def test_a_mask_that_says_what_the_lengths_say_is_recognised() -> None:
     rows, kv = stored(1, [0, 3, 5])
     state = RaggedState(5, rows)
-    ragged = RaggedKV(kv, state)
+    ragged = kv.view(state)
     state.spread([3, 0, 2])
     state.locate()
     at = torch.arange(PREFIX + CAPACITY)
-    first = torch.tensor([0, 3, 5])[state.owners].unsqueeze(1)
+    first = torch.tensor([0, 3, 5])[state.row_map].unsqueeze(1)
     mask = ((at >= first) & (at <= PREFIX + state.position.unsqueeze(1)))[:, None, None]
     assert ragged._equals_lengths(mask)
     mask[1, 0, 0, 5] ^= True
@@ -88,6 +88,6 @@ def test_scores_that_a_model_computes_by_itself_are_refused() -> None:
     """A row would have to be copied for each of its tokens."""
     rows, kv = stored(1, [0, 0, 0])
     for size in (BATCH, 2 * BATCH):  # the shapes would fit, the rows would not
-        ragged = RaggedKV(kv, RaggedState(size, rows))
+        ragged = kv.view(RaggedState(size, rows))
         with pytest.raises(CannotBeCaptured):
             torch.randn(size, HEADS, 1, DIM) @ ragged.read()[0].transpose(-1, -2)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.captured.kv import StaticKV, StepState
-from fastgen.decoding.shared import CannotBeCaptured, SharedKV
+from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.rows import StepState
+from fastgen.decoding.kv.view import CannotBeCaptured, KVView
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -57,7 +58,7 @@ def make(
 ):
     state = StepState(batch, PER_INPUT, capacity, device, width)
     example = torch.zeros(1, KV_HEADS, 1, DIM, device=device)
-    return state, StaticKV(example, example, state, PREFIX_CAPACITY, has_suffix, window)
+    return state, FixedKV(example, example, state, PREFIX_CAPACITY, has_suffix, window)
 
 
 def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...]:
@@ -66,7 +67,7 @@ def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...
     return keys, values, *spans
 
 
-def step(kv: StaticKV, rows: int, device: torch.device):
+def step(kv: FixedKV, rows: int, device: torch.device):
     keys, values = torch.randn(2, rows, KV_HEADS, 1, DIM, device=device)
     query = torch.randn(rows, HEADS, 1, DIM, device=device)
     stored = kv.write(keys, values)
@@ -120,7 +121,7 @@ def test_nothing_of_the_last_call_is_left_in_the_buffers(device, width, inputs):
         state.advance(None)
     kv.load(*(part[inputs] for part in prompt(device)), at_end=True, inputs=inputs)
     state.begin(inputs)
-    for part in kv._suffix:
+    for part in kv.suffix:
         assert not part.unflatten(0, (BATCH, PER_INPUT))[inputs].count_nonzero()
 
 
@@ -138,10 +139,10 @@ def test_nothing_is_left_of_rows_that_went_back(device):
     kv.take_over(small, slice(None), slice(None))
     state.take_over(small_state, slice(None))
     for part_state, part in ((small_state, small), (state, kv)):
-        assert part_state.reach() == 6 and all(own.count_nonzero() for own in part._suffix)
+        assert part_state.reach() == 6 and all(own.count_nonzero() for own in part.suffix)
         part.load(*prompt(device), at_end=True)
         part_state.begin()
-        assert part_state.reach() == 1 and not any(own.count_nonzero() for own in part._suffix)
+        assert part_state.reach() == 1 and not any(own.count_nonzero() for own in part.suffix)
 
 
 def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
@@ -160,7 +161,7 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
         small_state.advance(None)
     kv.take_over(small, slice(None), slice(None))
     state.take_over(small_state, slice(None))
-    for part in kv._suffix:
+    for part in kv.suffix:
         assert bool((part[:, :, :2] == 1).all()) and not part[:, :, 2:].count_nonzero()
 
 
@@ -201,10 +202,9 @@ def test_a_mask_that_is_added(device, lowest):
     state.begin()
     seen = kv._counts().unsqueeze(1)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, lowest)
-    query = torch.zeros(1, HEADS, 2, DIM, device=device)
     kv.host_may_wait = True
-    assert torch.equal(kv._bias(query, mask), mask.expand(-1, HEADS, -1, -1).flatten(1, 2))
-    assert kv._bias(query, seen) is None
+    assert torch.equal(kv._needed(mask, 2), mask)
+    assert kv._needed(seen, 2) is None
 
 
 @pytest.mark.parametrize("window", [1, 3, 6, 20])
@@ -400,7 +400,7 @@ def test_the_full_tensor_is_refused(device):
     _, kv = make(device, has_suffix=False)
     kv.load(*prompt(device), at_end=False)
     keys, _ = kv.read()
-    assert isinstance(keys, SharedKV) and keys.shape == (BATCH * PER_INPUT, KV_HEADS, PREFIX_CAPACITY, DIM)
+    assert isinstance(keys, KVView) and keys.shape == (BATCH * PER_INPUT, KV_HEADS, PREFIX_CAPACITY, DIM)
     with pytest.raises(CannotBeCaptured, match="as one tensor"):
         keys + 1
 

@@ -1,0 +1,37 @@
+"""What is stored of K and V of one layer: a prefix once per input, and a suffix per row in memory allocated ahead."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+
+
+class KVCache:
+    """K and V of one attention layer. Subclasses say how positions are added, and where their number is.
+
+    Attributes:
+        prefix: K and V, [batch, heads, N, dim] each; values may have another dim. None while there is none.
+        suffix: K and V, [rows, heads, capacity, dim] each; None while there is none, as for cross-attention.
+    """
+
+    prefix: Pair | None = None
+    suffix: Pair | None = None
+
+    def _allocate(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return like.new_empty(shape)
+
+    def _replaced(self, old: Tensor, new: Tensor) -> Tensor:
+        """What is held where `old` was, and has the memory of `new`."""
+        return new
+
+    def _reserve_suffix(self, capacity: int, filled: int) -> None:
+        """Gives the suffix `capacity` positions. Of what it has, the first `filled` stay."""
+        assert self.suffix is not None, "there is no suffix that could grow"
+        keys, values = (self._longer(part, capacity, filled) for part in self.suffix)
+        self.suffix = keys, values
+
+    def _longer(self, old: Tensor, capacity: int, filled: int) -> Tensor:
+        new = self._allocate((*old.shape[:2], capacity, old.shape[3]), old)
+        new[:, :, :filled] = old[:, :, :filled]
+        return self._replaced(old, new)

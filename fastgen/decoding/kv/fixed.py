@@ -1,0 +1,302 @@
+"""The KV cache of captured steps: buffers of a fixed capacity, and how attention reads them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding import host_memory
+from fastgen.decoding.kv.cache import KVCache, Pair
+from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.kv.rows import RaggedState, StepState
+from fastgen.decoding.kv.streams import StreamKVView
+from fastgen.decoding.kv.view import CannotBeCaptured, KVView, Parts
+from fastgen.ops.attention import decode_attention
+from fastgen.ops.kv_write import kv_write
+
+
+class FixedKV(KVCache):
+    """A prefix per input, and, for self-attention, a suffix of `state.capacity` positions per row.
+
+    The masks that models build mostly say what the lengths on the device say; then they are not read. Whether it is so
+    is found out in a step that is not captured: while `host_may_wait` is set, a mask is compared with the lengths. One
+    that is added to the scores is always read: the model may have learned it, as T5's.
+
+    Attributes:
+        starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
+        prefix_capacity, length: positions of the prefix, and of both.
+        width: positions of a step that are stored, and that a mask tells apart.
+
+    Args:
+        keys, values: [any, heads, any, dim]: as those that will be stored.
+        window: a query sees so many positions, its own included; None for all.
+        growing: of the step, if its buffers may grow.
+    """
+
+    prefix: Pair
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        state: StepState,
+        prefix_capacity: int,
+        has_suffix: bool,
+        window: int | None = None,
+        growing: Growing | None = None,
+    ) -> None:
+        self._state, self._window, self._growing = state, window, growing
+        self.prefix_capacity, self.has_suffix = prefix_capacity, has_suffix
+        self.length = prefix_capacity + (state.capacity if has_suffix else 0)
+        self.width = state.width if has_suffix else 1
+        self.host_may_wait = False
+        # Whether masks say what the lengths say, once that is known; one list for all views.
+        self._says_nothing_new: list[bool] = []
+        self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
+        self.ends = torch.zeros_like(self.starts)
+
+        self._most = 0, 0  # positions of the prefix and of the suffix that something was written to
+        self._loaded = (prefix_capacity, 0)  # from which position of the prefix to which something may be
+        self.prefix = self._zeros(keys, values, state.batch, prefix_capacity)
+        self.suffix = self._zeros(keys, values, state.rows, state.capacity) if has_suffix else None
+        if growing is not None:
+            growing.add(*self._buffers())
+
+    def _zeros(self, keys: Tensor, values: Tensor, rows: int, length: int) -> Pair:
+        first, second = (self._allocate((rows, part.shape[1], length, part.shape[3]), part) for part in (keys, values))
+        return first, second
+
+    def _allocate(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return host_memory.zeros(shape, like.dtype, like.device)
+
+    def _replaced(self, old: Tensor, new: Tensor) -> Tensor:
+        assert self._growing is not None, "the buffers of this step do not grow"
+        self._growing.exchange(old, new)
+        return old
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        return (*self.prefix, *(self.suffix or ()))
+
+    def grow_prefix(self, capacity: int) -> None:
+        """Gives the prefix more positions. What it holds is lost: `load` follows."""
+        for part in self.prefix:
+            self._longer(part, capacity, 0)
+        self._loaded = (capacity, 0)
+        self.length += capacity - self.prefix_capacity
+        self.prefix_capacity = capacity
+
+    def grow_suffix(self, capacity: int) -> None:
+        """Gives the suffix more positions, before the state has them. What is stored stays where it is."""
+        self._reserve_suffix(capacity, self._state.reach())
+        self.length += capacity - self._state.capacity
+
+    def view(self, state: StepState) -> FixedKV:
+        """The same memory for another step, which is where `state` is.
+
+        Of a `RaggedState`, only the attention operator reads it: a model's own scores would be of other rows.
+        """
+        other = copy.copy(self)
+        other._state, other.width, other.host_may_wait = state, state.width, False
+        return other
+
+    def load(
+        self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool, inputs: slice = slice(None)
+    ) -> None:
+        """Takes over the prefix of a call, [inputs, heads, N, dim], of which [starts, ends) count, [inputs] each.
+
+        It is put at the start of its capacity, or at the end. Those of `inputs` that are left over have none.
+        """
+        count, _, length, _ = keys.shape
+        first = self.prefix_capacity - length if at_end else 0
+        begin, end = self._loaded
+        for old, new in zip(self.prefix, (keys, values), strict=True):
+            if begin < end:
+                old[inputs, :, begin:end] = 0  # what is masked must still be numbers
+            old[inputs][:count, :, first : first + length] = new
+        self._loaded = (min(begin, first), max(end, first + length))
+        if inputs == slice(None):
+            self._loaded = (first, first + length)
+        stored = self._state.reach() if self.suffix else 0
+        for part in self.suffix or ():  # what nothing was written to is zero, and on a CPU takes no memory
+            part.unflatten(0, (self._state.batch, -1))[inputs, :, :, :stored] = 0
+        for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
+            bound[inputs] = 0
+            bound[inputs][:count] = new + first
+
+    def clear(self) -> bool:
+        """What is stored is of no use any more: on a CPU, large buffers take no memory until they are written to.
+
+        Returns:
+            whether nothing is stored in the suffix then. The next `load` clears what is.
+        """
+        prefix, suffix = ([host_memory.give_back(part) for part in parts or ()] for parts in (self.prefix, self.suffix))
+        if all(prefix):
+            self._loaded = (self.prefix_capacity, 0)
+        if all(prefix + suffix):
+            self._most = 0, 0
+        return all(suffix)
+
+    def take_over(self, other: FixedKV, inputs: Tensor | slice, rows: Tensor | slice) -> None:
+        """Goes on with what `other`, of no larger capacity, has stored of `inputs`, that is `rows`. Then the state."""
+        self._loaded = other._loaded
+        pairs = zip(self.prefix, other.prefix, strict=True)
+        for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
+            old.copy_(new[inputs])
+        self._says_nothing_new[:] = other._says_nothing_new or self._says_nothing_new
+        stored, new_stored = self._state.reach(), other._state.reach()
+        for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
+            old[:, :, :new_stored] = new[:, :, :new_stored][rows]
+            old[:, :, new_stored:stored] = 0
+
+    def write(self, keys: Tensor, values: Tensor) -> Pair:
+        """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""
+        state, suffix = self._state, self.suffix
+        assert suffix is not None, "the keys of the encoder's output are not written in a step"
+        if isinstance(state, RaggedState):
+            heads, capacity = suffix[0].shape[1:3]
+            key_cache, value_cache = (_in_one_row(part, state.rows) for part in suffix)
+            kv_write(keys[:, :, 0], values[:, :, 0], key_cache, value_cache, state.places(heads * capacity))
+        else:
+            for number, position in enumerate(state.positions):
+                kv_write(keys[:, :, number], values[:, :, number], *suffix, position)
+        return self.read()
+
+    def read(self) -> Pair:
+        """What stands for K and V of all rows: `KVView`s, [rows, heads, length, dim]."""
+        state, suffix = self._state, self.suffix or (None, None)
+        ancestry = state.ancestry if self.suffix else None
+        queries = state.rows if state.row_map is not None else None
+        keys, values = (
+            KVView.of(prefix, own, state.per_input, ancestry, backend=self, queries=queries)
+            for prefix, own in zip(self.prefix, suffix, strict=True)
+        )
+        return keys, values
+
+    def materialize(self, inputs: int, length: int, new: int = 0, at_end: bool = False) -> Pair:
+        """What is stored of the first inputs as ordinary tensors, [rows, heads, length + new, dim].
+
+        `load` was given the first `length` of these positions, and `at_end`. The others are of the suffix.
+        """
+        first, state = self.prefix_capacity - length if at_end else 0, self._state
+        rows, ancestry = inputs * state.per_input, None
+        suffix: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.suffix is not None:
+            suffix = self.suffix[0][:rows, :, :new], self.suffix[1][:rows, :, :new]
+            ancestry = None if state.ancestry is None else state.ancestry[:rows, :new]
+        keys, values = (
+            KVView.of(prefix[:inputs, :, first : first + length], own, state.per_input, ancestry).materialize()
+            for prefix, own in zip(self.prefix, suffix, strict=True)
+        )
+        return keys, values
+
+    @property
+    def nbytes(self) -> int:
+        """What the buffers take: on the CPU, pages that nothing was written to take no memory."""
+        if not self.prefix[0].is_cpu:
+            return sum(part.nbytes for part in self._buffers())
+        begin, end = self._loaded
+        self._most = max(self._most[0], end - begin), max(self._most[1], self._state.reach() if self.suffix else 0)
+        position = sum(part.shape[1] * part.shape[3] * part.itemsize for part in self.prefix)
+        return position * (self._state.batch * self._most[0] + self._state.rows * self._most[1])
+
+    # ---- attention of the step
+
+    def attend(self, query: Tensor, keys: Parts, values: Parts, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Attention of the step's queries, as `torch.nn.functional.scaled_dot_product_attention` has it.
+
+        Args:
+            query: [rows, heads, 1, dim], or [rows, kv heads, heads per kv head, dim]. Of a step that stores several
+                positions: [rows, heads, positions, dim].
+            keys, values: prefix [batch, kv heads, N, dim] and suffix [rows, kv heads, capacity, dim].
+            mask: broadcastable to [*query.shape[:3], N + capacity]: bool (True counts), or added to the scores.
+
+        Returns:
+            [*query.shape[:3], dim of the values].
+        """
+        return decode_attention(
+            query,
+            keys.prefix,
+            values.prefix,
+            keys.suffix,
+            values.suffix,
+            self._needed(mask, query.shape[2]),
+            scale,
+            starts=self.starts,
+            ends=self.ends,
+            suffix_lengths=self._state.filled if self.suffix else None,
+            ancestry=keys.ancestry,
+            window=self._window,
+            causal=self.width > 1,
+            row_map=self._state.row_map,
+        )
+
+    def leave_out(self, scores: Tensor) -> Tensor:
+        """Takes what does not count out of the scores of a model, [rows, heads, queries, prefix + capacity], in place.
+
+        A model without padding, or with a single query, may have no mask that does it.
+        """
+        self._check(scores.shape[2])
+        return scores.masked_fill_(~self._counts().unsqueeze(1), torch.finfo(scores.dtype).min)
+
+    def with_own(self, shared: KVView, own: Tensor) -> Tensor:
+        """K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Nothing is copied."""
+        return StreamKVView.of(shared, [own], None)
+
+    def _check(self, queries: int) -> None:
+        """With one position per step, queries are heads of a group. With several there is one for each."""
+        if self.width not in (1, queries):
+            raise CannotBeCaptured(f"{queries} queries in a step that stores {self.width} positions")
+
+    def _bounds(self) -> Pair:
+        """[rows] each: `starts` and `ends` of the input that each row reads."""
+        state = self._state
+        if state.row_map is None:
+            starts, ends = (part.repeat_interleave(state.per_input) for part in (self.starts, self.ends))
+            return starts, ends
+        copies = len(self.suffix[0]) // len(self.starts) if self.suffix else 1
+        return self.starts[state.row_map // copies], self.ends[state.row_map // copies]
+
+    def _counts(self) -> Tensor:
+        """[rows, width, prefix + capacity], bool: the positions that count for each position of the step."""
+        position = torch.arange(self.length, device=self.starts.device)
+        starts, ends = self._bounds()
+        counts = ((position >= starts.unsqueeze(1)) & (position < ends.unsqueeze(1))).unsqueeze(1)
+        if not self.suffix:
+            return counts
+        # Its own position, and all of the suffix in front of it.
+        own = torch.stack(self._state.positions, 1).unsqueeze(2) + self.prefix_capacity
+        seen = counts | ((position >= self.prefix_capacity) & (position <= own))
+        return seen if self._window is None else seen & (position > own - self._window)
+
+    def _needed(self, mask: Tensor | None, queries: int) -> Tensor | None:
+        """The mask, with four dimensions; None if lengths say it all."""
+        self._check(queries)
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+        if self.host_may_wait:
+            # A mask that is left out because everything counts is made all the same where the host may not look at it.
+            self._says_nothing_new[:] = [mask is None or self._equals_lengths(mask)]
+        return None if self._says_nothing_new == [True] else mask
+
+    def _equals_lengths(self, mask: Tensor) -> bool:
+        rows, _, queries, length = mask.shape
+        if mask.dtype != torch.bool:
+            return False
+        if length != self.length or rows not in (1, self._state.rows) or self.width not in (1, queries):
+            return False
+        # An input that only fills the batch up counts for nothing, whatever a mask says of it.
+        starts, ends = self._bounds()
+        real = (ends > starts).view(-1, 1, 1, 1)
+        return bool(torch.where(real, mask == self._counts().unsqueeze(1), True).all())
+
+
+def _in_one_row(cache: Tensor, tokens: int) -> Tensor:
+    """[tokens, heads, positions of all rows, dim]: all memory of [rows, heads, capacity, dim], from any row on.
+
+    Position t of row r is position r * heads * capacity + t here.
+    """
+    rows, heads, capacity, dim = cache.shape
+    size = (tokens, heads, ((rows - 1) * heads + 1) * capacity, dim)
+    return cache.as_strided(size, (0, capacity * dim, dim, 1))

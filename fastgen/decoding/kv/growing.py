@@ -1,0 +1,276 @@
+"""The KV cache of hooks: a prefix held once per input, and a suffix that grows in place."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.kv.cache import KVCache, Pair
+from fastgen.decoding.kv.rows import Beams, rows_of
+from fastgen.decoding.kv.view import KVView
+from fastgen.memory import capacity
+from fastgen.ops import attention
+
+# A prefix is shared when it has at least so many positions, and its K and V, repeated for every row, at least so
+# many bytes per layer. Below, reading the repetitions takes less time than the additional operations of a split
+# attention do, and the prefix is repeated. The sizes are where both take the same time on a CPU with 15 GB/s.
+MIN_SHARED_PREFIX = 32
+MIN_SHARED_BYTES = 2**20
+# A suffix behind a prefix that is not worth sharing is read through a table when a position of K and V has so many
+# bytes over all rows. Below, moving it takes less time than an attention that is not the library's.
+MIN_TABLE_BYTES = 2**17
+
+
+def _span(rows: Tensor) -> slice | None:
+    """The rows, in ascending order, as a slice, if they lie next to each other. Not looked at on a device: it waits."""
+    if rows.device.type != "cpu":
+        return None
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first == rows.shape[0] - 1 else None
+
+
+class GrowingKV(KVCache):
+    """K and V of one attention layer through one call of `generate`.
+
+    First the prefix: `extend` is called with [batch, heads, L, dim] (once, or once per chunk of the prompt). Then
+    `expand` says that every input is continued by several sequences, and from then on `extend` takes
+    [batch * per_input, heads, T, dim]. What it returns stands for [batch * per_input, heads, length, dim]: it is a
+    `KVView`, or a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay.
+
+    Where the attention operator can read the suffix through a table (`Beams.ancestry`), a reorder moves nothing, until
+    something else wants the suffix. Elsewhere it moves the suffix, as the library does.
+
+    Args:
+        initial_capacity: suffix positions to allocate at first.
+        window: a query sees so many positions, its own included; None for all. What no later query can see is dropped
+            from the prefix. The suffix is kept whole: what a mask leaves out of it is the caller's business.
+
+    Attributes:
+        filled: positions of the suffix.
+    """
+
+    def __init__(self, initial_capacity: int, window: int | None = None) -> None:
+        self._initial_capacity = max(initial_capacity, 1)
+        self._window = window
+        self.dropped = self.filled = 0
+        self._beams: Beams | None = None
+        # Positions at the front of the suffix that belong to the prefix: the same in all rows of an input.
+        self._repeated = 0
+        self._is_short = False  # the prefix is not worth sharing
+        self._uses_ancestry = False  # reorders change the table of `Beams`; the suffix stays where it is
+        # Positions of the suffix at the last reorder: the table says where they lie.
+        self._length_at_reorder = 0
+        self._views: Pair | None = None
+        # For the views, which must not hold what holds them. Made with the suffix: an empty layer may be copied.
+        self._materialize_suffix: weakref.WeakMethod | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions seen, prefix and suffix together, those that were dropped included."""
+        return self.dropped + self.stored
+
+    @property
+    def stored(self) -> int:
+        """Positions that `keys` and `values` have."""
+        return (self.prefix[0].shape[2] if self.prefix is not None else 0) + self.filled
+
+    def expand(self, beams: Beams) -> None:
+        """From now on every input is continued by `beams.per_input` sequences."""
+        self._beams = beams
+        self._views = None
+        if self.prefix is None or beams.per_input == 1:
+            return
+        keys, values = self.prefix
+        if self._window is not None:
+            self.dropped = max(keys.shape[2] - self._window + 1, 0)
+            keys, values = keys[:, :, self.dropped :], values[:, :, self.dropped :]
+        repeated_bytes = (keys.nbytes + values.nbytes) * beams.per_input
+        self._is_short = keys.shape[2] < MIN_SHARED_PREFIX or repeated_bytes < MIN_SHARED_BYTES
+        # Projections come with heads and positions swapped in memory; batched products would copy that every step.
+        self.prefix = keys.contiguous(), values.contiguous()
+
+    def extend(self, keys: Tensor, values: Tensor) -> Pair:
+        """Adds positions, and returns what stands for all of K and all of V."""
+        self._views = None
+        if self._beams is None:
+            if self.prefix is not None:
+                keys = torch.cat([self.prefix[0], keys], dim=2)
+                values = torch.cat([self.prefix[1], values], dim=2)
+            self.prefix = keys, values
+            return keys, values
+        if self.suffix is None:
+            self._begin_suffix(self._beams, keys, values)
+        else:
+            self._append(keys, values)
+        return self.read()
+
+    def _begin_suffix(self, beams: Beams, keys: Tensor, values: Tensor) -> None:
+        """Starts the suffix; a prefix that is not shared (one row per sequence already) moves into it."""
+        self._uses_ancestry = self._may_use_ancestry(beams, keys, values)
+        self._materialize_suffix = weakref.WeakMethod(self.materialize_suffix)
+        if self._is_short and not self._uses_ancestry:
+            self._repeat_prefix()
+        if self._uses_ancestry and self.prefix is None:  # nothing came before the first position of the sequences
+            batch = beams.batch
+            self.prefix = keys[:batch, :, :0].contiguous(), values[:batch, :, :0].contiguous()
+        if self.prefix is not None and not self._is_shared:
+            self._move_prefix(self.prefix, keys, values)
+        else:
+            self._start_suffix(keys, values, max(self._initial_capacity, keys.shape[2] + 1))
+
+    def _start_suffix(self, keys: Tensor, values: Tensor, positions: int) -> None:
+        first, second = (self._allocate((*part.shape[:2], positions, part.shape[3]), part) for part in (keys, values))
+        self.suffix, self.filled = (first, second), 0
+        self._append(keys, values)
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        assert self.suffix is not None, "positions are appended to a suffix"
+        end, present = self.filled + keys.shape[2], self.suffix[0].shape[2]
+        if end > present:
+            self._reserve_suffix(capacity(end, present), self.filled)
+        for part, new in zip(self.suffix, (keys, values), strict=True):
+            part[:, :, self.filled : end] = new
+        self.filled = end
+
+    def _move_prefix(self, prefix: Pair, keys: Tensor, values: Tensor) -> None:
+        """The suffix is the prefix, which has a row per sequence, and these."""
+        self.prefix, self._repeated = None, prefix[0].shape[2]
+        self._start_suffix(*prefix, self._repeated + self._initial_capacity)
+        self._append(keys, values)
+
+    def _may_use_ancestry(self, beams: Beams, keys: Tensor, values: Tensor) -> bool:
+        """Whether reorders are to change a table, for a suffix that starts with these."""
+        is_worth_sharing = self._is_shared and not self._is_short
+        return (
+            beams.per_input > 1
+            and (self.prefix is None or self._is_shared)
+            and keys.dtype is torch.float32
+            and attention.reads_ancestry(keys.device.type)
+            and not torch.is_grad_enabled()
+            and (is_worth_sharing or keys.nbytes + values.nbytes >= MIN_TABLE_BYTES * keys.shape[2])
+        )
+
+    def _repeat_prefix(self) -> Pair:
+        """Gives a prefix that is not worth sharing one row per sequence."""
+        assert self._beams is not None and self.prefix is not None, "`expand` has found a short prefix"
+        keys, values = (part.repeat_interleave(self._beams.per_input, dim=0) for part in self.prefix)
+        self.prefix, self._is_short = (keys, values), False
+        return keys, values
+
+    def prompt(self) -> Pair:
+        """K and V of the prompt, [batch, heads, N, dim]. ValueError if that is not all that is stored."""
+        if self.prefix is None or self.suffix is not None:
+            raise ValueError("this layer does not hold a prompt and nothing else")
+        return self.prefix
+
+    def release(self) -> None:
+        self.prefix = self.suffix = self._views = None
+        self.filled = 0
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Has these in the place of what was stored, [rows, heads, positions, dim]. Nothing is added to them."""
+        self.release()
+        self.prefix, self._is_short, self._uses_ancestry = (keys, values), False, False
+
+    def materialize_suffix(self) -> None:
+        """The suffix row by row: something else than the attention operator needs it, and will again."""
+        if not self._uses_ancestry:
+            return
+        assert self._beams is not None and self.suffix is not None, "a table is of the suffix of beams"
+        ancestry = self._beams.ancestry(self.filled)
+        keys, values = (part[:, :, : self.filled] for part in self.suffix)
+        if ancestry is not None:
+            keys, values = attention.gather_suffix(keys, ancestry), attention.gather_suffix(values, ancestry)
+        self._uses_ancestry, self._views = False, None
+        if self._is_short:
+            self._move_prefix(self._repeat_prefix(), keys, values)
+            self._length_at_reorder += self._repeated
+        else:
+            self._start_suffix(keys, values, self.filled + self._initial_capacity)
+
+    def crop(self, count: int) -> None:
+        """Forgets the last `count` positions: what a step only looks at.
+
+        Raises:
+            ValueError: not so many were added since `expand` and the last `reorder`.
+        """
+        self._views = None
+        if self.prefix is not None and self.suffix is None and self._beams is None and self.stored > count:
+            keys, values = self.prefix
+            self.prefix = keys[:, :, :-count], values[:, :, :-count]
+            return
+        if self.filled - count < max(self._length_at_reorder, self._repeated):
+            raise ValueError(f"{count} positions cannot be forgotten: not so many were added since the last reorder")
+        self.filled -= count
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether one row of the prefix stands for several sequences."""
+        return self._beams is not None and self.prefix is not None and self.prefix[0].shape[0] != self._beams.rows
+
+    def read(self) -> Pair:
+        """What stands for K and V of all rows, as from `extend`. ValueError if nothing has been stored yet."""
+        if self._views is None:
+            if self._is_short and self.suffix is None:
+                self._repeat_prefix()
+            self._views = self._view(0), self._view(1)
+        return self._views
+
+    def _view(self, which: int) -> Tensor:
+        suffix = self.suffix[which][:, :, : self.filled] if self.suffix is not None else None
+        prefix = self.prefix[which] if self.prefix is not None else None
+        if prefix is None:
+            if suffix is None:
+                raise ValueError("this layer holds no keys and values yet")
+            return suffix
+        if self._beams is None or not self._is_shared:
+            return prefix
+        ancestry = materialize_suffix = None
+        if suffix is not None and self._uses_ancestry:
+            ancestry, materialize_suffix = self._beams.ancestry(self.filled), self._materialize_suffix
+        return KVView.of(prefix, suffix, self._beams.per_input, ancestry, materialize_suffix)
+
+    def reorder(self, index: Tensor) -> None:
+        """Row r continues the sequence of row `index[r]`, [rows]. ValueError as in `Beams.check`."""
+        if self._beams is None or self.suffix is None or self._beams.per_input == 1:
+            return
+        if self._uses_ancestry:
+            self._beams.update_ancestry(index, self.filled)
+        else:
+            self._beams.check(index)
+            for part in self.suffix:
+                filled = part[:, :, : self.filled]
+                filled.copy_(filled.index_select(0, index.to(part.device)))
+        self._length_at_reorder, self._views = self.filled, None
+
+    def keep(self, inputs: Tensor) -> None:
+        """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
+        if self._beams is None:
+            raise ValueError("inputs can leave only after the beams are expanded")
+        rows = rows_of(inputs, self._beams.per_input)
+        if self.prefix is not None:
+            kept = inputs if self._is_shared else rows
+            span = _span(kept)
+            keys, values = (part[span] if span else part.index_select(0, kept) for part in self.prefix)
+            self.prefix = keys, values
+        if self.suffix is not None:
+            keys, values = (self._kept(part, rows) for part in self.suffix)
+            self.suffix = keys, values
+        self._views = None
+
+    def _kept(self, part: Tensor, rows: Tensor) -> Tensor:
+        """These rows of the suffix, which are at least one and in ascending order, in the memory that it has."""
+        span = _span(rows)
+        if span is not None:
+            return part[span]
+        kept = part[:, :, : self.filled].index_select(0, rows)
+        part = part[: rows.shape[0]]
+        part[:, :, : self.filled] = kept
+        return part
+
+    def materialize(self) -> Pair:
+        """K and V as ordinary contiguous tensors [rows, heads, length, dim], for who takes the cache over."""
+        keys, values = (part.materialize() if isinstance(part, KVView) else part for part in self.read())
+        return keys.contiguous(), values.contiguous()

@@ -1,0 +1,256 @@
+"""Where the rows of a batch are in the KV cache: how many, how long, and in which row each position of theirs lies.
+
+One object serves all layers of a model. In hooks the host knows all of it (`Beams`). A captured step reads it from the
+device (`StepState`), also where its rows are tokens that belong to any rows of the cache (`RaggedState`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.kv.exchange import Growing
+from fastgen.memory import capacity as larger_capacity
+
+
+def rows_of(inputs: Tensor, per_input: int) -> Tensor:
+    """The rows of the given inputs, [n] -> [n * per_input], where each has `per_input` rows next to each other."""
+    return (inputs.unsqueeze(1) * per_input + torch.arange(per_input, device=inputs.device)).flatten()
+
+
+class Rows:
+    """The rows that continue each of `batch` inputs, `per_input` next to each other, and their ancestry."""
+
+    def __init__(self, batch: int, per_input: int, device: torch.device | None = None) -> None:
+        self.batch, self.per_input, self._device = batch, per_input, device
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.per_input
+
+    def _own(self, positions: int) -> Tensor:
+        """[rows, positions], int32: the ancestry of positions that lie in their own row."""
+        return torch.arange(self.rows, dtype=torch.int32, device=self._device).unsqueeze(1).repeat(1, positions)
+
+    def _longer(self, table: Tensor, capacity: int) -> Tensor:
+        """The table of ancestors with more positions, which lie in their own row."""
+        return torch.cat([table, self._own(capacity - table.shape[1])], dim=1)
+
+
+class Beams(Rows):
+    """The rows of a call with hooks, on the host.
+
+    All layers pass the same index object of a reorder one after another: it is looked at once.
+    """
+
+    def __init__(self, batch: int, per_input: int) -> None:
+        super().__init__(batch, per_input)
+        self._ancestry: Tensor | None = None  # [rows, capacity], int32; made at the first update
+        self._last_update: tuple[Tensor, int] | None = None
+        self._checked: Tensor | None = None
+
+    def check(self, index: Tensor) -> None:
+        """Looks at the row indices of a reorder, [rows]; at values on the host alone.
+
+        Raises:
+            ValueError: `index` has another length, or crosses from one input to another.
+        """
+        if index is self._checked:
+            return
+        if index.shape != (self.rows,):
+            raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")
+        own = torch.arange(self.rows) // self.per_input
+        if index.device.type == "cpu" and not torch.equal(index // self.per_input, own):
+            raise ValueError("a row cannot continue a sequence of another input")
+        self._checked = index
+
+    def update_ancestry(self, index: Tensor, length: int) -> None:
+        """Row r continues row `index[r]`, of `length` positions: `ancestry` says where those of a row lie. CPU only.
+
+        Raises:
+            ValueError: as in `check`, or the lengths of two layers differ.
+        """
+        if self._last_update is not None and index is self._last_update[0]:
+            if length != self._last_update[1]:
+                raise ValueError(f"layers of {self._last_update[1]} and of {length} positions cannot share a table")
+            return
+        self.check(index)
+        table = self._reserve(length)
+        table[:, :length] = table[:, :length].index_select(0, index)
+        self._last_update = index, length
+
+    def ancestry(self, length: int) -> Tensor | None:
+        """[rows, length], int32: position t of row r lies in row `ancestry[r, t]`. None while it is row r itself.
+
+        A view, valid until the next `update_ancestry` or `keep`.
+        """
+        return None if self._ancestry is None else self._reserve(length)[:, :length]
+
+    def keep(self, inputs: Tensor) -> None:
+        """Goes on with the given inputs only, [n] in ascending order; the rows of the others are gone."""
+        self.batch = inputs.shape[0]
+        self._last_update = self._checked = None
+        if self._ancestry is not None:
+            rows = rows_of(inputs, self.per_input)
+            moved = (rows - torch.arange(rows.shape[0])).int()  # ancestors are rows of the same input
+            self._ancestry = self._ancestry[rows] - moved.unsqueeze(1)
+
+    def _reserve(self, length: int) -> Tensor:
+        """The table, with a capacity of `length` positions at least."""
+        if self._ancestry is None:
+            self._ancestry = self._own(larger_capacity(length, 0))
+        elif (have := self._ancestry.shape[1]) < length:
+            self._ancestry = self._longer(self._ancestry, larger_capacity(length, have))
+        return self._ancestry
+
+
+class StepState(Rows):
+    """Where a captured step is, on the device: all layers read it, and the step changes it once.
+
+    Attributes:
+        capacity: positions of the suffix at the most.
+        width: positions that a step stores. The first of them stays; what is behind it, the next step writes over.
+        numbers: [width + 1, rows], int64: `positions` and `filled`.
+        position: [rows], int64: where the K/V of this step goes in the suffix of each row.
+        positions: `width` of them: the same for each position of the step.
+        filled: [rows], int64: the cache lengths: positions of the suffix that attention reads, this step's included.
+        ancestry: [rows, capacity], int32: position t of row r lies in row `ancestry[r, t]`; None for one row per input.
+        row_map: [rows], int64: the row of the cache that each row reads and writes; None: its own.
+    """
+
+    row_map: Tensor | None = None
+
+    def __init__(
+        self,
+        batch: int,
+        per_input: int,
+        capacity: int,
+        device: torch.device,
+        width: int = 1,
+        growing: Growing | None = None,
+    ) -> None:
+        super().__init__(batch, per_input, device)
+        self.capacity, self.width = capacity, width
+        self._first = torch.arange(width + 1, device=device).unsqueeze(1)
+        self._place(self._first.repeat(1, self.rows))
+        self._columns = torch.arange(capacity, device=device)
+        self._own_row = self._own(1)
+        self.ancestry = self._own(capacity) if per_input > 1 else None
+        self._reached = 0  # before rows went back
+        self._growing = growing
+        if growing is not None and self.ancestry is not None:
+            growing.add(self.ancestry)
+
+    def _place(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+        *self.positions, self.filled = numbers.unbind()
+        self.position = self.positions[0]
+
+    def of_width(self, width: int) -> StepState:
+        """The same place, for a step that stores fewer positions. It goes where this one goes."""
+        return self._with(self.numbers[: width + 1], width)
+
+    def beside(self, width: int) -> StepState:
+        """A place of its own on the same rows, for steps that run ahead of this one or behind it."""
+        return self._with(self.numbers[: width + 1].clone(), width)
+
+    def _with(self, numbers: Tensor, width: int) -> StepState:
+        other = copy.copy(self)
+        other.width = width
+        other._place(numbers)
+        return other
+
+    def grow(self, capacity: int) -> None:
+        """Gives the suffix more positions. What is stored stays where it is."""
+        if self._growing is not None and self.ancestry is not None:
+            self._growing.exchange(self.ancestry, self._longer(self.ancestry, capacity))
+        self.capacity = capacity
+        self._columns = torch.arange(capacity, device=self._device)
+
+    def reach(self) -> int:
+        """Positions of the suffix that something may be stored in, of any row. Waits for the device."""
+        return min(max(int(self.filled.max()), self._reached), self.capacity)
+
+    def keep_reach(self) -> None:
+        """To be called before rows go back: what they have stored stays where it is."""
+        self._reached = self.reach()
+
+    def begin(self, inputs: slice = slice(None)) -> None:
+        """Nothing is stored of these inputs; the others go on."""
+        rows = slice(*(inputs.indices(self.batch)[end] * self.per_input for end in range(2)))
+        self.numbers[:, rows] = self._first
+        if inputs == slice(None):
+            self._reached = 0
+        if self.ancestry is not None:
+            self.ancestry[rows] = self._own_row[rows]
+
+    def advance(self, parents: Tensor | None, count: Tensor | int = 1) -> None:
+        """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
+
+        That is all there is to a reorder: no K or V is moved. What the next step stores lies in the row itself.
+
+        Of what it has stored, `count` positions stay, [rows], int64, or so many of all. The rows that change places are
+        as long as each other.
+        """
+        self.numbers.add_(count)
+        if self.ancestry is not None and parents is not None:
+            moved = self.ancestry.index_select(0, parents)
+            self.ancestry.copy_(torch.where(self._columns >= self.position.unsqueeze(1), self._own_row, moved))
+
+    def take_over(self, other: StepState, rows: Tensor | slice) -> None:
+        """Goes on where these rows of `other`, which has no larger capacity, are: all those of some inputs."""
+        self.numbers.copy_(other.numbers[:, rows])
+        self._reached, count = other.reach(), self.per_input
+        if self.ancestry is not None and other.ancestry is not None:
+            self.ancestry[:, : other.capacity] = self._own_row // count * count + other.ancestry[rows] % count
+            self.ancestry[:, other.capacity :] = self._own_row
+
+
+class RaggedState(StepState):
+    """Where a step is in which each row of the cache has its own number of tokens: each token is a row of one position.
+
+    Its K and V are stored in the row that it belongs to, behind those of the tokens in front of it, and it sees that
+    row as far as itself.
+
+    Attributes:
+        row_map, offsets: [tokens], int64: the row of each token, and how many tokens of that row are in front of it.
+
+    Args:
+        rows: where the rows are that the tokens belong to.
+    """
+
+    row_map: Tensor
+
+    def __init__(self, tokens: int, rows: StepState) -> None:
+        device = rows.numbers.device
+        super().__init__(tokens, 1, rows.capacity, device)
+        self._of = rows
+        self.row_map, self.offsets = torch.zeros(2, tokens, dtype=torch.int64, device=device).unbind()
+        self._places: dict[int, Tensor] = {}
+
+    def spread(self, counts: Sequence[int]) -> None:
+        """Says how many tokens each row has. Those that are left over are the first one once more, which does no harm.
+
+        Raises:
+            ValueError: these are no tokens, or more than there are.
+        """
+        found = [(row, offset) for row, count in enumerate(counts) for offset in range(count)]
+        if not 0 < len(found) <= self.rows:
+            raise ValueError(f"{len(found)} tokens in a step of {self.rows}")
+        found += found[:1] * (self.rows - len(found))
+        for buffer, numbers in zip((self.row_map, self.offsets), zip(*found, strict=True), strict=True):
+            buffer.copy_(torch.tensor(numbers))
+
+    def locate(self) -> None:
+        """Finds the positions. To be called at the beginning of a step, as a part of it."""
+        self.numbers.copy_(self._of.position.index_select(0, self.row_map) + self.offsets + self._first)
+        self._places = {}
+
+    def places(self, size: int) -> Tensor:
+        """[tokens]: where each token is stored if a row has so many positions and all rows are one."""
+        if size not in self._places:
+            self._places[size] = self.row_map * size + self.position
+        return self._places[size]
