@@ -121,21 +121,11 @@ def decode_attention(
 
 
 def on_cpu(
-    query: Tensor,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    suffix_keys: Tensor | None = None,
-    suffix_values: Tensor | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
-    suffix_lengths: Tensor | None = None,
-    ancestry: Tensor | None = None,
-    window: int | None = None,
-    causal: bool = False,
-    row_map: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None, mask: Tensor | None = None, scale: float | None = None,
+    starts: Tensor | None = None, ends: Tensor | None = None, suffix_lengths: Tensor | None = None,
+    ancestry: Tensor | None = None, window: int | None = None, causal: bool = False, row_map: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The CPU's kernel, which checks its arguments: RuntimeError where they are not those of `decode_attention`."""
     out = query.new_empty(*query.shape[:3], prefix_values.shape[3])
     OPERATOR(
