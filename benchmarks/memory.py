@@ -43,7 +43,7 @@ from fastgen.decoding import library_code
 def held_tensors(holder: Any) -> Iterator[Tensor]:
     """Every floating-point tensor that a cache, or an object inside one, keeps alive.
 
-    The attributes of caches, of their layers and of FastGen's K/V store are followed, whatever they are called. Integer
+    The attributes of caches, of their layers and of FastGen's KV cache are followed, whatever they are called. Integer
     tensors are bookkeeping, not keys and values.
     """
     todo, seen = [holder], set()

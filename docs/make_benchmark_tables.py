@@ -2,7 +2,7 @@
 
 Sessions come from docs/sessions.csv: each is some minutes of `python -m benchmarks.ordinary_session`.
 
-python docs/make_benchmark_tables.py            # writes the tables between the <!-- numbers --> markers
+python docs/make_benchmark_tables.py            # writes the tables between the markers, <!-- numbers --> and others
 python docs/make_benchmark_tables.py --check    # exit status 1 if a table or the chart is out of date
 """
 

@@ -27,10 +27,13 @@ WORDS = {
     r"is_spoilt": "has_nan",
     r"take_run|[Rr]un_?[Ss]earch": "commit, SpeculativeSearch",
     r"(?<!\w)own_weights|OwnWeights": "self_draft, DraftWeights",
-    r"seen_weight|SeenWeight": "ParameterSnapshot",
+    r"seen_weight|SeenWeight": "DerivedWeight",
     r"model_state": "guards",
     r"settings as switches": "process_settings",
     r"Computed\[": "BatchResult",
+    r"LayerKV|StaticKV|SharedKV|RaggedKV": "GrowingKV, FixedKV, KVView",
+    r"CapturedStep|SpeculativeStep|RaggedStep|AssistantStep": "DecodeStep, Drafting",
+    r"panel_copies|weight_copies|output_layer\.Step": "panel_ops, weights.cache, lm_head",
 }
 _PATTERN = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(WORDS)})")
 

@@ -185,7 +185,7 @@ class QuantizedLinear(_LinearForm):
         self.form = form
         self.used = False
         self._transposed = transposed
-        self._since = 0
+        self._since = cache.now()  # what a draft has made before, of the weight as it was then, does not count
         self._weight: cache.DerivedWeight | None = None
 
     def _is_exact(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import counters, settings
+from fastgen import caches, counters, settings
 from fastgen.decoding import library_code, norms
 from fastgen.decoding.layer_forms import (
     FloatLinear,
@@ -81,6 +81,13 @@ class FastLayers:
     def of(cls, model: nn.Module, kinds: Kinds = LINEAR, functions: Functions = MappingProxyType({})) -> FastLayers:
         with cls._lock:
             return cls._of.setdefault(model, cls(model, kinds, functions))
+
+    @classmethod
+    def drop_kept(cls) -> None:
+        """Lets go of what is kept of models that do not generate at the moment."""
+        with cls._lock:
+            for layers in list(cls._of.values()):
+                layers._kept = {}
 
     def __enter__(self) -> FastLayers:
         self.enter()
@@ -227,5 +234,6 @@ def _quantized(module: nn.Module, transposed: bool, precision: str) -> Quantized
     return QuantizedLinear(module, transposed, formats.low_bit(precision, settings.current().weight_group_size))
 
 
+caches.register(FastLayers.drop_kept)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FastLayers.forget_other_threads)

@@ -87,7 +87,7 @@ class Calls:
         self._packed: _Chosen | None = None  # with all the copies that there are
         self._settled_in: object = None  # the call in which they do not change any more
         for weight in self._weights:
-            weight.users.add(self)
+            weight.tell(self)
 
     def forget(self) -> None:
         """A copy has gone: what reads it holds it no longer."""
@@ -95,13 +95,14 @@ class Calls:
 
     def now(self, planned: bool) -> Sequence[Callable[[], object]]:
         """Those of this step: one by one, or with plans in the place of several (`fastgen.ops._plan`)."""
+        chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
             call = cache.current_call()
             if call.others_ran or self._settled_in is not call:
                 copies = {weight: weight.in_step() for weight in dict.fromkeys(self._weights)}  # each once in a step
-                self._now = self._choose([copies[weight] for weight in self._weights])
+                chosen = self._now = self._choose([copies[weight] for weight in self._weights])
                 self._settled_in = call if all(weight.is_settled for weight in self._weights) else None
-        return self._now.planned if planned else self._now.calls
+        return chosen.planned if planned else chosen.calls
 
     def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
         if all(copy is None for copy in copies):
@@ -109,9 +110,10 @@ class Calls:
         # The first step of a call reads none or a part of them. What the others read is kept, and planned once.
         if not _are_same(copies, [weight.copy for weight in self._weights]):
             return self._with(copies)
-        if self._packed is None or not _are_same(self._packed.copies, copies):
-            self._packed = self._with(copies)
-        return self._packed
+        packed = self._packed
+        if packed is None or not _are_same(packed.copies, copies):
+            packed = self._packed = self._with(copies)
+        return packed
 
     def _with(self, copies: Sequence[Tensor | None]) -> _Chosen:
         calls: list[Callable[[], object]] = []

@@ -1,10 +1,11 @@
-"""The bookkeeping of a step of a search, in place, in two calls.
+"""The bookkeeping of a step of a search, in place: what it takes, and `advance_`, which goes on with it.
 
-They do what `take` does in `fastgen.decoding.captured`, and what goes on with the search: `StepState.advance`
-in `fastgen.decoding.kv.rows`, masks and positions. There it is spelled out in torch, in some seventy operators
-for beam search, whose numbers are so few that starting the operators is all that takes time. That is the reference,
-and what other devices use; the arguments have the names of the buffers there. Here are the same rules for the CPU,
-with the same results number by number: equal scores come in the order of torch.topk.
+`take_rows_`, `take_beams_` and `commit_` do what the searches of `fastgen.decoding.captured` and of
+`fastgen.decoding.speculation` do; `advance_` does what `StepState.advance` in `fastgen.decoding.kv.rows` does, and the
+masks and positions. There it is spelled out in torch, in some seventy operators for beam search, whose numbers are so
+few that starting the operators is all that takes time. That is the reference, and what other devices use; the arguments
+have the names of the buffers there. Here are the same rules for the CPU, with the same results number by number: equal
+scores come in the order of torch.topk.
 
 `take_rows_(tokens, stops, ...)`: tokens [rows], int64, and stops [rows], bool, or None.
 `take_beams_(candidate_scores, candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as

@@ -3,7 +3,8 @@
 The recorded operators are executed one after the other, with their results in memory that was planned ahead. No
 module is run, and for nearly all of them there is no view and no allocation.
 
-Products with a weight become FastGen's where that is measured to be faster, and small elementwise operators one call.
+Products with a weight become those of the kernel that `fastgen.ops.linear.choose` names, and small elementwise
+operators one call.
 """
 
 from __future__ import annotations

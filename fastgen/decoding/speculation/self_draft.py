@@ -63,7 +63,7 @@ class DraftWeights:
             if weight.numel() < layers.MIN_QUANTISED or not formats.has_low_bit(weight, precision):
                 continue
             found = self._weights[module] = cache.of(weight.t() if transposed else weight, self._format, weight)
-            found.users.add(self)
+            found.tell(self)
         self._head = head if head in self._weights else None
         self._left = [module for module in self._weights if module is not head]
         self._draft_head: DraftHead | None = None
@@ -81,6 +81,12 @@ class DraftWeights:
             if found is None or found._format is not formats.low_bit(precision, group_size) or not found._is_current():
                 found = cls._of[model] = cls(model, kinds, precision, group_size, head)
             return found
+
+    @classmethod
+    def drop_all(cls) -> None:
+        """Lets go of the weights of all models, which may have others by now."""
+        with cls._lock:
+            cls._of.clear()
 
     def _is_current(self) -> bool:
         of = [(module._parameters.get("weight"), weight) for module, weight in self._weights.items()]
@@ -101,15 +107,15 @@ class DraftWeights:
         """
         if not self._weights:
             raise ValueError("the model has no weights to draft with in few bits")
+        for weight in self._weights.values():
+            weight.note_use()  # first: making room for the others must not cost one of these
         missing = {weight for weight in map(self._weights.__getitem__, self._left) if weight.current() is None}
         if missing and not cache.has_memory(sum(self._format.nbytes(each.weight) for each in missing), self._device):
             raise ValueError("too little memory is free for a copy of the weights in few bits")
-        for weight in self._weights.values():
-            weight.note_use()
         end = time.perf_counter() + seconds
         while self._left and time.perf_counter() < end:
             self._copy(self._left.pop())
-        return not self._left
+        return not (self._left or self._is_dropped)
 
     def _copy(self, module: nn.Module) -> None:
         copy = self._weights[module].optional()
@@ -130,7 +136,7 @@ class DraftWeights:
                 self._draft_head = DraftHead.of(self._head, self._weights[self._head].weight)
                 self._head_is_plain = self._draft_head is not None  # without one, it is not tried again
             if self._draft_head is not None:
-                self._draft_head.weight.users.add(self)
+                self._draft_head.weight.tell(self)
                 self._draft_head.weight.note_use()
             self._used_head = self._draft_head
         if self._used_head is None and self._head not in self._products:
@@ -159,3 +165,6 @@ class DraftWeights:
 
 def _multiply(copy: Any, module: nn.Module, x: Tensor) -> Tensor:
     return formats.multiply_low_bit(x, copy, module._parameters.get("bias"))
+
+
+caches.register(DraftWeights.drop_all)

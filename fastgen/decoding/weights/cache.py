@@ -43,7 +43,7 @@ BACK_OFF = 64
 # Steps that take about as long as making a copy.
 STEPS_OF_COPY = 32
 # Of the memory of a device that would be free without copies: more would be missing to the model and its user.
-SHARE_OF_MEMORY = 0.375
+SHARE_OF_MEMORY = 0.5
 
 _clock, _calls_begun = itertools.count(1), itertools.count(1)
 
@@ -154,13 +154,12 @@ class DerivedWeight:
     """A weight and its copy in one format, while there is one. `of` makes it.
 
     Attributes:
-        users: what `forget()` is called of when the copy goes.
         is_asked_for: by the user. Such a copy is not evicted.
     """
 
     def __init__(self, weight: Tensor, format: Format, parameter: Tensor | None) -> None:
         self.weight, self.format = weight.detach(), format
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_asked_for = False
         # A snapshot of the parameter. Its memory is held by `weight`: no other tensor can come to lie there.
         self._parameter = parameter
@@ -204,7 +203,9 @@ class DerivedWeight:
             return None if copy is None else copy.value
         validated = now()
         if copy.fingerprint is not None and fingerprint.fingerprint(self.weight) == copy.fingerprint:
-            self._copy = copy._replace(validated=validated)
+            with _lock:
+                if self._copy is copy:  # another thread may have dropped it meanwhile
+                    self._copy = copy._replace(validated=validated)
             return copy.value
         self.drop()
         return None
@@ -212,13 +213,15 @@ class DerivedWeight:
     def make(self) -> Any:
         """Makes the copy of the weight as it is now; None if it has none, or memory is short."""
         self.note_use()
+        self._waits, self._copy = 0, None
+        if not (self.is_asked_for or has_memory(self.format.nbytes(self.weight), self.weight.device)):
+            return None
         # In this order: a copy of what is written meanwhile has another fingerprint.
         validated = now()
         contents = fingerprint.fingerprint(self.weight) if self.format.is_compared else None
-        has_room = self.is_asked_for or has_memory(self.format.nbytes(self.weight), self.weight.device)
-        value = self.format.make(self.weight) if has_room else None
-        self._waits = 0
-        self._copy = None if value is None else _Copy(value, validated, contents, now(), _nbytes(value))
+        value = self.format.make(self.weight)
+        if value is not None:
+            self._copy = _Copy(value, validated, contents, now(), _nbytes(value))
         return value
 
     def optional(self) -> Any:
@@ -232,6 +235,7 @@ class DerivedWeight:
         Raises:
             torch.OutOfMemoryError: there is too little memory for a copy.
         """
+        self.is_asked_for = True
         copy = self.current(since)
         if copy is not None:
             return copy
@@ -241,7 +245,6 @@ class DerivedWeight:
                 f"there is no memory for weights in {self.format.name}: {size} more bytes are needed. Free some, or "
                 'set weight_dtype="fp32"'
             )
-        self.is_asked_for = True
         return self.make()
 
     def in_step(self) -> Any:
@@ -283,9 +286,15 @@ class DerivedWeight:
 
     def drop(self) -> None:
         """Frees the copy."""
-        self._copy = None
-        for user in list(self.users):
+        with _lock:  # others may add themselves meanwhile
+            self._copy, users = None, list(self._users)
+        for user in users:
             user.forget()
+
+    def tell(self, user: Any) -> None:
+        """Calls `user.forget()` when the copy goes, as long as the user lives."""
+        with _lock:
+            self._users.add(user)
 
 
 def _nbytes(copy: Any) -> int:
@@ -314,7 +323,8 @@ def of(weight: Tensor, format: Format, parameter: Tensor | None = None) -> Deriv
 
 def known() -> list[DerivedWeight]:
     """All that somebody holds, with and without a copy."""
-    return list(_known.values())
+    with _lock:
+        return list(_known.values())
 
 
 def drop_all() -> None:

@@ -213,7 +213,7 @@ def merge(
     tl.store(out + at * VALUE_DIM + e, context.to(out.dtype.element_ty), mask=e < VALUE_DIM)
 
 
-# ---- beam_step
+# ---- best_candidates
 #
 # A candidate is one 64-bit number: its score in the upper half, in a form whose order as an integer is that of the
 # floats, and its index in the lower half, counted down. The largest number is then the best candidate, and of two with

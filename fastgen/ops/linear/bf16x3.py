@@ -1,6 +1,6 @@
 """GEMM in float32 for many rows, emulated with bfloat16 (bf16x3) in the AMX tiles of a processor.
 
-Each number is split into three parts in bfloat16, which these registers multiply many times as fast as the processor
+Each number is split into three parts in bfloat16, which these tiles multiply many times as fast as the processor
 multiplies float32. Six products of parts are added up in float32 (see csrc/cpu/gemm/bf16x3.cpp). The error is that of
 a product in float32: the largest of what is left out is 2**-24 of a product. That holds for numbers from about 2**-102
 on; smaller ones lose bits, and those below 2**-126 count as zero.
@@ -18,7 +18,7 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops.linear import multiplied
 
-# Fewer rows fill no register.
+# The least that a profile of `python -m fastgen tune` may name; the table has 16, which fill a tile.
 MIN_ROWS = 8
 
 

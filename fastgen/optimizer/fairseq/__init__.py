@@ -1,7 +1,7 @@
 """FairSeq: what makes it run and keeps it safe (`compat`), and the functions that are hooked to make generation fast.
 
 `SequenceGenerator._generate` opens a call and repeats it with the original code should anything go wrong. Inside of it,
-`MultiheadAttention` uses FastGen's K/V store, the ensemble leaves the encoder output as it is and reorders that store,
+`MultiheadAttention` uses FastGen's KV cache, the ensemble leaves the encoder output as it is and reorders that cache,
 and a language model's prefix is run at once. The loop, the searches and the models stay FairSeq's.
 """
 

@@ -1,4 +1,4 @@
-"""FastGen's K/V stores, those of a captured step too, inside the library's own cache objects."""
+"""FastGen's KV caches, those of a captured step too, inside the library's own cache objects."""
 
 from __future__ import annotations
 

@@ -26,8 +26,6 @@ import wrapt
 from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-# Its criterion is FastGen's own.
-_OF_THE_PIPELINE = "fastgen.pipeline.model"
 # Arguments of `generate` that are code of the user's.
 _ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 # Arguments of the decoding loops that are lists of the library's, whose elements may be the user's.
@@ -92,11 +90,8 @@ def wrap(arguments: dict[str, Any], errors: Errors) -> bool:
 
 
 def has_own(parts: Iterable[Any]) -> bool:
-    """Whether one of these processors, criteria or streamers is the user's: Whisper passes some of the library's.
-
-    The criterion that sums scores for `fastgen-generate` is none.
-    """
-    return not all(_is_the_librarys(part) or type(part).__module__ == _OF_THE_PIPELINE for part in parts)
+    """Whether one of these processors, criteria or streamers is the user's: Whisper passes some of the library's."""
+    return not all(map(_is_the_librarys, parts))
 
 
 def _is_the_librarys(part: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The K/V store of a layer, against concatenating and indexing full tensors."""
+"""The KV cache of a layer, against concatenating and indexing full tensors."""
 
 import gc
 import weakref

@@ -136,7 +136,7 @@ def test_users_are_told_when_a_copy_goes() -> None:
             self.told += 1
 
     user, held = User(), derived(parameter())
-    held.users.add(user)
+    held.tell(user)
     held.make()
     caches.free_all()
     assert user.told == 1 and held.copy is None
@@ -176,6 +176,7 @@ def test_nothing_is_evicted_in_vain(free: list[int]) -> None:
 
 
 def test_what_the_user_asks_for_is_not_evicted_and_fails_where_it_does_not_fit(free: list[int]) -> None:
+    free[0] = 5 * NBYTES + NBYTES // 2
     asked = derived(parameter())
     for _ in range(3):  # more than the budget
         assert asked.required(cache.now()) is not None
@@ -204,3 +205,39 @@ def test_a_copy_that_cannot_be_made_is_not_tried_for_some_calls() -> None:
     assert len(tried) == 1
     another_call()
     assert not any(held.in_step() for _ in range(cache.STEPS_OF_COPY)) and len(tried) == 2
+
+
+def test_what_a_draft_has_made_does_not_count_for_who_asks_later() -> None:
+    """Somebody has written through `.data` in between, which torch does not count."""
+    weight = parameter()
+    held = derived(weight)
+    held.optional()
+    since = cache.now()
+    weight.data.mul_(3)
+    assert torch.equal(held.required(since), weight * 2)
+
+
+def test_a_copy_that_the_user_asks_for_is_his_whoever_made_it(free: list[int]) -> None:
+    held, others = derived(parameter()), [derived(parameter()) for _ in range(3)]
+    held.optional()
+    held.required(0)
+    for _ in range(cache.BACK_OFF + 1):
+        another_call()
+    for each in others:
+        each.optional()
+    assert held.copy is not None
+
+
+def test_a_copy_that_goes_while_it_is_validated_stays_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = derived(parameter(), COMPARED)
+    held.optional()
+    taken = fingerprint.fingerprint
+
+    def dropping(weight: torch.Tensor) -> int:
+        found = taken(weight)
+        cache.drop_all()  # as another thread may
+        return found
+
+    monkeypatch.setattr(fingerprint, "fingerprint", dropping)
+    held.current(cache.now())
+    assert held.copy is None
