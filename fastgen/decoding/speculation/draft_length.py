@@ -19,6 +19,8 @@ AT_FIRST = 2
 
 # How many trials the acceptance rate of all rows, or of the last call, counts for in the rate of a row.
 _WEIGHT = 2.0
+# With more, no draft would be too long.
+_MOST_RATE = 0.995
 # Of what is known about acceptance, this much is left after each iteration that drafts: about ten of them count.
 _DECAY = 0.9
 
@@ -256,7 +258,7 @@ class DraftLength:
 
     def _rate(self, row: int) -> float:
         known = self._rows[row]
-        return (known.kept + _WEIGHT * self._all.rate()) / (known.trials + _WEIGHT)
+        return min((known.kept + _WEIGHT * self._all.rate()) / (known.trials + _WEIGHT), _MOST_RATE)
 
     def _budget(self, rows: Sequence[int], are_found: bool) -> float:
         """Seconds that the call may still lose."""
@@ -281,9 +283,9 @@ class DraftLength:
 class _Acceptance:
     """Accepted tokens and trials, as a moving average."""
 
-    def __init__(self, rate: float = 0.0) -> None:
-        self.trials = _WEIGHT if rate else 0.0
-        self.kept = rate * self.trials
+    def __init__(self, rate: float | None = None) -> None:
+        self.trials = 0.0 if rate is None else _WEIGHT
+        self.kept = (rate or 0.0) * self.trials
 
     def rate(self) -> float:
         return self.kept / self.trials

@@ -45,7 +45,7 @@ class DraftWeights:
     """
 
     _lock = forkable_lock()
-    _of: weakref.WeakKeyDictionary[nn.Module, DraftWeights] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[nn.Module, dict[cache.Format, DraftWeights]] = weakref.WeakKeyDictionary()
     _numbers = itertools.count()
 
     def __init__(
@@ -76,11 +76,12 @@ class DraftWeights:
         cls, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> DraftWeights:
         """Those that are kept with the model, if it has not been changed since."""
+        format = formats.low_bit(precision, group_size)
         with cls._lock:
-            found = cls._of.get(model)
-            if found is None or found._format is not formats.low_bit(precision, group_size) or not found._is_current():
-                found = cls._of[model] = cls(model, kinds, precision, group_size, head)
-            return found
+            kept = cls._of[model] = {each: of for each, of in cls._of.get(model, {}).items() if of._is_current()}
+            if format not in kept:
+                kept[format] = cls(model, kinds, precision, group_size, head)
+            return kept[format]
 
     @classmethod
     def drop_all(cls) -> None:

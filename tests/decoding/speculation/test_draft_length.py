@@ -410,3 +410,12 @@ def test_a_schedule_goes_by_every_row_that_had_a_draft() -> None:
     for _ in range(20):
         schedule.observe([1], [0])
     assert schedule.length == 1
+
+
+@pytest.mark.parametrize("machine", [CHEAP, FOUND, SHARED], ids=["cheap", "found", "shared"])
+def test_a_draft_of_which_all_was_wrong_or_right_is_one_that_is_known(machine) -> None:
+    """An acceptance of 0, which many misses come to, does not end the policy; nor may one of 1 make drafts free."""
+    for rate in (0.0, 1.0):
+        calls = Calls(machine, rows=8 if machine is SHARED else 1)
+        calls.costs.acceptance = rate
+        assert calls.run(always(0.0)) <= 1.06 + 0.05 * (machine is SHARED)

@@ -89,13 +89,14 @@ class StepBuffers:
         """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
         return cache_of(self.own, self.cross, self.bounds if seen is None else seen)
 
-    def cache_at(self, position: StepState, seen: Tensor, lengths: Callable[[], Tensor] | None = None) -> Cache:
-        """The cache as a step finds it that is at another position, with `seen` positions in front of its longest row.
+    def cache_at(self, position: StepState, seen: SymbolicLength, lengths: Callable[[], Tensor] | None = None) -> Cache:
+        """The cache as a step finds it that is at another position.
 
         Args:
+            seen: positions in front of its longest row.
             lengths: gives those of the rows, where positions are computed from them.
         """
-        return cache_of([kv.view(position) for kv in self.own], self.cross, self.length(seen), lengths)
+        return cache_of([kv.view(position) for kv in self.own], self.cross, seen, lengths)
 
     def length(self, seen: Tensor) -> SymbolicLength:
         """`seen`, with what the sizes say of it."""

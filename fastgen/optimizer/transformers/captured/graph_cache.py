@@ -23,10 +23,10 @@ from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.models import attention_functions
 
-# Steps of all models together, and passes of encoders, of which each is of one shape. A step has the K/V of a whole
-# batch, so there is a limit to their bytes, too: that part of the GPU's memory, or of what is free on the CPU. What is
-# kept is missing elsewhere.
-MOST, MOST_PASSES = 8, 64
+# Steps of all models together; and passes of the encoder of one, of which each is of one shape. A step has the K/V of a
+# whole batch, so there is a limit to their bytes, too: that part of the GPU's memory, or of what is free on the CPU.
+# What is kept is missing elsewhere.
+MOST, MOST_PASSES = 8, 32
 MOST_OF_MEMORY = 0.25
 # States of a model.
 _MOST_STATES = 4
@@ -107,14 +107,15 @@ def give_back(model: Any, found: Kept) -> None:
 
 def _superfluous(most: float) -> tuple[_OfModel, Hashable] | None:
     """What is to go, in so many bytes; None if there is room for all that is kept."""
-    found = [(of, key) for of in _all() for key in of.steps]
-    if found and sum(of.steps[key].nbytes for of, key in found) > most:
-        return found[0]
-    for limit, is_step in ((MOST, True), (MOST_PASSES, False)):
-        alike = [each for each in found if isinstance(each[1], Key) is is_step]
-        if len(alike) > limit:
-            return alike[0]
-    return None
+    steps: list[tuple[_OfModel, Hashable]] = []
+    for of in _all():
+        passes = [key for key in of.steps if not isinstance(key, Key)]
+        if len(passes) > MOST_PASSES:
+            return of, passes[0]
+        steps += [(of, key) for key in of.steps if isinstance(key, Key)]
+    # Of a pass next to nothing is kept.
+    is_too_much = len(steps) > MOST or sum(of.steps[key].nbytes for of, key in steps) > most
+    return steps[0] if steps and is_too_much else None
 
 
 def used(model: Any, key: Hashable) -> Any:
@@ -181,9 +182,10 @@ def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
     """Frees the steps of a model that will not be asked for any more."""
     with _lock:
         cached = _models.get(model)
-        for kept in () if cached is None else (cached.steps, cached.refused):
-            for key in [key for key in kept if isinstance(key, Key) and is_old(key)]:
-                del kept[key]
+        for state in () if cached is None else (cached, *cached.former):
+            for kept in (state.steps, state.refused):
+                for key in [key for key in kept if isinstance(key, Key) and is_old(key)]:
+                    del kept[key]
 
 
 def drop(model: Any) -> None:
@@ -196,6 +198,8 @@ def drop_all() -> bool:
     """Frees the steps that are not in use; says whether there were any."""
     with _lock:
         found = any(cached.steps for cached in _all())
+        for cached in _models.values():
+            cached.ledger.forget()  # what was recorded has to pay again
         _models.clear()
     graph.let_pools_go()
     return found

@@ -174,11 +174,11 @@ class Ledger:
 
     def forget(self, key: Hashable | None = None) -> None:
         """The recording of this key is gone, or that of all: it has to pay again."""
-        if key is None:
-            self._spent.clear()
-            self._lost.clear()
-        self._spent.pop(key, None)
-        self._lost.pop(key, None)
+        for known in (self._spent, self._lost, self._budgets):
+            if key is None:
+                known.clear()
+            else:
+                known.pop(key, None)
 
     def is_repaid(self, key: Hashable) -> None:
         """What calls have lost for want of this recording is no reason for another one."""

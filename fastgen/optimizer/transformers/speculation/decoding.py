@@ -364,7 +364,7 @@ class SpeculativeDecoding(Decoding):
                 self._draft.cut(policy.shares(rows, available, drafted))
             self._start(step, partial(self._draft.propose, drafting, self._model, drafted))
         self._start(step, partial(drafting.verify, self._model, drafted))
-        begun += time.perf_counter() - before
+        begun += drafting.now(waits=True) - before  # what follows waits for the device anyway
         progress = self._follow(step)
         counts, accepted = self._come_of(drafting, rows, drafted)
         policy.observe(rows, drafted, counts, accepted)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.decoding.captured.part import Piece
+from fastgen.decoding.captured.symbolic_length import SymbolicLength
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
@@ -91,17 +92,18 @@ class Drafting:
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
     def _cache_at(self, position: StepState, seen: Tensor) -> Cache:
-        lengths = self._lengths_at(position, seen) if self.has_own_lengths else None
-        return self._buffers.cache_at(position, seen, lengths)
+        bounded = self._buffers.length(seen)  # one for both: models compare what they compute from them
+        lengths = self._lengths_at(position, bounded) if self.has_own_lengths else None
+        return self._buffers.cache_at(position, bounded, lengths)
 
     @property
     def has_own_lengths(self) -> bool:
         """Whether the model computes positions from lengths of the rows: it may have none behind their limit."""
         return not self.key.draft.together and {*POSITIONS}.isdisjoint(self.key.tensors)
 
-    def _lengths_at(self, position: StepState, seen: Tensor) -> Callable[[], RowLengths]:
+    def _lengths_at(self, position: StepState, bounded: SymbolicLength) -> Callable[[], RowLengths]:
         """Nothing counts of a row that is finished: it is not to go on behind its limit."""
-        search, stored, bounded = self.search, self._buffers.sizes.stored, self._buffers.length(seen)
+        search, stored = self.search, self._buffers.sizes.stored
 
         def lengths_of_rows() -> RowLengths:
             own = torch.where(search.unfinished.view(-1), position.position, 0)

@@ -123,7 +123,7 @@ class SelfDraft(Draft):
     def _is_old(self, key: Any) -> bool:
         kind: Any = key.draft.kind if key.draft is not None else ()
         own: Any = self.kind
-        return bool(kind) and kind[0] == own[0] and kind[-1] != own[-1]
+        return bool(kind) and kind[:-1] == own[:-1] and kind[-1] != own[-1]
 
     def propose(self, drafting: Drafting, model: Any, count: int) -> None:
         weights = self._weights
