@@ -43,7 +43,6 @@ class Engine:
         self._model, self._rows = model, int(rows)
         self._executor = StaticBatches(model, self._rows)
         self._waiting = Waiting(max_waiting, self._executor.choose, self._executor.stop)
-        self._submitted = 0
         # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
         weakref.finalize(self, self._waiting.close).atexit = False
 
@@ -198,7 +197,7 @@ class Engine:
         return {
             "executor": self._executor.name,
             "why": self._executor.why(),
-            "submitted": self._submitted,
+            "submitted": waiting.submitted,
             "waiting": len(waiting.requests),
             "running": sum(not request.future.done() for request in list(waiting.running)),
             "cancelled": waiting.cancelled,
@@ -214,7 +213,6 @@ class Engine:
     def _add(self, made: list[Request], timeout: float | None) -> None:
         self._waiting.start(partial(_serve, self._waiting, self._executor))
         self._waiting.put(made, timeout)
-        self._submitted += len(made)
 
     async def _aadd(self, made: list[Request], timeout: float | None) -> None:
         try:
@@ -227,8 +225,9 @@ class Engine:
 def _serve(waiting: Waiting, executor: StaticBatches) -> None:
     """What the thread of an engine does. It does not hold the engine, which may go while requests run."""
     try:
-        while (batch := waiting.take()) is not None:
+        while batch := waiting.take():
             executor.run(batch)
+            del batch  # and the results, while nothing is to do
     except BaseException as error:
         waiting.fail(error)
         raise

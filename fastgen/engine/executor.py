@@ -105,8 +105,8 @@ class StaticBatches:
             criterion.max_time = -math.inf
 
     def _settle(self, request: Request, result: Any) -> None:
-        self.counts["failed" if isinstance(result, BaseException) else "finished"] += 1
-        request.future.settle(result)
+        if request.future.settle(result):
+            self.counts["failed" if isinstance(result, BaseException) else "finished"] += 1
 
     def _tried(self, batch: list[Request], can_stop: bool) -> Any:
         """The results of a batch, or what was raised."""
@@ -170,7 +170,7 @@ class StaticBatches:
         side = "right" if has_encoder else "left"  # a decoder goes on behind the last column
         tokens = [request.tokens for request in batch if request.tokens is not None]
         masks = [
-            torch.ones_like(row) if request.mask is None else request.mask.to(row.dtype)
+            torch.ones_like(row) if request.mask is None else request.mask
             for request, row in zip(batch, tokens, strict=True)
         ]
         ids = pad_sequence(tokens, True, _padding(first.config), side)

@@ -44,15 +44,16 @@ class RequestFuture(Future[Any]):
         """Whether the request is being run."""
         return self.has_begun and not self.done()
 
-    def settle(self, result: Any) -> None:
-        """The result, or the exception that the request ended with; nothing if it was cancelled."""
+    def settle(self, result: Any) -> bool:
+        """Takes the result, or the exception that the request ended with; False if it was cancelled."""
         try:
             if isinstance(result, BaseException):
                 self.set_exception(result)
             else:
                 self.set_result(result)
         except InvalidStateError:
-            pass
+            return False
+        return True
 
     def give_up(self, error: BaseException) -> None:
         """In a forked process, where the thread that would have settled this is not there, nor one that looks at it."""
@@ -188,4 +189,4 @@ def _row(given: dict[str, Any], *names: str) -> Tensor | None:
     value = next((given[name] for name in names if name in given), None)
     if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
         return None
-    return value[0].cpu()
+    return value[0].long().cpu()

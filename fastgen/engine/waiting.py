@@ -35,7 +35,7 @@ class Waiting:
         self.running: list[Request] = []
         self.thread: threading.Thread | None = None  # that takes the requests
         self.is_closed = False
-        self.cancelled = 0
+        self.submitted = self.cancelled = 0  # so many, so far
         self._choose, self._stop = choose, stop
         self._pauses = 0
         self._changed = threading.Condition(forkable_lock())
@@ -72,6 +72,7 @@ class Waiting:
                     room = self.most - len(self.requests)
                     if room > 0:
                         self.requests += left[:room]
+                        self.submitted += len(left[:room])
                         del left[:room]
                         self._changed.notify_all()
                     elif not self._waits(until):
@@ -91,10 +92,10 @@ class Waiting:
     def _drop(self, request: Request) -> None:
         """A request has been cancelled."""
         with self._changed:
-            self.cancelled += 1
+            self.cancelled += request in self.requests or request in self.running
             if request in self.requests:
                 self.requests.remove(request)
-            elif self.running and all(each.future.done() for each in self.running):
+            elif request in self.running and all(each.future.done() for each in self.running):
                 self._stop()
             self._changed.notify_all()  # there is room; and who waits to add this one need not
 
@@ -122,7 +123,7 @@ class Waiting:
             yield
         finally:
             with self._changed:
-                self._pauses -= 1
+                self._pauses = max(self._pauses - 1, 0)  # none is left in a process that was forked in the block
                 self._changed.notify_all()
 
     # ---- for the thread of the engine
@@ -132,7 +133,7 @@ class Waiting:
         with self._changed:
             self.running = []
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._pauses and (self.requests or self.is_closed))
+            self._changed.wait_for(self._may_take)
             if not self.requests:
                 return None
             self.running = self._choose(self.requests)
@@ -140,6 +141,9 @@ class Waiting:
             self.requests = [request for request in self.requests if id(request) not in chosen]
             self._changed.notify_all()
             return self.running
+
+    def _may_take(self) -> bool:
+        return not self._pauses if self.requests else self.is_closed
 
     def fail(self, error: BaseException) -> None:
         """The engine's own code has failed: nobody is left to run anything."""
