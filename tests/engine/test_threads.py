@@ -158,7 +158,7 @@ def test_what_fails_fails_alone(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("a row")], ids=str)
-def test_a_batch_that_fails_is_run_in_negates(llama: Any, error: Exception) -> None:
+def test_a_batch_that_fails_is_run_in_halves(llama: Any, error: Exception) -> None:
     generating = _Generating(llama)
     generating.may_go.set()
 
