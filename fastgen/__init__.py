@@ -15,20 +15,31 @@ from typing import TYPE_CHECKING, Any
 from fastgen import _conflict, caches, counters, patching, settings  # noqa: F401 (the first one looks when imported)
 from fastgen._version import __version__
 from fastgen.counters import FallbackError, Stats
+from fastgen.engine import patches as _engine_patches
 from fastgen.keep_bits import KeepBits
 from fastgen.optimizer import fairseq as _fairseq
 from fastgen.optimizer import transformers as _transformers
 
 if TYPE_CHECKING:
     from fastgen.comparison import Comparison
+    from fastgen.engine.engine import Engine as Engine
+    from fastgen.engine.engine import EngineFull as EngineFull
     from fastgen.report import Status
 
 __all__ = [
-    "FallbackError", "KeepBits", "__version__", "compare", "disable", "disabled", "enable", "reset_stats", "stats",
-    "status",
+    "Engine", "EngineFull", "FallbackError", "KeepBits", "__version__", "compare", "disable", "disabled", "enable",
+    "reset_stats", "stats", "status",
 ]  # fmt: skip
 
-_patches = patching.all_patches(lambda: [*_transformers.patches(), *_fairseq.patches()])
+_patches = patching.all_patches(lambda: [*_transformers.patches(), *_engine_patches(), *_fairseq.patches()])
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Engine", "EngineFull"):  # which import torch and Transformers
+        from fastgen.engine import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def enable(

@@ -1,14 +1,17 @@
 """Inputs of about the same length, to run together: padding behind them, or in front of them, costs little then.
 
-Inputs are sorted by length and cut into groups, each as long as its own longest input: by dynamic programming over the
-sorted lengths (Fang et al., "TurboTransformers: An Efficient GPU Serving System For Transformer Models", PPoPP 2021,
-section 5).
+Inputs are sorted by length and cut into the groups that cost least (`fastgen.partition`), each as long as its own
+longest input.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
+
+from fastgen.partition import cheapest
 
 # What a further pass costs, in positions.
 PASS = 256
@@ -39,26 +42,17 @@ def groups(mask: Tensor, in_front: bool = False, cost: int | None = None) -> lis
 
 def by_length(lengths: list[int], longest: int, cost_of_pass: int | None = None) -> list[tuple[Tensor, int]]:
     """Which inputs of these lengths run together, and how long they are at the most; none if groups do not pay."""
-    cost_of_pass = PASS if cost_of_pass is None else cost_of_pass
+    further = PASS if cost_of_pass is None else cost_of_pass
     if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < MIN_SAVING * len(lengths) * longest:
         return []
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     # Inputs of one length stay together: bounds are where it changes.
     bounds = [i for i in range(len(order) + 1) if i in (0, len(order)) or lengths[order[i]] != lengths[order[i - 1]]]
-    # costs[n]: of the inputs up to the n-th bound; starts[n]: the bound where the last of their groups starts.
-    costs, starts = [0.0], [0]
-    for n, end in enumerate(bounds[1:], 1):
-        cost, start = min(
-            (costs[i] + (end - bounds[i]) * lengths[order[bounds[i]]] + cost_of_pass, i) for i in range(n)
-        )
-        costs.append(cost)
-        starts.append(start)
-    if costs[-1] > (1 - MIN_SAVING) * len(lengths) * longest:
+
+    def cost(start: int, end: int) -> float:
+        return (end - start) * lengths[order[start]] + further
+
+    total, groups = cheapest(bounds[1:], lambda end: itertools.takewhile(end.__gt__, bounds), cost)
+    if total > (1 - MIN_SAVING) * len(lengths) * longest:
         return []
-    found, last = [], len(bounds) - 1
-    while last:
-        first = starts[last]
-        rows = order[bounds[first] : bounds[last]]
-        found.append((torch.tensor(sorted(rows)), lengths[rows[0]]))
-        last = first
-    return found
+    return [(torch.tensor(sorted(order[start:end])), lengths[order[start]]) for start, end in reversed(groups)]

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from fastgen import caches, memory
 from fastgen import settings as process_settings
+from fastgen.partition import cheapest
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.records import Problem, Record
 
@@ -96,31 +97,23 @@ def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
 
 
 def _cheapest(lengths: Sequence[int], order: list[int], rules: Rules, pass_cost: int) -> list[list[int]]:
-    """Rows that are sorted by length, cut into the batches that cost least together: by dynamic programming over where
-    a batch ends (Fang et al., "TurboTransformers", PPoPP 2021, section 5).
+    """Rows that are sorted by length, cut into the batches that cost least together.
 
     Args:
         lengths: of the rows, longest first.
         order: the rows' own indices.
     """
-    # costs[n]: of the first n rows; starts[n]: where the last of their batches starts.
-    costs, starts = [0], [0]
-    for end in range(1, len(lengths) + 1):
-        best, start = costs[end - 1] + lengths[end - 1], end - 1
-        for first in range(end - 2, max(end - rules.batch_size, 0) - 1, -1):
-            tokens = (end - first) * lengths[first]
-            if rules.max_tokens is not None and tokens > rules.max_tokens:
-                break  # further rows are longer, and there are more of them
-            if costs[first] + tokens < best:
-                best, start = costs[first] + tokens, first
-        costs.append(best + pass_cost)
-        starts.append(start)
-    batches: list[list[int]] = []
-    end = len(lengths)
-    while end:
-        batches.append(order[starts[end] : end])
-        end = starts[end]
-    return batches[::-1]
+
+    def starts(end: int) -> Iterator[int]:
+        for first in range(end - 1, max(end - rules.batch_size, 0) - 1, -1):
+            if first < end - 1 and rules.max_tokens is not None and (end - first) * lengths[first] > rules.max_tokens:
+                return  # further rows are longer, and there are more of them
+            yield first
+
+    def cost(first: int, end: int) -> int:
+        return (end - first) * lengths[first] + pass_cost
+
+    return [order[start:end] for start, end in cheapest(range(1, len(lengths) + 1), starts, cost)[1]]
 
 
 @dataclass

@@ -1,0 +1,24 @@
+"""The engine: requests from any thread, put together into batches that the model generates for.
+
+`requests` says what a request is and checks it, `waiting` holds those that have not run, `planning` chooses which run
+together, `executor` runs them, `engine` is the interface. Importing this package imports none of them.
+"""
+
+from __future__ import annotations
+
+from fastgen.patching import Patch, has
+
+ENTRY_POINT = "transformers.generate_batch"
+
+
+def patches() -> list[Patch]:
+    """The patch that has Transformers' own interface to continuous batching run on the engine."""
+    arguments = "inputs generation_config continuous_batching_config record_timestamps progress_bar persistent_manager"
+    return [
+        Patch(
+            "transformers.generation.continuous_batching.continuous_api",
+            "ContinuousMixin.generate_batch",
+            f"{__name__}.generate_batch:generate_batch",
+            has(arguments),
+        )
+    ]

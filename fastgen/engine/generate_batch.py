@@ -1,0 +1,120 @@
+"""The hook around Transformers' `model.generate_batch`: the requests run on the engine's executor.
+
+The library's own gives greedy or drawn tokens whatever the options are, and reads decoder-only models alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.utils import GenerationMixin
+
+from fastgen import counters, patching
+from fastgen.engine import ENTRY_POINT, requests
+from fastgen.engine.engine import ROWS
+from fastgen.engine.executor import StaticBatches, written
+from fastgen.engine.requests import Request
+
+_log = logging.getLogger("transformers.generation.continuous_batching")
+
+
+def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `ContinuousMixin.generate_batch`: a dict of request id to `GenerationOutput`, in order.
+
+    The id of an input is "req_0", "req_1", ...; its further sequences have "req_0__child#0", ..., before it, as the
+    library has them. A request that fails has the status FAILED, and `error`.
+
+    Raises:
+        ValueError: `generate` would refuse one of the inputs, or the options.
+    """
+    bound = patching.bound(wrapped, args, kwargs) if patching.is_active() else None
+    if bound is None:
+        return wrapped(*args, **kwargs)
+    given = bound.arguments
+    inputs, config, options = given["inputs"], given.get("generation_config"), given.get("kwargs", {})
+    options = {name: value for name, value in options.items() if value is not None}
+    reason = _unsupported(model, given, config, options)
+    if reason is not None:
+        counters.count_fallback(ENTRY_POINT, reason)
+    if reason is not None or not inputs:
+        return wrapped(*args, **kwargs)
+    rows = max(ROWS, *(_option(model, config, options, name) or 1 for name in ("num_beams", "num_return_sequences")))
+    made = [requests.make(model, each, config, options, None, rows) for each in inputs]
+    outputs = _run(StaticBatches(model, rows), made, bool(given.get("progress_bar")))
+    counters.count_accelerated(ENTRY_POINT)
+    return outputs
+
+
+def _unsupported(model: Any, given: dict[str, Any], config: Any, options: dict[str, Any]) -> str | None:
+    """Why the call is left to the library: it asks for what only that has, or is to draw what that draws."""
+    for name in ("record_timestamps", "persistent_manager"):
+        if given.get(name):
+            return name
+    if getattr(given.get("continuous_batching_config"), "return_logprobs", False):
+        return "log-probabilities"
+    own_generate = inspect.getattr_static(type(model), "generate", None) is not vars(GenerationMixin)["generate"]
+    if own_generate or getattr(model, "_device_mesh", None) is not None:
+        return "a model with a generate of its own" if own_generate else "a model sharded over processes"
+    implementations = (_option(model, config, options, "cache_implementation"), model.config._attn_implementation)
+    if any(str(each).startswith("paged") for each in implementations):
+        return "a paged cache"
+    has_beams = (_option(model, config, options, "num_beams") or 1) > 1
+    if model.config.is_encoder_decoder or has_beams:
+        return None
+    if _option(model, config, options, "do_sample"):
+        return "sampling: a seed gives the tokens that it gives there"
+    if _option(model, config, options, "max_new_tokens") is None:
+        return "no limit for new tokens"
+    return None
+
+
+def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
+    values = (options.get(name), *(getattr(source, name, None) for source in (config, model.generation_config)))
+    return next((value for value in values if value is not None), None)
+
+
+def _run(executor: StaticBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
+    """Runs the requests in this thread."""
+    created, spans, left = time.perf_counter(), dict[Request, tuple[float, float]](), made
+    with tqdm(total=len(made), disable=not shows_progress, desc=f"Solving {len(made)} requests", unit="request") as bar:
+        while left:
+            batch, begin = executor.choose(left), time.perf_counter()
+            executor.run(batch, can_stop=False)
+            for request in batch:
+                error = request.future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                spans[request] = begin, time.perf_counter()
+            left = [request for request in left if request not in spans]
+            bar.update(len(batch))
+    outputs: dict[str, GenerationOutput] = {}
+    for number, request in enumerate(made):
+        of_request = _outputs(f"req_{number}", request, created, spans[request])
+        outputs |= {each.request_id: each for each in (*of_request[1:], of_request[0])}
+    failed = [name for name, output in outputs.items() if output.error is not None]
+    if failed:
+        _log.error(f"Requests {failed} failed during generation.")
+    return outputs
+
+
+def _outputs(name: str, request: Request, created: float, span: tuple[float, float]) -> list[GenerationOutput]:
+    """The outputs of a request, the best first."""
+    prompt = request.tokens.tolist() if request.tokens is not None else []
+    common: dict[str, Any] = {"prompt_ids": prompt, "created_time": created, "lifespan": span}
+    error = request.future.exception()
+    if error is not None:
+        return [GenerationOutput(name, error=f"{type(error).__name__}: {error}", status=RequestStatus.FAILED, **common)]
+    result = request.future.result()
+    generated = (result if isinstance(result, Tensor) else result.sequences)[:, request.prompt :]
+    outputs = []
+    for index, (row, count) in enumerate(zip(generated, written(generated, request.config), strict=True)):
+        own_name = name if index == 0 else f"{name}__child#{index - 1}"
+        tokens = row[:count].tolist()
+        outputs.append(GenerationOutput(own_name, generated_tokens=tokens, status=RequestStatus.FINISHED, **common))
+    return outputs

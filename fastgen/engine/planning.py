@@ -1,0 +1,96 @@
+"""Which waiting requests run together: those whose lengths make a call cheap, the oldest among them.
+
+Requests of a group are sorted by length and cut into the batches that cost least, by the costs of whole calls
+(Algorithm 2 of Fang et al., "TurboTransformers", PPoPP 2021). The batch with the oldest request runs; the others are
+planned again, with what has come meanwhile. Costs decide which requests share a batch, never what a request gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fastgen.engine.requests import Request
+from fastgen.partition import cheapest
+
+# What a decode step costs beside its rows, in positions of a prefill: it reads all weights for a few tokens.
+STEP = 16
+# What a call costs beside that, in positions.
+CALL = 256
+# So many batches of waiting requests are looked at: planning takes time, too.
+WINDOW = 16
+# The part of the latest call in the mean of those like it.
+_LATEST = 0.25
+
+
+class Costs:
+    """What a call costs, by its longest input, its rows, and the new tokens that it may have.
+
+    A table of seconds that calls have taken; for those like none of them, a model of a call, in the same unit.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, ...], float] = {}
+        self._of_model: float | None = None  # seconds of a unit of the model, on average
+
+    def of(self, length: int, rows: int, new_tokens: int) -> float:
+        """The cost of such a call, in seconds once there has been a call."""
+        measured = self._seconds.get(_like(length, rows, new_tokens))
+        return _modelled(length, rows, new_tokens) * (self._of_model or 1.0) if measured is None else measured
+
+    def note(self, length: int, rows: int, new_tokens: int, seconds: float) -> None:
+        """Such a call took so long."""
+        shape = _like(length, rows, new_tokens)
+        self._seconds[shape] = _mean(self._seconds.get(shape), seconds)
+        self._of_model = _mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
+
+
+def _modelled(length: int, rows: int, new_tokens: int) -> float:
+    return CALL + rows * length + new_tokens * (STEP + rows)
+
+
+def _mean(before: float | None, now: float) -> float:
+    return now if before is None else (1 - _LATEST) * before + _LATEST * now
+
+
+def _like(*numbers: int) -> tuple[int, ...]:
+    """The same for numbers that differ by less than about a fifth."""
+    return tuple(_rounded(number) for number in numbers)
+
+
+def _rounded(number: int) -> int:
+    step = 1 << max(number.bit_length() - 3, 0)
+    return -(-number // step) * step
+
+
+def batches(lengths: Sequence[int], most: int, cost: Callable[[int, int], float]) -> list[list[int]]:
+    """Inputs of these lengths, cut into the batches that cost least together: indices into `lengths`, shortest first.
+
+    Args:
+        most: inputs of a batch.
+        cost: of a batch, by its longest input and its number of inputs.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    groups = cheapest(
+        range(1, len(order) + 1),
+        lambda end: range(max(0, end - most), end),
+        lambda start, end: cost(lengths[order[end - 1]], end - start),
+    )[1]
+    return [order[start:end] for start, end in groups]
+
+
+def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list[Request]:
+    """The requests to run now, of those of the first one's group; the first one is among them.
+
+    Args:
+        waiting: in the order in which they came; those that may not share a batch with the first one are left out.
+        most_rows: rows of a batch.
+    """
+    first = waiting[0]
+    most = most_rows // first.rows
+    window = waiting[: WINDOW * most]
+
+    def cost(length: int, inputs: int) -> float:
+        return costs.of(length, inputs * first.rows, first.new_tokens or 0)
+
+    planned = batches([request.length for request in window], most, cost)
+    return [window[index] for index in next(batch for batch in planned if 0 in batch)]

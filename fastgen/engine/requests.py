@@ -1,0 +1,192 @@
+"""What a request is: one input and its options, as `model.generate` takes them, checked before it waits."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.engine.options import resolve
+
+# Options of `generate` that are code of the user's.
+_USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "custom_generate")
+
+
+class EngineFull(RuntimeError):
+    """As many requests wait as the engine lets wait."""
+
+
+class RequestFuture(Future[Any]):
+    """The result of a request. `cancel` works until there is one, also while the request runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = False
+        self.on_cancel: Callable[[], object] = lambda: None
+        self._first_cancel = threading.Lock()
+
+    def cancel(self) -> bool:
+        """The request has no result from now on, unless it has one already; says whether it has none."""
+        if not super().cancel():
+            return False
+        if self._first_cancel.acquire(blocking=False):
+            self.set_running_or_notify_cancel()  # what waits for several futures is told only by this
+            self.on_cancel()
+        return True
+
+    def running(self) -> bool:
+        """Whether the request is being run."""
+        return self.has_begun and not self.done()
+
+    def settle(self, result: Any) -> bool:
+        """Takes the result, or the exception that the request ended with; False if it was cancelled."""
+        try:
+            if isinstance(result, BaseException):
+                self.set_exception(result)
+            else:
+                self.set_result(result)
+        except InvalidStateError:
+            return False
+        return True
+
+    def give_up(self, error: BaseException) -> None:
+        """In a forked process, where the thread that would have settled this is not there, nor one that looks at it."""
+        self._condition = threading.Condition()
+        self._done_callbacks: list[Any] = []
+        self.settle(error)
+
+
+@dataclass(eq=False)
+class Request:
+    """One input and its options.
+
+    Attributes:
+        inputs: the arguments of `generate` that are the model's inputs, of one row.
+        options: its other arguments, as they were given.
+        seed: of what it draws; None for torch's generator as it is.
+        alone: why it must not share a batch; None where it may, as far as the request goes.
+        group: requests with equal ones may share a batch.
+        config: the generation config that the options come to; None for a model that has a `generate` of its own.
+        tokens: the input [length], on the CPU, where it is one of tokens.
+        mask: its attention mask [length], where there is one.
+        prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
+        new_tokens: the most that come behind; None where that is not known.
+        rows: rows that it takes in a batch: beams, or sequences to return.
+    """
+
+    inputs: dict[str, Any]
+    options: dict[str, Any]
+    seed: int | None
+    alone: str | None
+    group: Hashable = None
+    config: Any = None
+    tokens: Tensor | None = None
+    mask: Tensor | None = None
+    prompt: int = 0
+    new_tokens: int | None = None
+    rows: int = 1
+    future: RequestFuture = field(default_factory=RequestFuture)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the input; 0 for another kind of input."""
+        return 0 if self.tokens is None else self.tokens.shape[0]
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether code of the user's sees the request run: it must not run twice."""
+        return any(self.options.get(name) is not None for name in _USER_CODE)
+
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether the user's code takes the place of the library's loop, and sees all of its arguments."""
+        return self.options.get("custom_generate") is not None
+
+
+def make(
+    model: Any, inputs: Any, generation_config: Any, options: Mapping[str, Any], seed: int | None, most_rows: int
+) -> Request:
+    """The request of these arguments.
+
+    Args:
+        inputs: token ids (a list, or a tensor [length] or [1, length]), or a mapping of the model's inputs of one row.
+        generation_config: as `generate` takes it, or None.
+        options: other keywords of `generate`.
+        seed: of what it draws.
+        most_rows: rows of a batch.
+
+    Raises:
+        ValueError: `generate` would refuse it, or it does not fit.
+    """
+    given = _given(model, inputs)
+    options = dict(options)
+    twice = sorted(given.keys() & options.keys())
+    if twice:
+        raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
+    if generation_config is not None:
+        options["generation_config"] = copy.deepcopy(generation_config)
+    found = resolve(model, given, options)
+    if found is None:
+        return Request(given, options, seed, f"{type(model).__name__} has a generate of its own")
+    if found.rows > most_rows:
+        raise ValueError(f"num_beams, num_return_sequences: {found.rows} rows, the engine has {most_rows}")
+    if options.get("streamer") is not None and found.rows > 1:
+        raise ValueError("a streamer takes one sequence: num_beams and num_return_sequences must be 1")
+    tokens, mask = _row(given, "input_ids", "inputs"), _row(given, "attention_mask")
+    prompt, new_tokens = found.lengths(None if tokens is None else tokens.shape[0])
+    alone = found.alone(tokens, mask, seed)
+    group = found.group(0 if tokens is None else tokens.shape[0], prompt, new_tokens)
+    return Request(given, options, seed, alone, group, found.config, tokens, mask, prompt, new_tokens, found.rows)
+
+
+def _given(model: Any, inputs: Any) -> dict[str, Any]:
+    """The inputs as arguments of `generate`: copies, as the caller may go on to change them."""
+    if not isinstance(inputs, Mapping):
+        tokens = _as_row(inputs)
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"an input is token ids or a mapping of the model's inputs, no {type(inputs).__name__}")
+        _check_row("the input", tokens)
+        if tokens.is_floating_point() or tokens.dtype is torch.bool:
+            raise ValueError(f"token ids are whole numbers, not {tokens.dtype}: give other inputs in a mapping")
+        return {"inputs": tokens if isinstance(inputs, Tensor) else tokens.to(model.device)}
+    given = {name: _as_row(value) for name, value in inputs.items() if value is not None}
+    if not given:
+        raise ValueError("the input is empty")
+    for name in ("input_ids", "attention_mask"):
+        _check_row(name, given.get(name))
+    return given
+
+
+def _as_row(value: Any) -> Any:
+    """A list of numbers, or a tensor of one dimension, as a tensor of one row."""
+    if isinstance(value, (list, tuple, range)):
+        try:
+            value = torch.tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"an input is not a list of numbers: {error}") from None
+    elif isinstance(value, Tensor):
+        value = value.detach().clone()
+    return value.unsqueeze(0) if isinstance(value, Tensor) and value.dim() == 1 else value
+
+
+def _check_row(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if value.numel() == 0:
+        raise ValueError(f"{name} is empty")
+    if value.dim() != 2 or value.shape[0] != 1:
+        raise ValueError(f"{name} has the shape {tuple(value.shape)}: a request has one row")
+
+
+def _row(given: dict[str, Any], *names: str) -> Tensor | None:
+    """The only row of the first of these inputs that there is, on the CPU; None where it is no row of whole numbers."""
+    value = next((given[name] for name in names if name in given), None)
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+        return None
+    return value[0].long().cpu()

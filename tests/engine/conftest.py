@@ -1,0 +1,72 @@
+"""What the tests of the engine share: tiny models, calls of their own to compare with, and a request that waits."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from tests.equivalence.models import BY_NAME
+
+# Prompts of all kinds of lengths: one token, and some that are alike.
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [20], list(range(30, 42)), [50, 51, 52, 53], list(range(60, 99))]
+WAIT = 60
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    fastgen.enable()
+    yield
+    fastgen.enable()
+
+
+@pytest.fixture(params=["llama", "gpt2", "bart", "t5"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return BY_NAME[request.param].build()
+
+
+@pytest.fixture
+def llama() -> Any:
+    """One of the test's own, which it may change."""
+    return copy.deepcopy(BY_NAME["llama"].build())
+
+
+def alone(model: Any, inputs: Any, **options: Any) -> Any:
+    """What a call of `generate` gives for this input alone."""
+    generate = type(model).generate  # whatever stands for it on the model
+    if isinstance(inputs, dict):
+        return generate(model, **copy.deepcopy(inputs), **options)
+    return generate(model, torch.tensor([inputs]), **options)
+
+
+def assert_alone(model: Any, inputs: list[Any], results: list[Any], **options: Any) -> None:
+    """Each result is that of a call of its own."""
+    for each, result in zip(inputs, results, strict=True):
+        expected = alone(model, each, **options)
+        assert torch.equal(expected, result), f"{each}: {expected.tolist()}, and not {result.tolist()}"
+
+
+class Gate:
+    """A logits processor at which a request waits, in its first step, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.has_come, self.may_go = threading.Event(), threading.Event()
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.has_come.set()
+        assert self.may_go.wait(WAIT)
+        return scores
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.may_go.set()

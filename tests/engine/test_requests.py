@@ -1,0 +1,95 @@
+"""What is refused at submit, with one line, and leaves the others alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+import fastgen
+from tests.engine.conftest import PROMPTS, alone
+from tests.equivalence.models import BY_NAME
+
+_LONG = list(range(3, 150)) * 4
+
+
+class _Streamer(BaseStreamer):
+    def put(self, value: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "says"),
+    [
+        ([], {}, "empty"),
+        ({}, {}, "empty"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, "empty"),
+        ({"input_ids": []}, {}, "empty"),
+        ([[1, 2], [3, 4]], {}, "one row"),
+        (torch.ones(2, 3, dtype=torch.long), {}, "one row"),
+        (torch.ones(3), {}, "whole numbers"),
+        ("a text", {}, "str"),
+        (["a text"], {}, "numbers"),
+        (_LONG, {}, "512 positions"),
+        (PROMPTS[0], {"max_new_tokens": 600}, "512 positions"),
+        (PROMPTS[0], {"max_new_tokens": 0}, "max_new_tokens"),
+        (PROMPTS[1], {"max_new_tokens": None, "max_length": 5}, "no room"),
+        (PROMPTS[0], {"num_beans": 4}, "num_beans"),
+        ({"input_ids": PROMPTS[0], "pixel_values": torch.ones(1, 3)}, {}, "pixel_values"),
+        ({"input_ids": PROMPTS[0], "attention_mask": [1] * 4}, {"attention_mask": torch.ones(1, 4)}, "attention_mask"),
+        (PROMPTS[0], {"num_return_sequences": 2}, "num_return_sequences"),
+        (PROMPTS[0], {"num_beams": 9}, "9 rows, the engine has 8"),
+        (PROMPTS[0], {"num_beams": 2, "streamer": _Streamer()}, "num_beams"),
+        (PROMPTS[0], {"do_sample": True, "num_return_sequences": 2, "streamer": _Streamer()}, "streamer"),
+        (PROMPTS[0], {"generation_config": GenerationConfig(num_beams=9)}, "9 rows"),
+    ],
+)
+def test_refused(inputs: Any, options: dict[str, Any], says: str) -> None:
+    model = BY_NAME["gpt2"].build()
+    with fastgen.Engine(model, slots=8) as engine:
+        before = engine.submit(PROMPTS[1])
+        with pytest.raises(ValueError, match=says) as raised:
+            engine.submit(inputs, **options)
+        with pytest.raises(ValueError, match=says):
+            engine.generate([PROMPTS[0], inputs], **options)
+        assert "\n" not in str(raised.value)
+        assert torch.equal(before.result(), alone(model, PROMPTS[1]))
+    assert engine.stats()["submitted"] == 1
+
+
+def test_positions_of_an_encoder() -> None:
+    with fastgen.Engine(BY_NAME["bart"].build()) as engine:
+        with pytest.raises(ValueError, match="512 positions"):
+            engine.submit(_LONG)
+        with pytest.raises(ValueError, match="512 positions"):
+            engine.submit(PROMPTS[0], max_new_tokens=513)
+
+
+def test_as_long_as_the_model() -> None:
+    """The last new token is not read: as many as there are positions, and one more."""
+    model, prompt = BY_NAME["gpt2"].build(), list(range(3, 150)) * 3
+    with fastgen.Engine(model) as engine:
+        result = engine.submit(prompt, max_new_tokens=513 - len(prompt)).result()
+    assert torch.equal(result, alone(model, prompt, max_new_tokens=513 - len(prompt)))
+
+
+def test_models_with_relative_positions_have_no_longest_input() -> None:
+    model = BY_NAME["t5"].build()
+    with fastgen.Engine(model) as engine:
+        assert torch.equal(engine.submit(_LONG).result(), alone(model, _LONG))
+
+
+@pytest.mark.parametrize("arguments", [{"slots": 0}, {"slots": "many"}, {"max_waiting": 0}], ids=str)
+def test_arguments_of_the_engine(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give a positive number"):
+        fastgen.Engine(BY_NAME["gpt2"].build(), **arguments)
+
+
+def test_more_rows_than_a_batch_usually_has() -> None:
+    model = BY_NAME["bart"].build()
+    with fastgen.Engine(model, slots=100) as engine:
+        assert torch.equal(engine.submit(PROMPTS[0], num_beams=80).result(), alone(model, PROMPTS[0], num_beams=80))
