@@ -99,7 +99,8 @@ def decode_attention(
         ValueError: shapes or types are not as above.
     """
     given = (query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale)
-    on_gpu = row_map is None and query.dtype in gpu.KERNEL_TYPES and gpu.available(query)
+    places = (query, starts, ends, suffix_lengths, ancestry, mask)
+    on_gpu = row_map is None and query.dtype in gpu.KERNEL_TYPES and query.numel() > 0 and gpu.available(*places)
     if not on_gpu and _suits_cpu(query, mask, starts, ends, suffix_lengths):
         try:  # it looks at its arguments itself, in less time than Python takes
             return on_cpu(*given, starts, ends, suffix_lengths, ancestry, window, causal, row_map)
@@ -166,6 +167,11 @@ def reference(
     row_map: Tensor | None = None,
 ) -> Tensor:
     """The operator in plain torch, for any device and type. Arguments as above."""
+    if not query.shape[:3].numel():
+        return query.new_empty(*query.shape[:3], prefix_values.shape[3])
+    starts, ends, suffix_lengths, ancestry, mask = (
+        None if given is None else given.to(query.device) for given in (starts, ends, suffix_lengths, ancestry, mask)
+    )
     if row_map is not None:
         inputs = row_map // (1 if suffix_keys is None else len(suffix_keys) // len(prefix_keys))
         prefix_keys, prefix_values = prefix_keys[inputs], prefix_values[inputs]
@@ -173,8 +179,6 @@ def reference(
         suffix_keys, suffix_values = (None if part is None else part[row_map] for part in (suffix_keys, suffix_values))
     rows, _, queries, _ = query.shape
     batch, _, length, _ = prefix_keys.shape
-    if not rows:
-        return query.new_empty(*query.shape[:3], prefix_values.shape[3])
     position = torch.arange(length, device=query.device).expand(batch, -1)
     first = 0 if starts is None else starts.unsqueeze(1)
     seen = (position >= first) & (position < (length if ends is None else ends.unsqueeze(1)))
@@ -231,6 +235,8 @@ def _check(
     require(prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim]")
     require((suffix_keys is None) == (suffix_values is None), "a suffix needs both keys and values")
     own = suffix_keys is not None
+    fits = suffix_keys is None or suffix_values is None or suffix_keys.dim() == suffix_values.dim() == 4
+    require(fits, "the suffix must be [rows, kv heads, T, dim]")
     require(own or not (causal or suffix_lengths is not None or ancestry is not None), "what is said is of a suffix")
     require(not causal or (window is None and row_map is None), "a causal call has no window and no row map")
     rows, heads, queries, dim = query.shape
@@ -240,6 +246,7 @@ def _check(
         stored = batch if suffix_keys is None else len(suffix_keys)
         fits = row_map.shape == (rows,) and row_map.dtype == torch.int64 and ancestry is None
         require(fits, "a row map must be [rows], int64, and without an ancestry")
+        require(stored > 0 or not rows, f"{rows} rows cannot read a KV cache of no rows")
     for what, many, few in (("rows", stored, batch), ("heads", heads, kv_heads)):
         multiple = many % few == 0 if few > 0 else many == 0
         require(multiple, f"the {many} {what} of the query must be a multiple of the {few} {what} of the prefix")
@@ -383,7 +390,7 @@ def composed(
 
     Half-precision scores and weights are rounded, as torch does it; `reference` computes in float32.
     """
-    if query.shape[0] == 0 or query.shape[2] == 0:
+    if not query.shape[:3].numel():
         return query.new_empty(*query.shape[:3], prefix_values.shape[3])
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))

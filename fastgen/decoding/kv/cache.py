@@ -28,10 +28,12 @@ class KVCache:
     def _reserve_suffix(self, capacity: int, filled: int) -> None:
         """Gives the suffix `capacity` positions. Of what it has, the first `filled` stay."""
         assert self.suffix is not None, "there is no suffix that could grow"
-        keys, values = (self._longer(part, capacity, filled) for part in self.suffix)
-        self.suffix = keys, values
+        self.suffix = self._longer(self.suffix, capacity, filled)
 
-    def _longer(self, old: Tensor, capacity: int, filled: int) -> Tensor:
-        new = self._allocate((*old.shape[:2], capacity, old.shape[3]), old)
-        new[:, :, :filled] = old[:, :, :filled]
-        return self._replaced(old, new)
+    def _longer(self, pair: Pair, capacity: int, filled: int) -> Pair:
+        """The pair with `capacity` positions, of which the first `filled` stay. If memory runs out, neither changes."""
+        longer = [self._allocate((*old.shape[:2], capacity, old.shape[3]), old) for old in pair]
+        for old, new in zip(pair, longer, strict=True):
+            new[:, :, :filled] = old[:, :, :filled]
+        keys, values = (self._replaced(old, new) for old, new in zip(pair, longer, strict=True))
+        return keys, values

@@ -81,8 +81,7 @@ class FixedKV(KVCache):
 
     def grow_prefix(self, capacity: int) -> None:
         """Gives the prefix more positions. What it holds is lost: `load` follows."""
-        for part in self.prefix:
-            self._longer(part, capacity, 0)
+        self.prefix = self._longer(self.prefix, capacity, 0)
         self._loaded = (capacity, 0)
         self.length += capacity - self.prefix_capacity
         self.prefix_capacity = capacity

@@ -40,7 +40,8 @@ class GrowingKV(KVCache):
     `KVView`, or a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay.
 
     Where the attention operator can read the suffix through a table (`Beams.ancestry`), a reorder moves nothing, until
-    something else wants the suffix. Elsewhere it moves the suffix, as the library does.
+    something else wants the suffix. Elsewhere it moves the suffix, as the library does; on a CPU between two buffers of
+    the same capacity.
 
     Args:
         initial_capacity: suffix positions to allocate at first.
@@ -63,6 +64,7 @@ class GrowingKV(KVCache):
         # Positions of the suffix at the last reorder: the table says where they lie.
         self._length_at_reorder = 0
         self._views: Pair | None = None
+        self._spare: Pair | None = None  # what the next reorder moves the suffix to; made by the first
         # For the views, which must not hold what holds them. Made with the suffix: an empty layer may be copied.
         self._materialize_suffix: weakref.WeakMethod | None = None
 
@@ -166,7 +168,7 @@ class GrowingKV(KVCache):
         return self.prefix
 
     def release(self) -> None:
-        self.prefix = self.suffix = self._views = None
+        self.prefix = self.suffix = self._spare = self._views = None
         self.filled = 0
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
@@ -238,12 +240,24 @@ class GrowingKV(KVCache):
             return
         if self._uses_ancestry:
             self._beams.update_ancestry(index, self.filled)
-        else:
-            self._beams.check(index)
-            for part in self.suffix:
+        elif self._beams.check(index) and self.filled > self._repeated:
+            self._move(self.suffix, index)
+        self._length_at_reorder, self._views = self.filled, None
+
+    def _move(self, suffix: Pair, index: Tensor) -> None:
+        """Row r of the suffix becomes what row `index[r]` is."""
+        if torch.is_grad_enabled() or not suffix[0].is_cpu:
+            for part in suffix:
                 filled = part[:, :, : self.filled]
                 filled.copy_(filled.index_select(0, index.to(part.device)))
-        self._length_at_reorder, self._views = self.filled, None
+            return
+        index = index.to(suffix[0].device)
+        if self._spare is None or self._spare[0].shape != suffix[0].shape:
+            self._spare = None  # first: another capacity is of no use any more
+            self._spare = self._allocate(suffix[0].shape, suffix[0]), self._allocate(suffix[1].shape, suffix[1])
+        for part, spare in zip(suffix, self._spare, strict=True):
+            torch.index_select(part[:, :, : self.filled], 0, index, out=spare[:, :, : self.filled])
+        self.suffix, self._spare = self._spare, suffix
 
     def keep(self, inputs: Tensor) -> None:
         """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""

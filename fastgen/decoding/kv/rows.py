@@ -50,22 +50,31 @@ class Beams(Rows):
         super().__init__(batch, per_input)
         self._ancestry: Tensor | None = None  # [rows, capacity], int32; made at the first update
         self._last_update: tuple[Tensor, int] | None = None
-        self._checked: Tensor | None = None
+        self._checked: tuple[Tensor, int, bool] | None = None
 
-    def check(self, index: Tensor) -> None:
+    def check(self, index: Tensor) -> bool:
         """Looks at the row indices of a reorder, [rows]; at values on the host alone.
+
+        Returns:
+            whether a row continues another one than itself. On a device that is not looked at: True.
 
         Raises:
             ValueError: `index` has another length, or crosses from one input to another.
         """
-        if index is self._checked:
-            return
+        known = self._checked
+        if known is not None and index is known[0] and index._version == known[1]:
+            return known[2]
         if index.shape != (self.rows,):
             raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")
-        own = torch.arange(self.rows) // self.per_input
-        if index.device.type == "cpu" and not torch.equal(index // self.per_input, own):
-            raise ValueError("a row cannot continue a sequence of another input")
-        self._checked = index
+        moves = True
+        if index.device.type == "cpu":
+            own = torch.arange(self.rows, dtype=index.dtype)
+            if not torch.equal(index // self.per_input, own // self.per_input):
+                raise ValueError("a row cannot continue a sequence of another input")
+            moves = not torch.equal(index, own)
+        # Of what is made in inference mode nobody knows whether it is written to later.
+        self._checked = None if index.is_inference() else (index, index._version, moves)
+        return moves
 
     def update_ancestry(self, index: Tensor, length: int) -> None:
         """Row r continues row `index[r]`, of `length` positions: `ancestry` says where those of a row lie. CPU only.

@@ -101,6 +101,8 @@ def launch(
 
     shape = query.shape[:3]
     query = query.flatten(1, 2)
+    if query.stride(2) != 1:
+        query = query.contiguous()
     rows, heads, dim = query.shape
     batch, kv_heads, length, _ = prefix_keys.shape
     value_dim = prefix_values.shape[3]
@@ -108,6 +110,7 @@ def launch(
     capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
     if suffix_keys is not None and suffix_lengths is None:
         suffix_lengths = torch.full((1,), capacity, device=query.device)
+    starts, ends = (None if bound is None else bound.contiguous() for bound in (starts, ends))
     if ancestry is not None and ancestry.stride(1) != 1:
         ancestry = ancestry.contiguous()
     bias = None if mask is None else _added(mask, shape, query.dtype)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastgen.decoding import host_memory
+from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.view import CannotBeCaptured, KVView
@@ -403,6 +405,31 @@ def test_the_full_tensor_is_refused(device):
     assert isinstance(keys, KVView) and keys.shape == (BATCH * PER_INPUT, KV_HEADS, PREFIX_CAPACITY, DIM)
     with pytest.raises(CannotBeCaptured, match="as one tensor"):
         keys + 1
+
+
+@pytest.mark.parametrize("part", ["prefix", "suffix"])
+def test_without_memory_for_k_and_v_neither_grows(part, device, monkeypatch):
+    state, example = StepState(BATCH, PER_INPUT, CAPACITY, device), torch.zeros(1, KV_HEADS, 1, DIM, device=device)
+    kv = FixedKV(example, example, state, PREFIX_CAPACITY, True, growing=Growing())
+    zeros, made = host_memory.zeros, []
+
+    def only_for_keys(*args):
+        if made:
+            raise MemoryError
+        made.append(zeros(*args))
+        return made[0]
+
+    def sizes():
+        return [each.shape[2] for each in (*kv.prefix, *kv.suffix)], kv.prefix_capacity, kv.length
+
+    before = sizes()
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "zeros", only_for_keys)
+        with pytest.raises(MemoryError):
+            getattr(kv, f"grow_{part}")(2 * PREFIX_CAPACITY)
+    assert sizes() == before
+    getattr(kv, f"grow_{part}")(2 * PREFIX_CAPACITY)
+    assert [each.shape[2] for each in getattr(kv, part)] == 2 * [2 * PREFIX_CAPACITY]
 
 
 @given(batch=st.integers(1, 3), per_input=st.integers(2, 5), length=st.integers(1, 12), seed=st.integers())

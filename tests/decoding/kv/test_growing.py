@@ -28,13 +28,16 @@ def test_a_suffix_is_not_copied_within_its_capacity():
     capacity=st.integers(1, 3),
     steps=st.integers(0, 7),
     shared=st.booleans(),
+    grad=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
-def test_layer_equals_repeating_concatenating_and_indexing(batch, per_input, chunks, capacity, steps, shared, seed):
+def test_layer_equals_repeating_concatenating_and_indexing(
+    batch, per_input, chunks, capacity, steps, shared, grad, seed
+):
     torch.manual_seed(seed)
     layer, beams = GrowingKV(capacity), Beams(batch, per_input)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(grad):
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
         full = [torch.zeros(batch, 2, 0, 3), torch.zeros(batch, 2, 0, 5)]
@@ -65,14 +68,15 @@ def test_layer_equals_repeating_concatenating_and_indexing(batch, per_input, chu
     left=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=5),
     shared=st.booleans(),
     grows=st.booleans(),
+    grad=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
-def test_inputs_that_are_finished_leave_the_layer(per_input, prefix, left, shared, grows, seed):
+def test_inputs_that_are_finished_leave_the_layer(per_input, prefix, left, shared, grows, grad, seed):
     torch.manual_seed(seed)
     batch = 4
     layer, beams = GrowingKV(2), Beams(batch, per_input)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(grad):
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
         keys = torch.randn(batch, 2, prefix, 3)
@@ -153,6 +157,70 @@ def test_a_reorder_stays_within_an_input():
     for index in ([0, 2, 2, 3], [0, 1], [0, 1, 2, 4]):
         with pytest.raises(ValueError, match="another input|row indices"):
             layer.reorder(torch.tensor(index))
+
+
+def moved_layer(prompt: bool = False) -> GrowingKV:
+    """Two beams of one input, whose suffix a reorder moves."""
+    layer = GrowingKV(4)
+    if prompt:
+        layer.extend(*torch.randn(2, 1, 1, 3, 2))
+    layer.expand(Beams(1, 2))
+    layer.extend(*torch.randn(2, 2, 1, 3, 2))
+    if prompt:
+        layer.crop(3)
+    return layer
+
+
+@torch.no_grad()
+def test_a_reorder_on_a_cpu_writes_the_suffix_once_into_memory_that_takes_turns():
+    layer, index = moved_layer(), torch.tensor([1, 1])
+    before = layer.read()
+    content, places = [part.clone() for part in before], [part.data_ptr() for part in before]
+    layer.reorder(index)
+    for part, old, was in zip(layer.read(), before, content, strict=True):
+        assert torch.equal(part, was[index]) and torch.equal(old, was)
+    layer.reorder(index.clone())
+    assert [part.data_ptr() for part in layer.read()] == places
+    both = [weakref.ref(part.untyped_storage()) for part in layer.suffix]
+    del before, part, old
+    layer.reorder(index.clone())
+    layer.release()
+    assert all(part() is None for part in both)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("prompt", "index"), [(False, [0, 1]), (True, [1, 0])], ids=["identity", "only a prompt"])
+def test_a_reorder_that_changes_nothing_writes_nothing(prompt, index):
+    layer = moved_layer(prompt)
+    keys, _ = layer.read()
+    version, content = keys._version, keys.clone()
+    layer.reorder(torch.tensor(index))
+    found, _ = layer.read()
+    assert (found.data_ptr(), keys._version) == (keys.data_ptr(), version) and torch.equal(found, content)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_index_that_is_written_to_is_looked_at_again(mode):
+    with mode():
+        layer, index = moved_layer(), torch.tensor([0, 1])
+        content = layer.read()[0].clone()
+        layer.reorder(index)
+        index.copy_(torch.tensor([1, 0]))
+        layer.reorder(index)
+        assert torch.equal(layer.read()[0], content[[1, 0]])
+
+
+def test_gradients_pass_a_reorder():
+    layer = GrowingKV(4)
+    layer.expand(Beams(1, 2))
+    with torch.no_grad():
+        layer.extend(*torch.randn(2, 2, 1, 1, 2))
+        layer.reorder(torch.tensor([1, 0]))
+    keys = torch.randn(2, 1, 1, 2, requires_grad=True)
+    layer.extend(keys, keys)
+    layer.reorder(torch.tensor([1, 1]))
+    layer.read()[0][:, :, 1].sum().backward()
+    assert keys.grad.flatten().tolist() == [0, 0, 2, 2]
 
 
 def test_inputs_leave_a_layer_only_after_the_beams_are_expanded():

@@ -9,7 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops.attention import decode_attention, reference
+from fastgen.ops import gpu
+from fastgen.ops.attention import composed, decode_attention, reference, shared_prefix_attention
 from fastgen.ops.gpu.attention import plan, split_count
 
 pytestmark = pytest.mark.sampled(2)
@@ -211,6 +212,59 @@ def test_true_float32(device, kernels):
     torch.testing.assert_close(result[0, 0, 0, :2], wanted, rtol=0, atol=1e-3)
 
 
+def test_memory_in_any_order(device, kernels):
+    """The kernel steps through a query, and through bounds, number by number."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 16, 2, device=device).transpose(1, 2).unsqueeze(2)
+    keys, values = torch.randn(2, 2, 2, 9, 16, device=device)
+    starts, _, ends, _ = torch.tensor([[1, 0], [99, 99], [9, 7], [99, 99]], device=device).unbind()
+    for bounds in ((starts, ends), torch.tensor([[1, 9], [0, 7]], device=device).unbind(1)):
+        arguments = {"query": query, "prefix_keys": keys, "prefix_values": values, "scale": None, "window": None}
+        arguments |= dict(zip(("starts", "ends"), bounds, strict=True))
+        assert_right(PLAIN, decode_attention(**arguments), expected(arguments))
+
+
+@pytest.mark.parametrize("name", ["starts", "ends", "suffix_lengths", "ancestry", "mask"])
+def test_what_lies_on_another_device_is_not_for_the_kernel(name, monkeypatch):
+    arguments = make(PLAIN | {"padding": "left", "bias": "all"}, torch.device("cpu"))
+    arguments["ends"] = torch.full((2,), 50, dtype=torch.int32)
+    foreign = arguments[name]
+    monkeypatch.setattr(gpu, "available", lambda *tensors: not any(tensor is foreign for tensor in tensors))
+    monkeypatch.setattr(gpu.attention, "launch", lambda *args, **options: pytest.fail("the kernel reads it"))
+    torch.testing.assert_close(decode_attention(**arguments), reference(**arguments), rtol=2e-5, atol=2e-5)
+
+
+def test_the_reference_takes_small_tensors_from_another_device():
+    arguments = make(PLAIN | {"padding": "left", "bias": "all"}, torch.device("cpu"))
+    for name in ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values"):
+        arguments[name] = arguments[name].to("meta")
+    found = decode_attention(**arguments)
+    assert found.is_meta and found.shape == (8, 2, 1, 64)
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])  # the kernel of the CPU, and Triton's
+@pytest.mark.parametrize("suffix", [0, 4])
+@pytest.mark.parametrize(
+    ("shape", "batch", "kv_heads"),
+    [((3, 0, 1, 8), 3, 0), ((4, 0, 1, 8), 2, 2), ((0, 2, 1, 8), 0, 2), ((4, 2, 0, 8), 2, 2)],
+)
+def test_results_without_a_number(shape, batch, kv_heads, suffix, interpreted, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    prefix, own = torch.randn(2, batch, kv_heads, 5, 8), torch.randn(2, shape[0], kv_heads, suffix, 8)
+    given = torch.randn(shape), *prefix, *(own if suffix else ())
+    for attend in (decode_attention, reference, shared_prefix_attention, composed):
+        assert attend(*given).shape == shape
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_row_map_of_no_rows(batch):
+    prefix, own = torch.randn(2, batch, 2, 5, 8), torch.randn(2, batch, 2, 3, 8)
+    query, row_map = torch.randn(0, 2, 1, 8), torch.zeros(0, dtype=torch.int64)
+    for attend in (decode_attention, reference):
+        assert attend(query, *prefix, *own, row_map=row_map).shape == query.shape
+        assert attend(query, *prefix, row_map=row_map).shape == query.shape
+
+
 @pytest.mark.parametrize("interpreted", ["0", "1"])  # the kernel of the CPU, and Triton's
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -231,6 +285,14 @@ def test_true_float32(device, kernels):
         ({"ancestry": torch.zeros(4, 6).long()}, "int32"),
         ({"ancestry": torch.zeros(4, 5).int()}, "ancestry must be"),
         ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "suffix_keys must be"),
+        ({"suffix_keys": torch.zeros(4, 2)}, "the suffix must be"),
+        ({"suffix_keys": torch.tensor(0.0), "row_map": torch.zeros(4).long()}, "the suffix must be"),
+        ({"suffix_values": torch.tensor(0.0)}, "the suffix must be"),
+        (
+            {"suffix_keys": torch.zeros(0, 2, 6, 8), "suffix_values": torch.zeros(0, 2, 6, 8)}
+            | {"row_map": torch.zeros(4).long()},
+            "no rows",
+        ),
         ({"mask": torch.zeros(4, 1, 1, 10)}, "cannot be expanded"),
         ({"mask": torch.zeros(11).long()}, "bool or floating"),
         ({"causal": True, "window": 3}, "no window"),
