@@ -68,12 +68,12 @@ def test_idle_steps_take_no_memory() -> None:
         assert call.shape == (rows, 1512)
     steps = list(graph_cache._of(model).steps.values())
     assert [step.key.rows for step in steps] == [1, 4]
-    assert steps[1]._own[0].prefix[0].any()  # the next call may be like the last one
+    assert steps[1].buffers.own[0].prefix[0].any()  # the next call may be like the last one
     graph_cache.take(model, steps[0].key, lambda: None)
     steps[0].clear()
     before = host_memory._resident()
     for step in steps:
-        for kv in step._own:
+        for kv in step.buffers.own:
             for part in kv.prefix:
                 assert not part.any()  # reads zeros of the system, which are one page
                 part.fill_(1)

@@ -12,6 +12,7 @@ import fastgen
 from fastgen import memory
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.self_draft import DraftWeights
+from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
@@ -118,7 +119,7 @@ def test_where_steps_are_always_recorded_the_first_call_drafts(captured_step: An
 
 
 def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = KNOWN["llama"].build()
+    model = copy.deepcopy(KNOWN["llama"].build())  # of which there are no copies yet
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64)
     packed, pack = [], quantized_linear.pack
     monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(None), pack(*given))[1])
@@ -131,6 +132,7 @@ def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is a plain one, and nothing is allocated."""
+    cache.drop_all()  # those of other models would go for it
     monkeypatch.setattr(memory, "free_host_memory", lambda: 1000)
     fastgen.enable(captured_step="always")
     family = KNOWN["llama"]
