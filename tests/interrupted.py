@@ -43,11 +43,13 @@ class Interrupter:
         self._is_chosen, self._point = is_chosen, point
         self._known: dict[CodeType, bool] = {}
         self.seen, self.has_come, self.place = 0, False, ""
+        self.was_in_destructor = False  # of garbage that was collected meanwhile: Python drops what is raised there
         self.error: KeyboardInterrupt | None = None  # with the frames that it came through
 
     def run(self, call: Callable[[], Any]) -> Any:
         """What `call` returns; None where the interrupt has ended it, which is in `error` then."""
         before = signal.signal(signal.SIGINT, self._interrupt)
+        hook, sys.unraisablehook = sys.unraisablehook, self._note_dropped
         try:
             sys.settrace(self._begin)
             result = call()
@@ -58,7 +60,11 @@ class Interrupter:
         finally:
             sys.settrace(None)
             signal.signal(signal.SIGINT, before)
+            sys.unraisablehook = hook
         return None
+
+    def _note_dropped(self, dropped: Any) -> None:
+        self.was_in_destructor |= isinstance(dropped.exc_value, KeyboardInterrupt)
 
     def _begin(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code

@@ -107,7 +107,7 @@ def test_an_interrupt_at_every_instruction_leaves_nothing_taken(
         interrupter = interrupted.Interrupter(is_chosen, point)
         result = interrupter.run(call)
         if interrupter.error is None:
-            assert not interrupter.has_come, f"swallowed at {interrupter.place}"
+            assert not interrupter.has_come or interrupter.was_in_destructor, f"swallowed at {interrupter.place}"
             assert torch.equal(result, expected)
         else:
             came += 1
