@@ -230,7 +230,7 @@ def test_a_returned_cache_has_what_the_release_puts_into_one(
     assert fastgen.stats()["transformers.generate"]["accelerated"] == 1
 
 
-def test_continuous_batching_is_the_librarys() -> None:
+def test_continuous_batching_gives_what_the_librarys_gives() -> None:
     """Its paged cache is handed on by attention functions up to 5.23, and by models from 5.24 on."""
     prompts = LLAMA.make_inputs(padding=None)["input_ids"].tolist()
     config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
@@ -247,7 +247,7 @@ def test_continuous_batching_is_the_librarys() -> None:
         expected = run()
     fastgen.reset_stats()
     assert run() == expected and len(expected) == len(prompts)
-    assert fastgen.stats() == {}
+    assert "transformers.generate_batch" in fastgen.stats()
 
 
 # ---- a release that does not exist

@@ -64,7 +64,6 @@ class GrowingKV(KVCache):
         # Positions of the suffix at the last reorder: the table says where they lie.
         self._length_at_reorder = 0
         self._views: Pair | None = None
-        self._spare: Pair | None = None  # what the next reorder moves the suffix to; made by the first
         # For the views, which must not hold what holds them. Made with the suffix: an empty layer may be copied.
         self._materialize_suffix: weakref.WeakMethod | None = None
 
@@ -168,7 +167,7 @@ class GrowingKV(KVCache):
         return self.prefix
 
     def release(self) -> None:
-        self.prefix = self.suffix = self._spare = self._views = None
+        self.prefix = self.suffix = self._views = None
         self.filled = 0
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
@@ -252,12 +251,11 @@ class GrowingKV(KVCache):
                 filled.copy_(filled.index_select(0, index.to(part.device)))
             return
         index = index.to(suffix[0].device)
-        if self._spare is None or self._spare[0].shape != suffix[0].shape:
-            self._spare = None  # first: another capacity is of no use any more
-            self._spare = self._allocate(suffix[0].shape, suffix[0]), self._allocate(suffix[1].shape, suffix[1])
-        for part, spare in zip(suffix, self._spare, strict=True):
-            torch.index_select(part[:, :, : self.filled], 0, index, out=spare[:, :, : self.filled])
-        self.suffix, self._spare = self._spare, suffix
+        # Written once, to other memory: that of one layer more, which the next layer gets then.
+        keys, values = (self._allocate(part.shape, part) for part in suffix)
+        for part, new in zip(suffix, (keys, values), strict=True):
+            torch.index_select(part[:, :, : self.filled], 0, index, out=new[:, :, : self.filled])
+        self.suffix = keys, values
 
     def keep(self, inputs: Tensor) -> None:
         """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
