@@ -5,7 +5,6 @@ The library's own gives greedy or drawn tokens whatever the options are, and rea
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-from transformers.generation.utils import GenerationMixin
 
 from fastgen import counters, patching
 from fastgen.engine import ENTRY_POINT, requests
 from fastgen.engine.engine import ROWS
 from fastgen.engine.executor import StaticBatches, written
+from fastgen.engine.options import has_own_generate
 from fastgen.engine.requests import Request
 
 _log = logging.getLogger("transformers.generation.continuous_batching")
@@ -58,9 +57,10 @@ def _unsupported(model: Any, given: dict[str, Any], config: Any, options: dict[s
             return name
     if getattr(given.get("continuous_batching_config"), "return_logprobs", False):
         return "log-probabilities"
-    own_generate = inspect.getattr_static(type(model), "generate", None) is not vars(GenerationMixin)["generate"]
-    if own_generate or getattr(model, "_device_mesh", None) is not None:
-        return "a model with a generate of its own" if own_generate else "a model sharded over processes"
+    if has_own_generate(model):
+        return "a model with a generate of its own"
+    if getattr(model, "_device_mesh", None) is not None:
+        return "a model sharded over processes"
     implementations = (_option(model, config, options, "cache_implementation"), model.config._attn_implementation)
     if any(str(each).startswith("paged") for each in implementations):
         return "a paged cache"

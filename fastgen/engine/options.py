@@ -165,6 +165,11 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
     return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
 
 
+def has_own_generate(model: Any) -> bool:
+    """Whether `generate` of this model, such as Whisper's, is not the library's own for all."""
+    return inspect.getattr_static(type(model), "generate", None) is not vars(GenerationMixin)["generate"]
+
+
 def resolve(model: Any, given: dict[str, Any], options: dict[str, Any]) -> Resolved | None:
     """What the options come to; None for a model that has a `generate` of its own, which may take any.
 
@@ -175,7 +180,7 @@ def resolve(model: Any, given: dict[str, Any], options: dict[str, Any]) -> Resol
     Raises:
         ValueError: `generate` would refuse them.
     """
-    if inspect.getattr_static(type(model), "generate", None) is not vars(GenerationMixin)["generate"]:
+    if has_own_generate(model):
         return None
     config, custom = options.get("generation_config"), options.get("custom_generate")
     # A loop of the user's may have arguments of its own.

@@ -55,7 +55,7 @@ class CapturedPart:
         """Runs it as it is. What the host does behind a piece gets `given`."""
         self._warm_ups -= 1
         is_recorded = graph.is_recorded(self._device)
-        _run([(run if is_recorded else graph.capturable(run), then) for run, then in pieces], given)
+        run_pieces([(run if is_recorded else graph.capturable(run), then) for run, then in pieces], given)
 
     def capture(self, pieces: Iterable[Piece], *given: Any) -> None:
         """Captures it, and runs what was captured. One that cannot be replayed is not captured.
@@ -64,12 +64,12 @@ class CapturedPart:
             RuntimeError: it does what cannot be captured. What the pieces raise is passed on.
         """
         made = [(self._captured(run), then) for run, then in pieces]
-        _run([(each.replay, then) for each, then in made], given)
+        run_pieces([(each.replay, then) for each, then in made], given)
         self.made = made
 
     def replay(self, *given: Any) -> None:
         """Runs what was captured."""
-        _run([(each.replay, then) for each, then in self.made], given)
+        run_pieces([(each.replay, then) for each, then in self.made], given)
 
     def _captured(self, run: Callable[[], object]) -> graph.Graph | Program:
         made = graph.new(self._device, self._growing)
@@ -77,7 +77,8 @@ class CapturedPart:
         return made
 
 
-def _run(pieces: Iterable[Piece], given: tuple[Any, ...]) -> None:
+def run_pieces(pieces: Iterable[Piece], given: tuple[Any, ...]) -> None:
+    """Runs pieces one after the other, with what the host does behind each, which gets `given`."""
     for run, then in pieces:
         run()
         if then is not None:

@@ -40,8 +40,7 @@ class GrowingKV(KVCache):
     `KVView`, or a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay.
 
     Where the attention operator can read the suffix through a table (`Beams.ancestry`), a reorder moves nothing, until
-    something else wants the suffix. Elsewhere it moves the suffix, as the library does; on a CPU between two buffers of
-    the same capacity.
+    something else wants the suffix. Elsewhere it moves the suffix, as the library does.
 
     Args:
         initial_capacity: suffix positions to allocate at first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -81,10 +82,7 @@ class Parts:
     def _run_as_it_is(self, part: CapturedPart, pieces: list[Piece], cache: Any, given: tuple[Any, ...]) -> None:
         with undoing(self._end_eager):
             self._forward.is_eager = self._is_recorded and self._key.draft is None
-            if self._forward.is_watched:
-                part.run(pieces, *given)
-                return
-            with self._forward.watched(cache):
+            with contextlib.nullcontext() if self._forward.is_watched else self._forward.watched(cache):
                 part.run(pieces, *given)
 
     def _end_eager(self) -> None:

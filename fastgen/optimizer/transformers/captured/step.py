@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.part import Piece
+from fastgen.decoding.captured.part import Piece, run_pieces
 from fastgen.decoding.captured.search import NOTHING, Search
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.rows import rows_of
@@ -119,10 +119,8 @@ class DecodeStep:
         """The first token, from the prompt's logits, [inputs * per_input, vocabulary]."""
         all_rows = logits.new_zeros(self.key.rows, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
-        for run, then in self._pieces(lambda: all_rows, self._send):
-            graph.capturable(run)()
-            if then is not None:
-                then(host, 0)
+        pieces = self._pieces(lambda: all_rows, self._send)
+        run_pieces([(graph.capturable(run), then) for run, then in pieces], (host, 0))
 
     def is_over(self) -> bool:
         """To be called after each token: whether the search is known to be over."""

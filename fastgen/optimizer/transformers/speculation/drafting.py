@@ -26,6 +26,7 @@ from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
+from fastgen.optimizer.transformers.captured.prefilled import LAST
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
@@ -285,7 +286,7 @@ class Drafting:
         for name in POSITIONS:
             if name in inputs:
                 inputs[name] = self._positions_of(inputs[name], ahead, width)
-        for name in ("token_type_ids",):
+        for name in LAST:
             if name in inputs:
                 inputs[name] = inputs[name].expand(-1, width)
         return self._forward(model, cache, self.search.following(ahead, width), inputs, width)
