@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.equivalence.models import padded
+
 VOCABULARY, PAD, FIRST_WORD = 120, 1, 5
 LONGEST = 40
 
@@ -156,14 +158,7 @@ def build(architecture: str, head: str = "", attention: str | None = None) -> An
     return model.get_encoder() if architecture in OF_SEQ2SEQ and not head and hasattr(model, "decoder") else model
 
 
-def inputs(lengths: list[int], side: str = "right", longest: int | None = None) -> dict[str, torch.Tensor]:
-    """Random texts of these lengths, with padding on that side."""
-    longest = longest or max(lengths)
-    generator = torch.Generator().manual_seed(sum(lengths))
-    ids = torch.randint(FIRST_WORD, VOCABULARY, (len(lengths), longest), generator=generator)
-    place, size = torch.arange(longest), torch.tensor(lengths).unsqueeze(1)
-    mask = (place < size) if side == "right" else (place >= longest - size)
-    return {"input_ids": ids.masked_fill(~mask, PAD), "attention_mask": mask.long()}
+inputs = functools.partial(padded, words=(FIRST_WORD, VOCABULARY), pad=PAD)
 
 
 def tokenizer(side: str = "right") -> Any:

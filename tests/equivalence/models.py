@@ -103,6 +103,22 @@ class Family:
         return {"input_ids": ids, "attention_mask": mask}
 
 
+def padded(
+    lengths: list[int],
+    side: str = "right",
+    longest: int | None = None,
+    words: tuple[int, int] = (FIRST_WORD, VOCABULARY),
+    pad: int = PAD,
+) -> dict[str, torch.Tensor]:
+    """Random texts of these lengths, with padding on that side up to the longest of them, or to `longest`."""
+    longest = longest or max(lengths)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    ids = torch.randint(*words, (len(lengths), longest), generator=generator)
+    place, size = torch.arange(longest), torch.tensor(lengths).unsqueeze(1)
+    mask = (place < size) if side == "right" else (place >= longest - size)
+    return {"input_ids": ids.masked_fill(~mask, pad), "attention_mask": mask.long()}
+
+
 @functools.cache
 def _build(family: Family, attention: str) -> Any:
     kind = getattr(transformers, family.model_class)

@@ -27,6 +27,9 @@ from tests.equivalence.others import OTHERS
 
 KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
 GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
+DRAFTS = ["int8", "int4", "lookup", "assistant", "early exit"]
+# Models of which the library drafts with the first layers.
+EARLY_EXIT = ("llama", "qwen2", "gemma", "opt")
 
 
 def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +81,20 @@ def disturbed(model: Any, spread: float) -> Any:
         for parameter in other.parameters():
             parameter.mul_(1 + spread * torch.randn(parameter.shape, generator=generator))
     return other
+
+
+def draft_of(draft: str, model: Any = None, spread: float = 0.01) -> dict[str, Any]:
+    """The options of a call that drafts in this way; FastGen's own drafts are on or off after it.
+
+    Args:
+        model: what an assistant is made of, with weights that differ by `spread`.
+    """
+    fastgen.enable(self_speculation=draft if draft.startswith("int") else "off")
+    if draft == "lookup":
+        return {"prompt_lookup_num_tokens": 8}
+    if draft == "assistant":
+        return {"assistant_model": disturbed(model, spread)}
+    return {"assistant_early_exit": 1} if draft == "early exit" else {}
 
 
 def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], **draft: Any) -> None:

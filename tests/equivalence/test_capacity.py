@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
 
-import fastgen
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.kv.exchange import Growing
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import (
@@ -98,20 +96,6 @@ def test_one_row_goes_on_in_larger_buffers(family: Any, recordings: list[Program
         assert len(recordings) == 1 and recordings[0].follows
 
 
-@pytest.mark.parametrize("family", [x for x in FAMILIES if x.name not in BOUND], ids=str)
-def test_buffers_that_do_not_grow_give_other_tokens(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above sees programs that go on with the memory of before."""
-    model, _ = build(family, CPU)
-    monkeypatch.setattr(Growing, "note", lambda self, view, storage: None)
-    results = []
-    for new in (12, 60):
-        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "num_beams": 2}
-        ours = model.generate(**of_length(family, 3, LONG), **options)
-        with fastgen.disabled():
-            results.append(torch.equal(ours, model.generate(**of_length(family, 3, LONG), **options)))
-    assert results == [True, False]
-
-
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", [name for name in KNOWN if name not in NOT_ACCELERATED | NOT_CAPTURED | BY_RELEASE])
 def test_every_model_from_its_first_steps_on(name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,13 +135,15 @@ def test_a_table_of_positions_that_is_shorter_than_the_buffers(monkeypatch: pyte
 @every
 @ways
 def test_users_code_and_growth(family: Any, way: dict[str, Any]) -> None:
+    """Also where the larger step is captured without a first token of its own."""
     model, inputs = build(family, CPU)
+
+    def options(new: int) -> dict[str, Any]:
+        code = {"logits_processor": [Counting()], "stopping_criteria": [lambda tokens, scores: tokens[:, -1] % 31 == 3]}
+        return {**way, **code, "max_new_tokens": new, "output_scores": True, "return_dict_in_generate": True}
+
     for new in (20, 70):
-        check(
-            model,
-            inputs,
-            lambda new=new: {**way, "max_new_tokens": new, "logits_processor": LogitsProcessorList([Counting()])},
-        )
+        check(model, inputs, functools.partial(options, new))
     assert captures() == 2, reasons()
 
 

@@ -85,6 +85,12 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         options["length_penalty"] = draw.choice([-1.0, 0.0, 0.5, 1.0, 2.0])
     elif draw.random() < 0.3:
         options.update(do_sample=True, top_k=1, num_return_sequences=draw.randint(1, 3))
+    return options | draw_control(draw)
+
+
+def draw_control(draw: random.Random) -> dict[str, Any]:
+    """Options that change scores, or decide when to stop."""
+    options: dict[str, Any] = {}
     for share, name, values in (
         (0.3, "min_new_tokens", range(1, 12)),
         (0.3, "no_repeat_ngram_size", (1, 2, 3)),
@@ -105,6 +111,7 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
     return options
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("names", "buffers", "seed"), SESSIONS)
 def test_session(names: str, buffers: str, seed: int, device: torch.device, request: pytest.FixtureRequest) -> None:
     if buffers == "small":

@@ -14,20 +14,10 @@ from fastgen.ops import packed_attention
 from fastgen.optimizer.transformers.encoders import attention, programs
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check
-from tests.equivalence.encoder_models import LONGEST, build
-from tests.equivalence.encoder_models import inputs as texts_of_encoders
-from tests.equivalence.models import BY_NAME, FIRST_WORD, LONG, PAD, VOCABULARY
+from tests.equivalence.encoder_models import LONGEST, build, inputs
+from tests.equivalence.models import BY_NAME, LONG, padded
 
 pytestmark = pytest.mark.usefixtures("strict")
-
-
-def inputs(lengths: list[int]) -> dict[str, Any]:
-    """Texts with padding behind them."""
-    ids = torch.randint(
-        FIRST_WORD, VOCABULARY, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1)
-    )
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-    return {"input_ids": ids.masked_fill(~mask, PAD), "attention_mask": mask.long()}
 
 
 @pytest.fixture
@@ -51,7 +41,7 @@ def own_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_attention_over_whole_texts(name: str, decoding: dict[str, Any], own_attention: list[tuple[int, ...]]) -> None:
     """In the encoder, once in each layer for all texts; the decoder sees what is in front alone, and the encoder."""
     model = BY_NAME[name].build()
-    check(model, inputs([LONG] * 3), decoding)
+    check(model, padded([LONG] * 3), decoding)
     assert accelerated() == 1
     layers, heads = model.config.encoder_layers, model.config.encoder_attention_heads
     assert own_attention == [(heads, 3 * LONG, model.config.d_model // heads)] * layers
@@ -60,7 +50,7 @@ def test_attention_over_whole_texts(name: str, decoding: dict[str, Any], own_att
 @pytest.mark.parametrize("case", ["padding", "eager", "half precision", "without FastGen", "autocast"])
 def test_attention_that_stays_as_it_is(case: str, own_attention: list[tuple[int, ...]]) -> None:
     model = BY_NAME["bart"].build("eager" if case == "eager" else "sdpa")
-    given = inputs([LONG - 1, LONG] if case == "padding" else [LONG] * 2)
+    given = padded([LONG - 1, LONG] if case == "padding" else [LONG] * 2)
     if case == "half precision":
         model = copy.deepcopy(model).bfloat16()
     inside = {
@@ -80,7 +70,7 @@ def test_a_module_that_may_be_causal_keeps_its_attention(says: str, own_attentio
         layer.self_attn.is_causal = True
         if says == "nothing":
             del layer.self_attn.is_causal
-    check(model, inputs([LONG] * 2), {})
+    check(model, padded([LONG] * 2), {})
     assert own_attention == []
 
 
@@ -109,18 +99,18 @@ def test_what_more_is_asked_of_attention(
     assert bool(own_attention) is (others == {}) and bool(asked) is (others != {})
 
 
-@pytest.mark.parametrize("texts, is_own", [(8, True), (2, False)])
+@pytest.mark.parametrize("count, is_own", [(8, True), (2, False)])
 @pytest.mark.parametrize("name", ["Bert", "DistilBert", "Roberta"])
 def test_large_batches_of_an_encoder(
-    name: str, texts: int, is_own: bool, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, is_own: bool, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without padding, attention is FastGen's in each layer. Few positions are not worth looking at the layers."""
     monkeypatch.setattr(programs, "MOST_TOKENS", 4 * LONGEST)
-    model, given = build(name), texts_of_encoders([LONGEST] * texts)
+    model, given = build(name), inputs([LONGEST] * count)
     with torch.inference_mode():
         found = model(**given).last_hidden_state
         with fastgen.disabled():
             expected = model(**given).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     heads, size = model.config.num_attention_heads, model.config.hidden_size
-    assert own_attention == [(heads, texts * LONGEST, size // heads)] * (model.config.num_hidden_layers * is_own)
+    assert own_attention == [(heads, count * LONGEST, size // heads)] * (model.config.num_hidden_layers * is_own)

@@ -17,6 +17,7 @@ from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, buil
 
 LENGTHS = [7, LONGEST, 20, 6, 2]
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.sampled(4)
 EMBED_TOKENS = [
     name for name in WITHOUT_PADDING
     if {(type(each).__module__.removeprefix("transformers.models."), type(each).__name__)

@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import itertools
-import random
 import threading
 import weakref
 from typing import Any
@@ -21,72 +20,58 @@ from fastgen import settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import FastLayers
-from fastgen.decoding.speculation.costs import Costs
-from fastgen.decoding.speculation.draft_length import DraftLength, Schedule
+from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from tests import near_ties
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
-from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
+from tests.equivalence.speculation import (
+    DRAFTS,
+    EARLY_EXIT,
+    GREEDY,
+    KNOWN,
+    assert_speculates,
+    counts,
+    disturbed,
+    draft_of,
+    same,
+)
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(6)]
 DECODERS = ["llama", "gpt2", "bloom", "qwen2", "gemma", "opt", "gpt-neox", "mixtral"]
 WITH_ENCODER = ["bart", "t5", "marian", "whisper", "m2m100"]
 
 
-@pytest.mark.parametrize("name", [*DECODERS, *WITH_ENCODER])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_self_draft(name: str, batch: int, any_lengths: None) -> None:
+CASES = [(name, draft) for draft in DRAFTS for name in (*DECODERS, *WITH_ENCODER)]
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"), [each for each in CASES if each[1] != "early exit" or each[0] in EARLY_EXIT]
+)
+def test_same_tokens(name: str, draft: str, any_lengths: None) -> None:
+    """Models that compute positions from the length of the cache among them: it is another one for each row."""
     family = KNOWN[name]
     model = family.build()
-    fastgen.enable(self_speculation="int8")
-    for length in (LONG, SHORT, LONG):
-        same(model, family.make_inputs(batch, length), GREEDY)
+    asked = draft_of(draft, model)
+    for batch, length in ((1, LONG), (3, SHORT), (3, LONG)):
+        same(model, family.make_inputs(batch, length), GREEDY, **asked)
     assert_speculates(3)
-    assert counts()["accepted"] > 0.5 * counts()["drafted"] > 0
+    found, kept = counts(), graph_cache._models[model]
+    # What is looked up need not be there. Of other drafts, what comes behind an end, or a row that is behind, is wrong.
+    least = {"int8": 0.5, "assistant": 0.1}.get(draft, -1.0)
+    assert draft == "lookup" or found["accepted"] > least * found["drafted"] != 0
+    assert not kept.refused and all(not key.draft.together for key in kept.steps)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bart", "t5"])
-def test_self_draft_in_4_bits_chosen_by_what_it_gains(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_drafts_chosen_by_what_they_gain(name: str) -> None:
     family = KNOWN[name]
     fastgen.enable(self_speculation="int4")
     for batch in (2, 2, 5):
         same(family.build(), family.make_inputs(batch), GREEDY)
     assert_speculates(3)
-
-
-@pytest.mark.parametrize("name", [*DECODERS, *WITH_ENCODER])
-def test_prompt_lookup(name: str, any_lengths: None) -> None:
-    """The library refuses batches."""
-    family = KNOWN[name]
-    for batch, tokens in ((1, 3), (3, 8), (3, 8)):
-        same(family.build(), family.make_inputs(batch, SHORT), GREEDY, prompt_lookup_num_tokens=tokens)
-    assert_speculates(3)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "opt"])
-def test_early_exit(name: str, any_lengths: None) -> None:
-    family = KNOWN[name]
-    for batch in (1, 3, 3):
-        same(family.build(), family.make_inputs(batch), GREEDY, assistant_early_exit=1)
-    assert_speculates(3)
-    assert counts()["drafted"] > 0
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "qwen2", "opt", *WITH_ENCODER])
-@pytest.mark.parametrize("spread", [0.0, 0.01])
-def test_assistant(name: str, spread: float, any_lengths: None) -> None:
-    family = KNOWN[name]
-    model = family.build()
-    assistant = disturbed(model, spread)
-    for batch, length in ((1, LONG), (3, SHORT), (3, LONG)):
-        same(model, family.make_inputs(batch, length), GREEDY, assistant_model=assistant)
-    assert_speculates(3)
-    found = counts()
-    # What the same model drafts is right, but for what comes behind the end of a sequence or a row that is behind.
-    assert found["accepted"] > (0.6 if spread == 0.0 and name != "bloom" else 0.1) * found["drafted"] > 0
 
 
 def test_an_identical_assistant_is_always_right(any_lengths: None) -> None:
@@ -160,7 +145,7 @@ def test_an_encoders_output_that_is_given_is_left_to_the_library(any_lengths: No
     assert counts()["accelerated"] == 0
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])
+@pytest.mark.parametrize("threshold", [0.5, 1.1])
 def test_an_assistant_that_stops_where_it_is_in_doubt(threshold: float, any_lengths: None) -> None:
     """`assistant_confidence_threshold`; above 1 each draft ends with its first token."""
     family = KNOWN["llama"]
@@ -177,7 +162,7 @@ def test_an_assistant_that_stops_where_it_is_in_doubt(threshold: float, any_leng
         assert found["drafted"] > 0
 
 
-@pytest.mark.parametrize("schedule", ["constant", "heuristic", "heuristic_transient"])
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
 def test_schedules(schedule: str) -> None:
     """As in the library, "heuristic" leaves in the assistant what it has come to."""
     family = KNOWN["llama"]
@@ -191,18 +176,6 @@ def test_schedules(schedule: str) -> None:
         lengths.append(assistant.generation_config.num_assistant_tokens)
     assert_speculates(2)
     assert lengths == [4, 4] if schedule != "heuristic" else 4 < lengths[0] < lengths[1]
-
-
-@pytest.mark.parametrize("name", ["bart", "t5", "marian", "m2m100", "bloom"])
-def test_rows_are_free(name: str, any_lengths: None) -> None:
-    """Models that compute positions from the length of the cache: it is another one for each row."""
-    family = KNOWN[name]
-    fastgen.enable(self_speculation="int4")
-    for _ in range(2):
-        same(family.build(), family.make_inputs(4), GREEDY)
-    assert_speculates(2)
-    kept = graph_cache._models[family.build()]
-    assert not kept.refused and all(not key.draft.together for key in kept.steps)
 
 
 def test_rows_together_where_a_length_of_each_cannot_be(any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +250,7 @@ def test_a_changed_weight_is_drafted_with(any_lengths: None) -> None:
         with torch.no_grad():
             model.lm_head.weight.mul_(-1.0)
     assert counts()["accepted"] > 0.5 * counts()["drafted"] > 0
+    assert len(graph_cache._models[model].steps) == 1  # those with the weights of before are freed
 
 
 def test_what_is_left_to_others() -> None:
@@ -313,68 +287,6 @@ def test_a_static_cache_is_left_to_the_library(name: str) -> None:
     assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
 
 
-def test_random_calls() -> None:
-    """Models, batches, lengths, paddings and drafts drawn at random, several calls of a model in a row."""
-    draw = random.Random(11)
-    for name in ("llama", "bart", "opt", "gpt2"):
-        family = KNOWN[name]
-        for _ in range(5):
-            fastgen.enable(self_speculation=draw.choice(["off", "int8", "int4"]))
-            inputs = family.make_inputs(draw.choice([1, 2, 3, 5]), draw.choice([1, 9, 15, LONG]))
-            options = {**GREEDY, "max_new_tokens": draw.choice([9, 20, 40])}
-            draft = {"prompt_lookup_num_tokens": 4} if draw.random() < 0.3 else {}
-            same(family.build(), inputs, options, **draft)
-
-
-@pytest.mark.parametrize("how", ["self-draft", "lookup", "assistant"])
-def test_sampling_has_the_distribution_of_the_model(how: str, any_lengths: None) -> None:
-    """Frequencies of the first tokens against those of the unpatched library (chi-square, p > 0.001)."""
-    family = KNOWN["llama"]
-    model = family.build()
-    inputs = {name: value.expand(40, -1).contiguous() for name, value in family.make_inputs(1, SHORT).items()}
-    options = {"do_sample": True, "top_k": 3, "temperature": 0.9, "max_new_tokens": 9, "eos_token_id": None,
-               "repetition_penalty": 1.1}  # fmt: skip
-    draft: dict[str, Any] = {}
-    if how == "lookup":
-        draft = {"prompt_lookup_num_tokens": 4}
-    elif how == "assistant":
-        draft = {"assistant_model": disturbed(model, 0.05)}
-
-    def sample(calls: int, **asked: Any) -> dict[tuple[int, ...], int]:
-        found: dict[tuple[int, ...], int] = {}
-        for seed in range(calls):
-            torch.manual_seed(seed)
-            for row in model.generate(**inputs, **options, **asked)[:, SHORT : SHORT + 3].tolist():
-                found[tuple(row)] = found.get(tuple(row), 0) + 1
-        return found
-
-    with fastgen.disabled():
-        plain = sample(100)
-    fastgen.enable(self_speculation="int8" if how == "self-draft" else "off")
-    drafted = sample(100, **draft)
-    assert counts()["accelerated"] == 100 and counts()["accepted"] > 0
-    assert chi_square(plain, drafted) > 0.001
-
-
-def chi_square(one: dict[Any, int], other: dict[Any, int]) -> float:
-    """The probability that two samples of one distribution differ as much as these, or more."""
-    columns = [(one.get(key, 0), other.get(key, 0)) for key in sorted({*one, *other})]
-    often = [column for column in columns if sum(column) >= 10]
-    rare = [column for column in columns if sum(column) < 10]
-    if rare:
-        often.append((sum(a for a, _ in rare), sum(b for _, b in rare)))
-    assert len(often) > 3
-    table = torch.tensor(often, dtype=torch.float64)
-    expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / table.sum()
-    statistic = ((table - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(often) - 1) / 2.0, dtype=torch.float64), statistic / 2))
-
-
-def test_chi_square_tells_distributions_apart() -> None:
-    one, other = {1: 500, 2: 300, 3: 150, 4: 50}, {1: 400, 2: 350, 3: 180, 4: 70}
-    assert chi_square(one, one) > 0.99 and chi_square(one, other) < 0.001
-
-
 @pytest.mark.parametrize("draft", ["self-draft", "assistant"])
 def test_a_model_is_freed(draft: str) -> None:
     """What is recorded keeps neither the model nor its assistant."""
@@ -389,17 +301,6 @@ def test_a_model_is_freed(draft: str) -> None:
     del model, assistant
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
-
-
-def test_steps_with_weights_of_before_are_freed(any_lengths: None) -> None:
-    family = KNOWN["llama"]
-    model = copy.deepcopy(family.build())
-    fastgen.enable(self_speculation="int8")
-    for _ in range(3):
-        model.generate(**family.make_inputs(2), **GREEDY)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(1.1)
-    assert len(graph_cache._models[model].steps) == 1
 
 
 def test_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,13 +338,6 @@ def test_lookup_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPat
     assert_speculates(2)
 
 
-def test_drafts_no_longer_than_the_limit() -> None:
-    """A number that is available is rounded up to a length that is recorded, but not behind the limit."""
-    policy = DraftLength(Costs(1, LENGTHS), 1, 64, has_model=False, schedule=Schedule(5))
-    assert [policy.choose([0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 1, 3, 3, 7, 7]
-    assert policy.choose([0], 8, [2]) == 3 and policy.choose([0], 8, [5]) == 7
-
-
 def test_an_assistant_that_has_not_drafted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """By then rows that have ended are behind what the assistant lacks, and their prompt is short."""
     lengths = itertools.cycle([0] * 12 + [3])
@@ -476,11 +370,10 @@ def test_a_check_that_fails_is_not_tried_again() -> None:
     assert [key.draft.together for key in graph_cache._models[model].refused] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["llama", "bart"])
-def test_lookup_with_rows_that_fill_the_batch_up(name: str, any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_with_rows_that_fill_the_batch_up(any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(decoding.Decoding, "_batch", lambda self, inputs: 4)
-    family = KNOWN[name]
+    family = KNOWN["bart"]
     for _ in range(2):
         same(family.build(), family.make_inputs(3), GREEDY, prompt_lookup_num_tokens=3)
     assert_speculates(2)

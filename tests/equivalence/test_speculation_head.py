@@ -29,13 +29,13 @@ def estimates(model: Any, precision: str) -> bool:
     return DraftWeights.of(model, LINEAR_LAYERS, precision, settings.current().weight_group_size)._used_head is not None
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize(
-    "name, options, estimated",
-    [("llama", {}, True), ("gpt2", {}, True), ("llama", PENALTY, False), ("bart", {}, False)],
-)
+    "name, precision, options, estimated",
+    [("llama", "int8", {}, True), ("gpt2", "int4", {}, True), ("llama", "int4", PENALTY, False),
+     ("bart", "int8", {}, False)],
+)  # fmt: skip
 def test_the_largest_is_found_from_estimates(
-    name: str, options: dict[str, Any], estimated: bool, precision: Any
+    name: str, precision: Any, options: dict[str, Any], estimated: bool
 ) -> None:
     """BART adds numbers of its own to the outputs. Then it drafts as before, from the first token on."""
     family = KNOWN[name]

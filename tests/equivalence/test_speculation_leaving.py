@@ -8,35 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 import fastgen
-from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from tests.equivalence.models import LONG, SHORT
-from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, same
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, draft_of, same
+from tests.equivalence.user_code import Listens
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(6)]
 TOKENS = 36
-DRAFTS: dict[str, dict[str, Any]] = {
-    "int8": {},
-    "lookup": {"prompt_lookup_num_tokens": 8},
-    "early exit": {"assistant_early_exit": 1},
-}
-MODELS = ["llama", "gpt2", "bloom", "qwen2", "opt", "bart", "t5", "marian", "m2m100"]
-
-
-class Watcher(transformers.generation.streamers.BaseStreamer):
-    """One that takes several sequences."""
-
-    def put(self, value: torch.Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+MODELS = ["llama", "gpt2", "bloom", "bart", "t5", "m2m100"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +59,6 @@ def ends(name: str, batch: int, length: int, **options: Any) -> tuple[int, ...]:
     return best
 
 
-def draft_of(name: str) -> dict[str, Any]:
-    fastgen.enable(self_speculation="int8" if name == "int8" else "off")
-    return DRAFTS[name]
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("draft", ["int8", "lookup"])
 def test_greedy(name: str, draft: str, at_once: None, any_lengths: None) -> None:
@@ -91,15 +69,6 @@ def test_greedy(name: str, draft: str, at_once: None, any_lengths: None) -> None
         same(family.build(), family.make_inputs(batch, length), options, **asked)
         calls += 1
     assert_speculates(calls)
-    assert rows_left() > 0
-
-
-def test_early_exit(at_once: None, any_lengths: None) -> None:
-    family = KNOWN["llama"]
-    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 9, LONG)]}
-    for _ in range(2):
-        same(family.build(), family.make_inputs(9), options, **draft_of("early exit"))
-    assert_speculates(2)
     assert rows_left() > 0
 
 
@@ -174,7 +143,7 @@ def test_all_rows_stay(way: str, at_once: None, any_lengths: None, tokenizer: An
     if way == "strings":
         options |= {"stop_strings": ["bc"], "tokenizer": tokenizer}
     if way == "streamer":
-        asked = {**asked, "streamer": Watcher()}
+        asked = {**asked, "streamer": Listens()}
     if way == "cache":
         options |= {"return_dict_in_generate": True, "eos_token_id": None}
     if way == "encoder processor":
@@ -207,24 +176,3 @@ def test_smaller_steps_are_kept(at_once: None, any_lengths: None) -> None:
     same(model, family.make_inputs(9), options, **asked)
     again = {key.batch: step for key, step in graph_cache._models[model].steps.items() if key.draft is not None}
     assert all(again[batch] is step for batch, step in kept.items())
-
-
-@pytest.mark.parametrize("planted", ["rows", "results"])
-def test_that_exchanged_rows_are_found(
-    planted: str, at_once: None, any_lengths: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if planted == "rows":
-        staying = leaving.staying
-        monkeypatch.setattr(leaving, "staying", lambda *given: staying(*given).flip(0))
-        put_back = SpeculativeSearch.put_back
-        monkeypatch.setattr(SpeculativeSearch, "put_back", lambda self, to, inputs: put_back(self, to, inputs.flip(0)))
-    else:
-        monkeypatch.setattr(SpeculativeSearch, "put_back", lambda *_: None)
-    family, asked = KNOWN["llama"], draft_of("lookup")
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(9)
-    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 9, LONG)]}
-    with fastgen.disabled():
-        expected = model.generate(**inputs, **options)
-    found = model.generate(**inputs, **options, **asked)
-    assert_speculates(1)  # it has not failed
-    assert rows_left() > 0 and not torch.equal(found, expected)

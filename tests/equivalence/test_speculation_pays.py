@@ -119,21 +119,6 @@ def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.
     assert counts()["accelerated"] == 4
 
 
-def test_what_is_known_of_a_step_decides_whether_a_call_is_short() -> None:
-    family = KNOWN["llama"]
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)
-    lookup = {"prompt_lookup_num_tokens": 4}
-    for _ in range(3):
-        same(model, inputs, {**FEW, "max_new_tokens": 60}, **lookup)
-    (step,) = [step.drafting for step in graph_cache._models[model].steps.values() if step.drafting is not None]
-    costs = step.costs
-    assert costs.knows(has_model=False)
-    costs.plain = costs.iterations()[7] / 10
-    assert not can_begin(costs, 4) and can_begin(costs, 10_000)
-    costs.forget()
-    assert can_begin(costs, 4)  # nobody knows
-
-
 def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """To calls with a draft, from the calls without one."""
     found = []

@@ -46,6 +46,7 @@ def parts(model: Any) -> set[int]:
     return {number for step in steps for number, part in step.parts.by_number.items() if part.is_captured}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
 def test_each_call_makes_one_thing(name: str) -> None:
     family = KNOWN[name]

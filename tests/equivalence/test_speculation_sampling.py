@@ -6,7 +6,6 @@ of one call.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -15,22 +14,19 @@ import torch
 import transformers
 
 import fastgen
-from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
-from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from tests.decoding.speculation.markov import chi_square
 from tests.equivalence.models import Weights, enliven
-from tests.equivalence.speculation import assert_speculates, counts, disturbed
+from tests.equivalence.speculation import DRAFTS, assert_speculates, counts, draft_of
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(4)]
 
 VOCABULARY, TOKENS = 5, 3
-DRAWS, ROWS = 100_000, 5_000
+DRAWS, ROWS = 40_000, 5_000
 SIGNIFICANT = 0.001
 PROMPT = [4, 0, 4, 2, 2, 3]  # what the model says now and then
-METHODS = ["int8", "int4", "lookup", "assistant", "early exit"]
 PLAIN: dict[str, Any] = {"top_k": 0}
 # Most of these ban and change other tokens at each position.
 PROCESSORS: dict[str, Any] = {
@@ -82,19 +78,14 @@ def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def frequencies(model: Any, method: str, options: dict[str, Any], draws: int) -> torch.Tensor:
+def frequencies(model: Any, method: str, options: dict[str, Any]) -> torch.Tensor:
     """[continuations]: how often each came out."""
-    fastgen.enable(self_speculation=method if method.startswith("int") else "off")
-    asked: dict[str, Any] = {
-        "lookup": {"prompt_lookup_num_tokens": 4},
-        "assistant": {"assistant_model": disturbed(model, 0.3)},
-        "early exit": {"assistant_early_exit": 1},
-    }.get(method, {})
+    asked = draft_of(method, model, spread=0.3)
     powers = VOCABULARY ** torch.arange(TOKENS - 1, -1, -1)
     found = torch.zeros(VOCABULARY**TOKENS, dtype=torch.int64)
     torch.manual_seed(0)
     prompts = torch.tensor([PROMPT]).expand(ROWS, -1).contiguous()
-    for _ in range(draws // ROWS):
+    for _ in range(DRAWS // ROWS):
         drawn = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -105,20 +96,20 @@ def frequencies(model: Any, method: str, options: dict[str, Any], draws: int) ->
         )
         new = torch.nn.functional.pad(drawn, (0, TOKENS))[:, len(PROMPT) : len(PROMPT) + TOKENS]
         found += torch.bincount((new * powers).sum(1), minlength=len(found))
-    assert_speculates(draws // ROWS)
+    assert_speculates(DRAWS // ROWS)
     assert 0 < counts()["accepted"] < counts()["drafted"]
     return found
 
 
-def probability(model: Any, method: str, options: dict[str, Any], draws: int = DRAWS) -> float:
+def probability(model: Any, method: str, options: dict[str, Any]) -> float:
     """The smaller one of continuations of two and of three tokens."""
-    found, wanted = frequencies(model, method, options, draws), exact(model, options)
+    found, wanted = frequencies(model, method, options), exact(model, options)
     shorter = found.view(-1, VOCABULARY).sum(1), wanted.view(-1, VOCABULARY).sum(1)
     return min(chi_square(found, wanted), chi_square(*shorter))
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("method, options", [*((method, PROCESSORS) for method in METHODS), ("int4", PLAIN)])
+@pytest.mark.parametrize("method, options", [*((method, PROCESSORS) for method in DRAFTS), ("int4", PLAIN)])
 def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
     if method == "lookup":  # which drafts what is there already
         options = {name: value for name, value in options.items() if name != "no_repeat_ngram_size"}
@@ -134,17 +125,8 @@ def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monke
     monkeypatch.setattr(leaving, "BATCHES", sizes)
     monkeypatch.setattr(leaving, "pays", lambda *_: leave)
     options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 2}
-    assert probability(model, method, options, DRAWS // 2) > SIGNIFICANT
+    assert probability(model, method, options) > SIGNIFICANT
     assert bool(fastgen.stats()[ENTRY_POINT].get("rows_left")) == leave
-
-
-def test_that_keys_and_values_of_other_rows_are_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "BATCHES", [2**power for power in range(13)])
-    monkeypatch.setattr(leaving, "pays", lambda *_: True)
-    take_over = FixedKV.take_over
-    monkeypatch.setattr(FixedKV, "take_over", lambda kv, old, *rows: take_over(kv, old, *(x.roll(1) for x in rows)))
-    options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 2}
-    assert probability(model, "lookup", options, DRAWS // 5) < SIGNIFICANT
 
 
 def test_nothing_can_be_drawn_behind_a_token_that_is_not_accepted(model: Any) -> None:
@@ -160,41 +142,11 @@ def test_nothing_can_be_drawn_behind_a_token_that_is_not_accepted(model: Any) ->
     assert not (drawn[:, prompts.shape[1] :] == 2).any()
 
 
-@pytest.mark.parametrize("method", ["assistant", "early exit"])
-def test_that_a_greedy_draft_with_soft_probabilities_is_found(
-    model: Any, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw = Drafting._choose_draft
-
-    def takes_the_best(self: Any, logits: torch.Tensor, *more: Any) -> None:
-        ahead = self.drafted.clone()
-        draw(self, logits, *more)
-        self.search.draft(self._processed_at(copy.copy(logits), ahead, self._processors).argmax(dim=-1), ahead)
-
-    monkeypatch.setattr(Drafting, "_choose_draft", takes_the_best)
-    assert probability(model, method, PLAIN) < SIGNIFICANT
-
-
-@pytest.mark.parametrize("method", ["int8"])
-def test_that_processors_at_the_wrong_position_are_found(
-    model: Any, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All positions of a check with the tokens of its first one."""
-    processed = Drafting._processed_at
-    monkeypatch.setattr(Drafting, "_processed_at", lambda self, logits, ahead, *more: processed(self, logits, 0, *more))
-    assert probability(model, method, PROCESSORS, DRAWS // 5) < 1e-9
-
-
 @pytest.mark.parametrize("draft", ["lookup", "assistant", "early exit"])
 def test_the_library_draws_by_default(model: Any, draft: str) -> None:
     """With one seed the tokens are those of its own assisted generation."""
     fastgen.enable(assisted_sampling="library")
-    options: dict[str, Any] = {
-        "lookup": {"prompt_lookup_num_tokens": 3},
-        "assistant": {"assistant_model": disturbed(model, 0.3)},
-        "early exit": {"assistant_early_exit": 1},
-    }[draft]
-    prompt = torch.tensor([PROMPT])
+    options, prompt = draft_of(draft, model, spread=0.3), torch.tensor([PROMPT])
 
     def tokens(seed: int) -> list[int]:
         torch.manual_seed(seed)
