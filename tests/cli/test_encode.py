@@ -16,6 +16,7 @@ from fastgen_cli import encode
 from fastgen_cli.encode import build_parser
 from tests.equivalence.encoder_models import build, tokenizer
 from tests.pipeline import tiny
+from tests.pipeline.children import interrupted_after
 
 FAST = ["--device", "cpu", "--batch-size", "4"]
 COMMANDS = {"embed": (encode.embed, "npy"), "classify": (encode.classify, "csv")}
@@ -92,17 +93,8 @@ def test_ctrl_c_says_how_to_continue(name, model, inputs, tmp_path, one_line):
     from fastgen.pipeline.encoding.run import EncodingStage
 
     form = COMMANDS[name][1]
-    run, done = EncodingStage.run, []
-
-    def interrupted(self, batch):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(batch)
-        return run(self, batch)
-
     words = [model, inputs, tmp_path / f"out.{form}", *FAST, "--quiet"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EncodingStage, "run", interrupted)
+    with interrupted_after(2, EncodingStage):
         assert call(name, *words) == 130
     said = one_line()
     assert said.startswith(f"fastgen-{name}: interrupted; to continue: fastgen-{name} --resume ")

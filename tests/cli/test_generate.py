@@ -19,6 +19,7 @@ from fastgen.pipeline.generation import options as generation_options
 from fastgen_cli.generate import build_parser, main, normalise, parse
 from tests import survey
 from tests.pipeline import tiny
+from tests.pipeline.children import interrupted_after
 
 FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4"]
 
@@ -298,21 +299,9 @@ def test_the_last_line_where_fastgen_is_not_hooked(bart, inputs, tmp_path, capsy
     assert said[-1].endswith("; not accelerated: FastGen was not called (python -m fastgen says what it hooks)")
 
 
-def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, one_line, monkeypatch):
-    from fastgen.pipeline.generation.run import ModelStage
-
-    run = ModelStage.run
-    done = []
-
-    def interrupted(self, batch):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(batch)
-        return run(self, batch)
-
+def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, one_line):
     words = [bart, inputs, tmp_path / "out.txt", *FAST, "--quiet"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelStage, "run", interrupted)
+    with interrupted_after(2):
         assert call(*words) == 130
     said = one_line()
     assert said.startswith("fastgen-generate: interrupted; to continue: fastgen-generate --resume ")
@@ -382,7 +371,7 @@ def test_a_killed_run_resumes_to_the_same_file_and_leaves_no_worker(bart, tmp_pa
 def test_an_interrupted_command_resumes_to_the_same_file(bart, tmp_path):
     """Ctrl-C in the middle of a run that replaces files: they stay as they were until the resumed run is complete."""
     source, out, report = tmp_path / "in.txt", tmp_path / "out.jsonl", tmp_path / "report.json"
-    source.write_text("\n".join(["", "", *tiny.sentences(400)]) + "\n")
+    source.write_text("\n".join(["", "", *tiny.sentences(200)]) + "\n")
     errors, partial = Path(f"{out}.errors.jsonl"), Path(f"{out}.partial")
     for path in (out, errors, report):
         path.write_text('{"line": "old"}')
@@ -407,16 +396,10 @@ def test_an_interrupted_command_resumes_to_the_same_file(bart, tmp_path):
     assert {path.read_text() for path in (out, errors, report)} == {'{"line": "old"}'}
     assert Path(f"{errors}.partial").read_text().count("\n") == 2
     done = partial.read_bytes().count(b'{"batch"')
-    assert 3 <= done < 100
+    assert 3 <= done < 50
     assert call(*words, "--resume") == 1
     assert json.loads(report.read_text())["resumed_samples"] > 0
     assert call(bart, source, tmp_path / "whole.jsonl", *options) == 1
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert errors.read_bytes() == (tmp_path / "whole.jsonl.errors.jsonl").read_bytes()
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".unfinished")]
-
-
-def test_the_exit_status_of_the_command(tmp_path):
-    done = subprocess.run(command(tmp_path / "none", "-", "-"), input=b"", capture_output=True)
-    assert done.returncode == 2
-    assert done.stderr.decode().count("\n") == 1

@@ -131,16 +131,13 @@ def test_a_run(bart, pairs, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_rounding_to_nearest_needs_no_text(tmp_path, pairs, capsys):
+def test_rounding_to_nearest_needs_no_text(gpt2, tmp_path, pairs, capsys):
     """Its weights are those of a run with text: they depend on none."""
-    for name, folder in (("gpt2", tiny.gpt2(tmp_path / "gpt2")), ("bart", tiny.bart(tmp_path / "bart"))):
-        out, other = tmp_path / f"{name}-out", tmp_path / f"{name}-other"
-        assert call(folder, out, "--method", "rtn", *FAST) == 0
-        assert "no --calibration was given" in " ".join(capsys.readouterr().out.split())
-        assert call(folder, other, "--method", "rtn", "--calibration", pairs, "--quiet", *FAST) == 0
-        found, expected = (load_file(path / "model.safetensors") for path in (out, other))
-        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
-        capsys.readouterr()
+    assert call(gpt2, tmp_path / "out", "--method", "rtn", *FAST) == 0
+    assert "no --calibration was given" in " ".join(capsys.readouterr().out.split())
+    assert call(gpt2, tmp_path / "other", "--method", "rtn", "--calibration", pairs, "--quiet", *FAST) == 0
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
 def test_what_measures_layers_needs_text(one_line):

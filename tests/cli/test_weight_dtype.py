@@ -12,8 +12,8 @@ from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.ops import quantized_linear
 from fastgen.pipeline import SetupError, generate_dataset
-from fastgen.pipeline.generation.run import ModelStage
 from fastgen_cli.generate import main, parse
+from tests.pipeline.children import interrupted_after
 
 FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4", "--quiet"]
 
@@ -55,21 +55,11 @@ def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: 
 
 
 def test_a_run_is_not_resumed_with_other_weights(
-    bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ModelStage.run
-    batches: list[Any] = []
-
-    def interrupted(stage: ModelStage, batch: Any) -> Any:
-        if batches:
-            raise KeyboardInterrupt
-        batches.append(batch)
-        return run(stage, batch)
-
     out = tmp_path / "out.txt"
-    monkeypatch.setattr(ModelStage, "run", interrupted)
-    assert call(bart, inputs, out, *FAST) == 130
-    monkeypatch.setattr(ModelStage, "run", run)
+    with interrupted_after(1):
+        assert call(bart, inputs, out, *FAST) == 130
     capsys.readouterr()
     assert call(bart, inputs, out, *FAST, "--resume", "--weight-dtype", "int8") == 2
     assert "cannot resume" in capsys.readouterr().err

@@ -1,14 +1,20 @@
-"""Runs in forks of the test's process, which may be killed at any moment."""
+"""Runs that end before their time: interrupted, or in forks of the test's process, which may be killed."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 from tqdm.std import tqdm
+
+from fastgen.pipeline.generation.run import ModelStage
 
 
 def in_child(run: Callable[[], object]) -> int:
@@ -26,6 +32,20 @@ def in_child(run: Callable[[], object]) -> int:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+@contextlib.contextmanager
+def interrupted_after(batches: int, stage: type = ModelStage) -> Iterator[None]:
+    """Runs in this block meet Ctrl-C in the middle of a batch, once so many have been done."""
+    run, begun = stage.run, itertools.count()
+
+    def interrupted(self: Any, batch: Any) -> Any:
+        if next(begun) >= batches:
+            raise KeyboardInterrupt
+        return run(self, batch)
+
+    with mock.patch.object(stage, "run", interrupted):
+        yield
 
 
 def finished(child: int) -> int:

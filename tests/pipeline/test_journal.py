@@ -76,17 +76,6 @@ def test_cut_anywhere_it_resumes_with_the_batches_that_are_whole(tmp_path):
         assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:lines])
 
 
-def test_a_run_continues_where_the_cut_was(tmp_path):
-    path = write(tmp_path / "j")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-5])
-    journal = Journal(path, SETTINGS, resume=True)
-    journal.begin({"batch_size": 99})
-    journal.batch(1, 0, [result(5)])
-    journal.close()
-    assert path.read_bytes() == whole
-
-
 @pytest.mark.parametrize(
     ("first", "message"),
     [
@@ -213,14 +202,6 @@ def test_a_window_that_is_lost_while_the_run_goes_on_is_told(tmp_path, damage, r
     with pytest.raises(SetupError, match="j is damaged: a (window is missing|batch is without its window)"):
         list(journal.results())
     journal.close()
-
-
-def test_a_journal_that_lacks_a_window_is_not_resumed(tmp_path):
-    path = write(tmp_path / "j")
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], *lines[4:]]))
-    with pytest.raises(SetupError, match="j is damaged: a window is missing"):
-        Journal(path, SETTINGS, resume=True)
 
 
 def test_another_environment_is_told_and_kept(tmp_path):

@@ -15,9 +15,9 @@ import pytest
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.generation.run import ModelStage
 from fastgen.pipeline.identity import _code, content
 from fastgen.pipeline.loading import _check_tokenizer, quiet_transformers
+from tests.pipeline.children import interrupted_after
 
 
 def settings(model: Path, **options: object) -> RunOptions:
@@ -102,13 +102,6 @@ def test_weights_that_are_left_over(copied: Path) -> None:
     load(settings(copied, allow_missing_weights=True))
 
 
-def one_weight(folder: Path) -> None:
-    def change(weights: dict) -> None:
-        weights[sorted(weights)[0]].view(-1)[7] += 1
-
-    changed_weights(folder, change)
-
-
 def two_weights_exchanged(folder: Path) -> None:
     def change(weights: dict) -> None:
         largest = max(weights.values(), key=lambda weight: weight.numel()).view(-1)
@@ -133,7 +126,6 @@ def tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        (one_weight, "weights"),
         (two_weights_exchanged, "weights"),
         (configuration, "configuration"),
         (tokenizer, "tokenizer"),
@@ -154,18 +146,7 @@ def test_a_run_is_not_resumed_with_another_model(
             model, tokens = loaded.model, loaded.tokenizer
         generate_dataset(model, inputs, output, tokenizer=tokens, resume=True, **options)
 
-    count = 0
-    original = ModelStage.run
-
-    def interrupted(stage: ModelStage, batch: object) -> object:
-        nonlocal count
-        count += 1
-        if count > 2:
-            raise KeyboardInterrupt
-        return original(stage, batch)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ModelStage, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(2):
         run(tmp_path / "out.txt")
     before = {path.name: path.stat().st_size for path in folder.iterdir()}
     saved = Path(shutil.copytree(folder, tmp_path / "saved"))

@@ -53,10 +53,6 @@ def test_corpus_scores_equal_those_of_the_libraries(name):
     assert found["exact"] == 100 * same / len(outputs)
 
 
-def test_nothing_to_measure():
-    assert MetricTotals().scores() == {}
-
-
 def test_a_package_that_is_missing(monkeypatch):
     # Of these alone: what else is looked for meanwhile is remembered by who looks.
     find, missing = importlib.util.find_spec, ("sacrebleu", "rouge_score")

@@ -66,8 +66,7 @@ def test_no_standard_error_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo terminals")
-@pytest.mark.parametrize("quiet", [False, True])
-@pytest.mark.parametrize("total", [10, None])
+@pytest.mark.parametrize(("total", "quiet"), [(10, False), (None, False), (10, True)])
 def test_a_terminal_has_a_bar(total: int | None, quiet: bool) -> None:
     import pty
 

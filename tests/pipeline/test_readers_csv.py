@@ -9,25 +9,6 @@ from fastgen.pipeline.readers import open_source
 from tests.pipeline.reading import bad_kinds, inputs, read
 
 
-def test_bad_lines_of_csv(tmp_path):
-    path = tmp_path / "in.csv"
-    path.write_bytes(b'id,text\n1,one\n2\n\n3,"two\nlines"\n4,\xff\n5,\n6,six\n')
-    found = read(path, input_column="text", id_column="id")
-    assert bad_kinds(found) == {3: "malformed", 4: "empty", 7: "invalid-utf8", 8: "empty"}
-    assert [(record.line, record.text) for record in found if not record.problem] == [
-        (2, "one"), (5, "two\nlines"), (9, "six"),
-    ]  # fmt: skip
-    assert [record.id for record in found if not record.problem] == ["1", "3", "6"]
-
-
-def test_blank_lines_at_the_end_of_csv_are_no_records(tmp_path):
-    path = tmp_path / "in.csv"
-    path.write_text("id,text\n1,one\n\n2,two\n\n \n\n\n")
-    found = read(path, input_column="text")
-    assert bad_kinds(found) == {3: "empty", 5: "empty", 6: "malformed"}
-    assert inputs(path, input_column="text").total == len(found) == 5
-
-
 def test_csv_loses_no_row_and_no_cell(tmp_path):
     path = tmp_path / "in.csv"
     lines = ["id,text", "1,one", "2,two,more", "3", '4,"open', "5,five", '6,"six"x', '7,"seven', 'lines"', "id,text",
@@ -49,21 +30,6 @@ def test_csv_loses_no_row_and_no_cell(tmp_path):
         (2, "1", "one"), (6, "5", "five"), (8, "7", "seven\r\nlines"), (11, "8", '5" pipe'), (13, "10", "ten"),
     ]  # fmt: skip
     assert inputs(path, input_column="text").total == len(found)
-
-
-def test_a_carriage_return_in_a_row_of_csv_is_no_end_of_it(tmp_path):
-    path = tmp_path / "in.csv"
-    path.write_bytes(b'id,text\n1,one\rmore\n2,"two\rmore"\r\n3,three\n')
-    found = read(path, input_column="text")
-    assert [(record.line, record.problem.message) for record in found if record.problem] == [
-        (2, "there is a carriage return outside quotes")
-    ]
-    assert [(record.line, record.text) for record in found if not record.problem] == [
-        (3, "two\rmore"), (4, "three"),
-    ]  # fmt: skip
-    # Where nothing else ends a line, it does.
-    path.write_bytes(b"id,text\r1,one\r2,two\r")
-    assert [(record.line, record.text) for record in read(path, input_column="text")] == [(2, "one"), (3, "two")]
 
 
 def test_a_csv_cell_has_a_limit_so_that_an_open_quote_does_not_fill_the_memory(tmp_path, monkeypatch):

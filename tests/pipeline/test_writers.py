@@ -109,25 +109,6 @@ def test_standard_output_is_in_input_order(monkeypatch, capsys):
     assert "line 2 skipped: the text is empty" in capsys.readouterr().err
 
 
-def test_nothing_is_replaced_unasked(tmp_path):
-    path = tmp_path / "out.txt"
-    path.write_text("old")
-    with pytest.raises(SetupError, match="--overwrite"):
-        file_output(path)
-    output = file_output(path, overwrite=True)
-    assert path.read_text() == "old"
-    fill(output)
-    assert path.read_text().startswith("first")
-    path.unlink()
-    (tmp_path / "out.txt.partial").write_text('{"journal": ')
-    with pytest.raises(SetupError, match="--resume continues"):
-        file_output(path)
-    with pytest.raises(SetupError, match="is a directory"):
-        file_output(tmp_path)
-    with pytest.raises(SetupError, match="does not exist"):
-        file_output(tmp_path / "none" / "out.txt")
-
-
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("kind", ["output", "work file"])
 def test_what_another_run_has_written_between_the_check_and_the_lock_is_not_replaced(
@@ -152,18 +133,6 @@ def test_what_another_run_has_written_between_the_check_and_the_lock_is_not_repl
         path.unlink()
         fill(file_output(path))  # what is left of the refused run is in nobody's way
         assert [left.name for left in tmp_path.iterdir() if "errors" not in left.name] == ["out.txt"]
-
-
-def test_a_complete_output_is_not_resumed(tmp_path):
-    path = tmp_path / "out.txt"
-    fill(file_output(path))
-    before = path.read_bytes()
-    with pytest.raises(
-        SetupError, match="out.txt exists already, and no run is interrupted, so there is nothing to resume .--overw"
-    ):
-        file_output(path, resume=True)
-    assert path.read_bytes() == before
-    fill(file_output(path, resume=True, overwrite=True))  # which starts over
 
 
 def test_a_resumed_run_may_rewrite_its_own_files_only(tmp_path):
@@ -280,13 +249,6 @@ def test_a_score_that_is_no_number_is_null(tmp_path, form):
 def test_compressed_outputs_are_refused(tmp_path, name):
     with pytest.raises(SetupError, match="is not written compressed"):
         check_free(settings(tmp_path / name))
-
-
-def test_input_and_output_must_differ(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("x\n")
-    with pytest.raises(SetupError, match="same file"):
-        RunOptions(model="m", input=str(path), output=str(path), overwrite=True)
 
 
 def test_the_directory_that_a_link_leads_to_is_named(tmp_path):

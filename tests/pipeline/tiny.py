@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from pathlib import Path
 
@@ -19,6 +21,11 @@ def sentences(count: int, seed: int = 0, longest: int = 14) -> list[str]:
 
 def tokenizer(encoder_decoder: bool):
     """A byte-pair tokenizer of a few hundred tokens; with `encoder_decoder` it puts <s> and </s> around a text."""
+    return copy.deepcopy(_tokenizer(encoder_decoder))
+
+
+@functools.cache
+def _tokenizer(encoder_decoder: bool):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

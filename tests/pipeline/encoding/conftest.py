@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,6 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Path:
+def fresh(bert: Path, tmp_path: Path) -> Path:
     """A model of which a test may change the files."""
-    return tiny.bert(tmp_path / "model")
+    return Path(shutil.copytree(bert, tmp_path / "model"))

