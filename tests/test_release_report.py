@@ -103,7 +103,7 @@ def test_deprecations_that_fastgen_causes(monkeypatch):
     assert "past_key_values" in found and "optimizer/transformers/captured/step.py" in found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("names", "problem"),
     [

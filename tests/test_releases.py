@@ -51,12 +51,11 @@ print(selfcheck.line()[0])
 """
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FASTGEN_CACHE": "", "OMP_NUM_THREADS": "1"}
+def python(*arguments: str, program: str | Path = sys.executable, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FASTGEN_CACHE": "", "OMP_NUM_THREADS": "1", **settings}
     environment.pop("TRITON_INTERPRET", None)
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    command = [str(program), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 # ---- tested releases
@@ -322,16 +321,14 @@ def test_a_failure_on_an_unknown_release_is_not_tried_again(monkeypatch: pytest.
 # ---- the check of an installation
 
 
-def test_the_first_line_of_the_status_says_that_it_accelerates() -> None:
-    done = python("-m", "fastgen")
+def test_the_first_line_of_the_status_says_that_it_accelerates(programs: Path) -> None:
+    done = python("-m", "fastgen", "--verbose", program=programs / "python")
     assert done.returncode == 0, done.stderr
-    first = done.stdout.splitlines()[0]
+    first, *rest = done.stdout.splitlines()
     assert first.startswith("FastGen accelerates here") and transformers.__version__ in first
+    assert any("no_repeat_ngram" in line for line in rest)
 
 
-def test_a_disabled_installation_does_not_accelerate() -> None:
-    script = (
-        "import os; os.environ['FASTGEN_DISABLE'] = '1'; import runpy; runpy.run_module('fastgen', run_name='__main__')"
-    )
-    done = python("-c", script)
+def test_a_disabled_installation_does_not_accelerate(programs: Path) -> None:
+    done = python("-m", "fastgen", program=programs / "python", FASTGEN_DISABLE="1")
     assert done.returncode == 1 and "does NOT accelerate" in done.stdout.splitlines()[0]

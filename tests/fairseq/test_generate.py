@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fastgen.optimizer.fairseq.scores import step
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(10)]
 
 # Options of SequenceGenerator. Those that begin with an underscore are made by `generator_for`.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -68,22 +69,15 @@ def generator_for(members: list[Any], kind: Any = SequenceGenerator, **options: 
     return kind(members, words, **options)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Any:
+@functools.cache
+def pool(name: str, seed: int = 0) -> Any:
     """Models by name and seed, made once."""
-    made: dict[tuple[str, int], Any] = {}
-
-    def get(name: str, seed: int = 0) -> Any:
-        if (name, seed) not in made:
-            made[name, seed] = {**models.SEQ2SEQ, "lm": models.language_model}[name](seed=seed)
-        return made[name, seed]
-
-    return get
+    return {**models.SEQ2SEQ, "lm": models.language_model}[name](seed=seed)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", models.SEQ2SEQ)
-def test_hypotheses_are_the_same(pool, name, options):
+def test_hypotheses_are_the_same(name, options):
     check(lambda: generator_for([pool(name)], **options), models.sources(5))
     assert accelerated() == 1
 
@@ -91,12 +85,12 @@ def test_hypotheses_are_the_same(pool, name, options):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("shape", [(1, 5), (7, 40), (3, 90)], ids=str)
 @pytest.mark.parametrize("name", ["post-norm", "bart"])
-def test_sources_of_all_shapes(pool, name, shape, seed):
+def test_sources_of_all_shapes(name, shape, seed):
     sample = models.sources(*shape, left_pad=bool(seed % 2), seed=seed)
     check(lambda: generator_for([pool(name, seed)], beam_size=seed + 1), sample)
 
 
-def test_the_source_is_shared_when_it_is_long(pool, monkeypatch):
+def test_the_source_is_shared_when_it_is_long(monkeypatch):
     shared = []
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 2**30)  # what is generated is not meant here
     monkeypatch.setattr(KVView, "of", staticmethod(lambda *args, of=KVView.of: shared.append(1) or of(*args)))
@@ -118,7 +112,7 @@ def test_the_source_is_shared_when_it_is_long(pool, monkeypatch):
     ],
     ids=["two", "three kinds", "the same twice"],
 )
-def test_ensembles(pool, members, length):
+def test_ensembles(members, length):
     check(lambda: generator_for([pool(*member) for member in members], beam_size=4), models.sources(5, length))
 
 
@@ -133,13 +127,13 @@ def test_ensembles(pool, members, length):
     ],
     ids=["language", "several", "of different lengths", "with an end"],
 )
-def test_prefix_tokens(pool, name, prefix):
+def test_prefix_tokens(name, prefix):
     sample = models.sources(4)
     check(lambda: generator_for([pool(name)], beam_size=3), sample, prefix_tokens=torch.tensor(prefix))
     check(lambda: generator_for([pool(name)], beam_size=3), sample, prefix_tokens=torch.tensor(prefix), bos_token=7)
 
 
-def test_a_source_that_ends_at_the_first_step(pool):
+def test_a_source_that_ends_at_the_first_step():
     """It leaves the batch before the others have a row for each sequence."""
     prefix = torch.tensor([[7, 5], [2, 1], [8, 9], [2, 1]])
     found = check(lambda: generator_for([pool("post-norm")], beam_size=1), models.sources(4), prefix_tokens=prefix)
@@ -147,7 +141,7 @@ def test_a_source_that_ends_at_the_first_step(pool):
 
 
 @pytest.mark.parametrize("kind", ["ordered", "unordered"])
-def test_constraints(pool, kind):
+def test_constraints(kind):
     # As FairSeq packs them: how many there are, then each with a zero behind it.
     constraints = torch.tensor([[2, 9, 12, 0, 20, 0], [1, 30, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 11, 40, 41, 0, 0]])
 
@@ -159,7 +153,7 @@ def test_constraints(pool, kind):
     check(make, models.sources(4), constraints=constraints)
 
 
-def test_with_a_language_model(pool):
+def test_with_a_language_model():
     check(
         lambda: generator_for([pool("post-norm")], beam_size=4, lm_model=pool("lm"), lm_weight=0.4),
         models.sources(4),
@@ -168,7 +162,7 @@ def test_with_a_language_model(pool):
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("name", ["post-norm", "shared"])
-def test_alignments(pool, name, kind):
+def test_alignments(name, kind):
     check(
         lambda: generator_for([pool(name)], SequenceGeneratorWithAlignment, beam_size=3, print_alignment=kind),
         models.sources(4),
@@ -192,15 +186,7 @@ def test_candidates_of_a_step(monkeypatch, more, count):
     assert torch.equal(best, want) and torch.equal(sequences * 7 + words, indices)
 
 
-def test_one_model_in_generators_of_different_beams(pool):
-    made = models.SEQ2SEQ["post-norm"](seed=3)
-    small, large = generator_for([made], beam_size=2), generator_for([made], beam_size=4)
-    check(lambda: large, models.sources(4))
-    # The model is set to four beams now, and would mix sources up with two; see test_fallbacks.py.
-    del small
-
-
-def test_forward_is_generate(pool):
+def test_forward_is_generate():
     sample = models.sources(3)
     generator = generator_for([pool("post-norm")], beam_size=2)
     assert [h["tokens"].tolist() for h in generator(sample)[0]] == [
@@ -217,7 +203,7 @@ def test_half_precision_runs():
 
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["plain", "no repeated 2-gram"])
 @pytest.mark.parametrize("members", [1, 2])
-def test_in_inference_mode(pool, members, options):
+def test_in_inference_mode(members, options):
     with torch.inference_mode():
         check(
             lambda: generator_for([pool("post-norm", i) for i in range(members)], beam_size=3, **options),

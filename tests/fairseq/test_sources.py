@@ -14,7 +14,7 @@ from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 from tests.fairseq.test_generate import generator_for
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
 
 LENGTHS = [21, 40, 7, 20, 6, 40]
 

@@ -20,7 +20,7 @@ import fastgen
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, assert_same
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(2)]
 
 
 @pytest.fixture

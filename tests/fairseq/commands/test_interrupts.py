@@ -47,6 +47,7 @@ def test_a_closed_standard_output_that_is_not_needed(world, tmp_path):
     assert len(lines((tmp_path / "generate-test.txt").read_text())) == 30 * 5 + 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["generate", "interactive", "eval_lm"])
 def test_ctrl_c_during_start_up_is_one_line(world, name):
     """Whichever import it meets."""
