@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-import itertools
 import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastgen
 from fastgen import caches
@@ -22,7 +19,6 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.equivalence.captured import (
     BEAMS,
     GREEDY,
-    Graph,
     build,
     captures,
     reasons,
@@ -50,81 +46,6 @@ def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.Mon
     run(*build(BY_NAME["bart"], device), {**BEAMS, "min_new_tokens": 12})
     assert held and alive[0] == len(held)
     assert not any(alive[1:])
-
-
-def test_other_weights(device: torch.device) -> None:
-    """What is written into a parameter, a replay reads; another parameter needs another graph."""
-    model, inputs = build(BY_NAME["gpt2"], device)
-    options = {**GREEDY, "min_new_tokens": 24}
-    first = run(model, inputs, options)
-    with torch.no_grad():
-        model.transformer.wte.weight.mul_(-1.0)
-    assert check(model, inputs, options).tolist() != first.tolist()
-    made = Graph.made
-    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(-model.transformer.h[0].mlp.c_fc.weight.detach())
-    check(model, inputs, options)
-    assert captures() == 3
-    assert device.type == "cuda" or Graph.made == made + 1
-
-
-class _Adapter(torch.nn.Module):
-    """A layer with changes to it that are switched on and off, as adapters are: by attributes that are no tensors."""
-
-    def __init__(self, layer: torch.nn.Linear) -> None:
-        super().__init__()
-        self.layer, self.active, self.scaling = layer, ["first"], {"first": 1.0, "second": -2.0}
-        self.changes = torch.nn.ParameterDict({name: torch.randn_like(layer.weight) for name in self.scaling})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + sum(self.scaling[name] * (x @ self.changes[name].T) for name in self.active)
-
-
-@pytest.mark.usefixtures("tests_are_the_librarys")
-def test_other_settings_of_modules(device: torch.device) -> None:
-    """A graph has frozen them: none is replayed with others."""
-    model, inputs = build(BY_NAME["llama"], device)
-    layer = model.model.layers[0]
-    layer.mlp.down_proj = adapter = _Adapter(layer.mlp.down_proj).to(device).eval()
-    options = {**GREEDY, "min_new_tokens": 24}
-    found = [check(model, inputs, options).tolist()]
-
-    def change(owner: Any, name: str, value: Any) -> None:
-        setattr(owner, name, value)
-        found.append(check(model, inputs, options).tolist())
-
-    change(adapter, "active", ["second"])
-    change(adapter, "active", [])
-    adapter.active.append("first")
-    change(adapter, "scaling", {"first": 5.0, "second": 1.0})
-    change(layer.self_attn, "scaling", 9.0)
-    assert all(one != other for one, other in itertools.pairwise(found))
-    made = Graph.made
-    check(model, inputs, options)
-    assert captures() == 6 and Graph.made == made, reasons()
-
-
-@pytest.mark.usefixtures("tests_are_the_librarys")
-def test_other_code(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward pass of a class, and an attention function that the library has registered."""
-    model, inputs = build(BY_NAME["llama"], device)
-    options = {**GREEDY, "min_new_tokens": 24}
-    found = [check(model, inputs, options).tolist()]
-    kind, name = type(model.model.layers[0].mlp), model.config._attn_implementation
-    forward, attention = kind.forward, ALL_ATTENTION_FUNCTIONS[name]
-
-    @functools.wraps(attention)
-    def sharper(*arguments: Any, scaling: float, **named: Any) -> Any:
-        return attention(*arguments, scaling=9.0 * scaling, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(kind, "forward", functools.wraps(forward)(lambda self, x: -2.0 * forward(self, x)))
-        found.append(check(model, inputs, options).tolist())
-    with monkeypatch.context() as patched:
-        patched.setitem(ALL_ATTENTION_FUNCTIONS, name, sharper)
-        found.append(check(model, inputs, options).tolist())
-    found.append(check(model, inputs, options).tolist())
-    assert found[0] == found[3] != found[1] and found[2] != found[0]
-    assert captures() == 4, reasons()
 
 
 def test_a_bias_of_scores_that_was_zero(device: torch.device) -> None:
@@ -211,23 +132,6 @@ def test_a_limited_number_of_steps_is_kept(device: torch.device, monkeypatch: py
             check(model, inputs, BEAMS)
     assert captures() == 6
     assert sum(len(of_model.steps) for of_model in graph_cache._models.values()) == 2
-
-
-def test_steps_go_with_their_model(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    run(model, inputs, BEAMS)
-    (step,) = graph_cache._of(model).steps.values()
-    held = weakref.ref(step)
-    del step, model
-    gc.collect()
-    assert held() is None
-
-
-def test_disable_frees_them(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    run(model, inputs, BEAMS)
-    fastgen.disable()
-    assert not graph_cache._models
 
 
 def test_threads(device: torch.device) -> None:

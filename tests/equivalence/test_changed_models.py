@@ -94,32 +94,26 @@ def test_a_closure_in_the_place_of_a_forward_pass(llama: Any) -> None:
     assert captures() == 3, reasons()
 
 
-class Negating(TorchFunctionMode):
+class _Negates:
     def __init__(self, what: Any) -> None:
         super().__init__()
         self.what, self.calls = what, 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.calls += func is self.what
         return -result if func is self.what else result
 
 
-class NegatingOperators(TorchDispatchMode):
-    def __init__(self, what: Any) -> None:
-        super().__init__()
-        self.what, self.calls = what, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls += func is self.what
-        return -result if func is self.what else result
+class Negating(_Negates, TorchFunctionMode):
+    __torch_function__ = _Negates.run
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [lambda: Negating(F.silu), lambda: Negating(F.linear), lambda: NegatingOperators(torch.ops.aten.silu.default)],
-)
+class NegatingOperators(_Negates, TorchDispatchMode):
+    __torch_dispatch__ = _Negates.run
+
+
+@pytest.mark.parametrize("mode", [lambda: Negating(F.linear), lambda: NegatingOperators(torch.ops.aten.silu.default)])
 def test_modes_of_the_users(llama: Any, mode: Callable[[], Any]) -> None:
     model, inputs = llama
     before = run(model, inputs, OPTIONS)
@@ -169,6 +163,7 @@ REPLACED: dict[str, tuple[Any, str, float]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", REPLACED)
 def test_replaced_functions(what: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,13 +265,7 @@ def _encode(model: Any, lengths: list[int]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 40]], ids=["recorded", "packed"])
 @pytest.mark.parametrize(
     "what",
-    [
-        (F, "scaled_dot_product_attention"),
-        (F, "linear"),
-        (GELUActivation, "forward"),
-        (nn.LayerNorm, "forward"),
-        (nn.Linear, "forward"),
-    ],
+    [(F, "scaled_dot_product_attention"), (F, "linear"), (GELUActivation, "forward"), (nn.LayerNorm, "forward")],
     ids=lambda what: what[1] + what[0].__name__,
 )
 def test_replaced_functions_of_an_encoder(
@@ -333,18 +322,6 @@ def test_an_attribute_that_counts_calls_keeps_the_recordings(encoder: Any) -> No
     assert fastgen.stats()[encoder_programs.ENTRY_POINT]["accelerated"] >= 5
 
 
-def test_without_capture_hooks_run_each_time() -> None:
-    """A hook goes to the original code; accelerated again without."""
-    model, inputs = build(BY_NAME["bart"], CPU)
-    seen: list[int] = []
-    hook = model.model.decoder.layers[0].register_forward_hook(lambda *given: seen.append(1))
-    check(model, inputs, BEAMS)
-    assert seen and not accelerated()
-    hook.remove()
-    check(model, inputs, BEAMS)
-    assert accelerated()
-
-
 def test_functions_that_others_have_wrapped(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy says that it is what it wraps; a mock with a specification does, too."""
     model, inputs = llama
@@ -399,13 +376,12 @@ def test_a_model_that_its_layer_knows_goes_with_its_user(llama: Any) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("deleted", [0, 1])
-def test_a_deleted_layer(llama: Any, deleted: int) -> None:
+def test_a_deleted_layer(llama: Any) -> None:
     """Pruned by hand, with a configuration that counts it still: a layer of the cache stays empty."""
     model, inputs = llama
     fastgen.reset_stats()
     before = model.generate(**inputs, **OPTIONS)
-    del model.model.layers[deleted]
+    del model.model.layers[0]
     for options in (OPTIONS, {**OPTIONS, "num_beams": 3}):
         check(model, inputs, options)
     _changes(model, inputs, before)

@@ -21,7 +21,7 @@ FAMILIES = [
     BY_NAME[name] for name in ("prophetnet", "bart", "t5", "whisper", "gpt2", "bloom", "llama", "gemma2", "gpt-oss")
 ]
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
 
 
 @pytest.mark.parametrize("decoding", [BEAM, SAMPLE], ids=["beam", "sample"])

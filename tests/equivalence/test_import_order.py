@@ -69,10 +69,6 @@ print(sorted(new))
     assert python(script).strip() == "['fastgen', 'wrapt']"
 
 
-def test_before_transformers() -> None:
-    python(f"import fastgen\n{CALL}\ncall()\nassert counts()['accelerated'] == 1, counts()")
-
-
 def test_after_transformers() -> None:
     """And the objects that were there before come back."""
     script = f"""
@@ -150,41 +146,6 @@ except fastgen.FallbackError as error:
     assert "use_cache=False" in python(script, programs / "python", FASTGEN_STRICT="1")
 
 
-def test_module_prints_the_status() -> None:
-    """`python -m fastgen`."""
-    done = subprocess.run([sys.executable, "-m", "fastgen", "--verbose"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "transformers" in done.stdout and "no_repeat_ngram" in done.stdout
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_worker_process(method: str, tmp_path: Path) -> None:
-    """Worker processes have patches and counts of their own."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"""
-import multiprocessing
-import fastgen
-{CALL}
-def work(_):
-    fastgen.reset_stats()
-    return call(), counts()["accelerated"]
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with multiprocessing.get_context({method!r}).Pool(1) as pool:
-        results = pool.map(work, range(2))
-    with fastgen.disabled():
-        expected = call()
-    assert results == [(expected, 1)] * 2, results
-    assert fastgen.stats() == {{}}
-"""
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # ---- switching off and on
 
 
@@ -207,24 +168,6 @@ def test_disable_restores_the_very_objects() -> None:
     fastgen.disable()
     fastgen.disable()
     assert all(one is other for one, other in zip(original, _targets(), strict=True))
-
-
-def test_patched_functions_look_like_the_originals() -> None:
-    """Their name, documentation and signature."""
-    import inspect
-
-    patched = (
-        inspect.signature(GenerationMixin.generate),
-        GenerationMixin.generate.__doc__,
-        GenerationMixin.generate.__name__,
-    )
-    fastgen.disable()
-    original = (
-        inspect.signature(GenerationMixin.generate),
-        GenerationMixin.generate.__doc__,
-        GenerationMixin.generate.__name__,
-    )
-    assert patched == original
 
 
 def test_disabled_block() -> None:

@@ -11,7 +11,6 @@ import torch
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen.decoding import layers
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.layer_forms import FloatLinear
 from fastgen.ops.linear import choose, gemm
@@ -95,55 +94,6 @@ def test_a_failed_call_and_a_declined_one_run_on_the_original(
     assert prompt and installed(model) == 0
     run(model, inputs, {**BEAM, "use_cache": False})
     assert len(products) == prompt and installed(model) == 0
-
-
-class Meanwhile(LogitsProcessor):
-    """Lets another thread run the model with the original code during the first step."""
-
-    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
-        self.model, self.inputs, self.result = model, inputs, None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.result is None:
-            thread = threading.Thread(target=self._run)
-            thread.start()
-            thread.join()
-        return scores
-
-    def _run(self) -> None:
-        with fastgen.disabled():
-            self.result = run(self.model, self.inputs, BEAM)
-
-
-def test_threads_with_and_without_fastgen(products: list[int]) -> None:
-    family = BY_NAME["gpt2"]
-    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
-    with fastgen.disabled():
-        expected = run(model, inputs, BEAM)
-    counts = []
-    meanwhile = Meanwhile(model, inputs)
-    original = meanwhile._run
-    meanwhile._run = lambda: (counts.append(len(products)), original(), counts.append(len(products)))
-    assert_same(expected, run(model, inputs, {**BEAM, "logits_processor": [meanwhile]}))
-    assert_same(expected, meanwhile.result)
-    assert counts[0] == counts[1] > 0
-
-
-def test_several_threads_share_the_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = BY_NAME["bart"]
-    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
-    with fastgen.disabled():
-        expected = run(model, inputs, BEAM)
-    results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(run(model, inputs, BEAM))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
-    for result in results:
-        assert_same(expected, result)
-    assert installed(model) == 0 and not layers.FastLayers.of(model)._users
 
 
 class Waits(LogitsProcessor):

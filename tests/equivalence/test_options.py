@@ -9,15 +9,15 @@ import pytest
 import torch
 import transformers
 from transformers import LogitsProcessor, StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import releases, settings
 from tests import near_ties
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, CONTROL, DRAWING, SAMPLE, SEARCH
 from tests.equivalence.check import accelerated, assert_same, check, run
-from tests.equivalence.models import BY_NAME, EOS, LONG, VOCABULARY, Family
+from tests.equivalence.models import BY_NAME, LONG, VOCABULARY, Family
 from tests.equivalence.options import FAMILIES, SCORES, any_decoding, beam_and_sample, checked, every
+from tests.equivalence.user_code import Listens
 
 pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
@@ -64,12 +64,6 @@ def test_control(family: Family, option: str, decoding: dict[str, Any], request:
 @every
 def test_drawing(family: Family, option: str, decoding: dict[str, Any]) -> None:
     checked(family, decoding, DRAWING[option])
-
-
-@every
-def test_all_sequences_end_at_the_first_step(family: Family) -> None:
-    result = checked(family, SAMPLE, {"sequence_bias": [[[EOS], 1000.0]]})
-    assert len(result.scores) == 1
 
 
 @every
@@ -171,17 +165,6 @@ class StopsRows(StoppingCriteria):
         return input_ids[:, -1] % 7 == 3
 
 
-class Listens(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value.tolist())
-
-    def end(self) -> None:
-        self.heard.append("end")
-
-
 @pytest.mark.parametrize("more", [{}, {"no_repeat_ngram_size": 2}], ids=["alone", "with n-grams"])
 @beam_and_sample
 @every
@@ -197,18 +180,23 @@ def test_processor_that_keeps_scores(family: Family, decoding: dict[str, Any], m
     assert accelerated() == 1
 
 
-@beam_and_sample
-@every
-def test_processor_that_writes_in_place(family: Family, decoding: dict[str, Any]) -> None:
-    names = ("output_logits", "output_scores", "return_dict_in_generate")
-    checked(family, decoding, {"logits_processor": [WritesInPlace()], **dict.fromkeys(names, True)})
+def allowed(row: int, tokens: torch.Tensor) -> list[int]:
+    return [token for token in range(VOCABULARY) if (token + int(tokens[-1]) + row) % 3]
+
+
+CODE: dict[str, dict[str, Any]] = {
+    "a processor that writes in place": {"logits_processor": [WritesInPlace()], "output_logits": True},
+    # Which works in place where it may: raw logits are returned untouched by it.
+    "n-grams": {"output_logits": True, "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1},
+    "a prefix function": {"prefix_allowed_tokens_fn": allowed},
+}
 
 
 @beam_and_sample
+@pytest.mark.parametrize("code", CODE, ids=_id)
 @every
-def test_logits_are_not_the_processed_ones(family: Family, decoding: dict[str, Any]) -> None:
-    """Raw logits are returned untouched by the n-gram processor, which works in place where it may."""
-    checked(family, decoding, {"output_logits": True, "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1})
+def test_code_that_changes_scores(family: Family, code: str, decoding: dict[str, Any]) -> None:
+    checked(family, decoding, CODE[code])
 
 
 @any_decoding
@@ -221,15 +209,6 @@ def test_stopping_criteria(family: Family, decoding: dict[str, Any]) -> None:
 
     near_ties.check(call)
     assert accelerated() == 1
-
-
-@any_decoding
-@every
-def test_prefix_allowed_tokens_fn(family: Family, decoding: dict[str, Any]) -> None:
-    def allowed(row: int, tokens: torch.Tensor) -> list[int]:
-        return [token for token in range(VOCABULARY) if (token + int(tokens[-1]) + row) % 3]
-
-    checked(family, decoding, {"prefix_allowed_tokens_fn": allowed})
 
 
 @pytest.mark.parametrize("decoding", [{}, {"do_sample": True}], ids=["greedy", "sample"])

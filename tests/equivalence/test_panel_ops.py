@@ -18,7 +18,6 @@ from fastgen.ops import narrow
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import (
     BEAMS,
-    FAMILIES,
     GREEDY,
     build,
     captures,
@@ -193,12 +192,3 @@ def test_the_users_code_writes_to_weights(family: Any, way: dict[str, Any]) -> N
     changed = run(model, inputs, options)
     _as_before(weights, before)
     assert captures() == 4 and not torch.equal(changed, run(model, inputs, way)), reasons()
-
-
-def test_a_model_takes_its_copies_with_it() -> None:
-    model, inputs = build(FAMILIES[3], CPU)
-    round_to(torch.bfloat16, model)
-    run(model, inputs, BEAMS)
-    assert copies()
-    del model
-    assert not copies() and not any(each.format is formats.PANELS for each in cache.known())

@@ -22,6 +22,7 @@ from tests.equivalence.test_programs import CPU, Program, programs, replays  # n
 from tests.ops.torch_attention import skipped_where_torch_fails
 
 FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
+pytestmark = pytest.mark.sampled(3)
 # How many times the difference that half precision makes to the original's numbers.
 ROUNDING = 2
 

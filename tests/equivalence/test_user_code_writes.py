@@ -18,7 +18,7 @@ from tests.equivalence.check import run
 from tests.equivalence.models import BY_NAME, EOS
 from tests.equivalence.test_programs import programs  # noqa: F401 (steps are recorded at once)
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(10)
 
 CPU = torch.device("cpu")
 SAMPLES = {**GREEDY, "do_sample": True}
