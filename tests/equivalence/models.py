@@ -148,7 +148,7 @@ def enliven(model: Any, weights: Weights) -> None:
     head.weight[EOS] *= weights.eos
 
 
-_BART = {
+BART = {
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -171,7 +171,7 @@ _T5 = {
     "relative_attention_max_distance": 20,
     "decoder_start_token_id": PAD,
 }
-_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -207,19 +207,19 @@ FAMILIES = [
             "decoder_start_token_id": BOS,
         },
     ),
-    _seq2seq("bart", "BartForConditionalGeneration", Weights(17, gain=2, embedding=0.2), _BART),
+    _seq2seq("bart", "BartForConditionalGeneration", Weights(17, gain=2, embedding=0.2), BART),
     _seq2seq(
         "distilbart",
         "BartForConditionalGeneration",
         Weights(1, gain=2),
-        {**_BART, "encoder_layers": 3, "decoder_layers": 1},
+        {**BART, "encoder_layers": 3, "decoder_layers": 1},
     ),
-    _seq2seq("mbart", "MBartForConditionalGeneration", Weights(0, gain=2.5), _BART),
+    _seq2seq("mbart", "MBartForConditionalGeneration", Weights(0, gain=2.5), BART),
     _seq2seq(
         "pegasus",
         "PegasusForConditionalGeneration",
         Weights(1, embedding=0.2),
-        {**_BART, "decoder_start_token_id": PAD},
+        {**BART, "decoder_start_token_id": PAD},
     ),
     _seq2seq("t5", "T5ForConditionalGeneration", Weights(1, eos=3, embedding=0.5), _T5),
     _seq2seq(
@@ -232,27 +232,27 @@ FAMILIES = [
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     _seq2seq(
-        "marian", "MarianMTModel", Weights(12, eos=3, gain=3, embedding=0.5), {**_BART, "decoder_start_token_id": PAD}
+        "marian", "MarianMTModel", Weights(12, eos=3, gain=3, embedding=0.5), {**BART, "decoder_start_token_id": PAD}
     ),
-    _seq2seq("m2m100", "M2M100ForConditionalGeneration", Weights(3, eos=3, gain=3, embedding=0.2), _BART),
+    _seq2seq("m2m100", "M2M100ForConditionalGeneration", Weights(3, eos=3, gain=3, embedding=0.2), BART),
     _seq2seq(
         "nllb",
         "M2M100ForConditionalGeneration",
         Weights(17, eos=3, gain=3),
-        {**_BART, "encoder_layers": 3, "activation_function": "relu"},
+        {**BART, "encoder_layers": 3, "activation_function": "relu"},
     ),
     _seq2seq(
         "blenderbot",
         "BlenderbotForConditionalGeneration",
         Weights(4, gain=2.5),
-        {**_BART, "decoder_start_token_id": BOS},
+        {**BART, "decoder_start_token_id": BOS},
     ),
     _seq2seq(
         "led",
         "LEDForConditionalGeneration",
         Weights(1, embedding=0.5),
         {
-            **_BART,
+            **BART,
             "attention_window": 8,
             "max_encoder_position_embeddings": 512,
             "max_decoder_position_embeddings": 512,
@@ -262,10 +262,10 @@ FAMILIES = [
         "whisper",
         "WhisperForConditionalGeneration",
         Weights(2, eos=3, gain=2.5, embedding=0.2),
-        {**_BART, "num_mel_bins": 8, "max_source_positions": LONG, "max_target_positions": 64},
+        {**BART, "num_mel_bins": 8, "max_source_positions": LONG, "max_target_positions": 64},
         inputs="audio",
     ),
-    Family("gpt2", "GPT2LMHeadModel", Weights(4, eos=3, gain=2), _GPT2),
+    Family("gpt2", "GPT2LMHeadModel", Weights(4, eos=3, gain=2), GPT2),
     Family(
         "opt",
         "OPTForCausalLM",

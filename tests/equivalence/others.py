@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from tests.equivalence.models import EOS, LLAMA, PAD, Family, Weights
+from tests.equivalence.models import BART, GPT2, LLAMA, PAD, Family, Weights
 
-_SEQ2SEQ = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 512,
-    "decoder_start_token_id": EOS,
-}
-_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_SEQ2SEQ = {name: value for name, value in BART.items() if name != "forced_eos_token_id"}
 _HIDDEN = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -70,9 +59,9 @@ OTHERS = [
         {**_SEQ2SEQ, "src_vocab_size": 160, "tgt_vocab_size": 160, "langs": ["en", "de"]},
         encoder_decoder=True,
     ),
-    Family("gptj", "GPTJForCausalLM", _W, {**_GPT, "rotary_dim": 4}),
-    Family("codegen", "CodeGenForCausalLM", _W, {**_GPT, "rotary_dim": 4}),
-    Family("gpt-bigcode", "GPTBigCodeForCausalLM", _W, _GPT),
+    Family("gptj", "GPTJForCausalLM", _W, {**GPT2, "rotary_dim": 4}),
+    Family("codegen", "CodeGenForCausalLM", _W, {**GPT2, "rotary_dim": 4}),
+    Family("gpt-bigcode", "GPTBigCodeForCausalLM", _W, GPT2),
     Family(
         "gpt-neo",
         "GPTNeoForCausalLM",
@@ -94,7 +83,7 @@ OTHERS = [
     Family("ctrl", "CTRLLMHeadModel", _W, {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
     Family("xlnet", "XLNetLMHeadModel", _W, {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}),
     Family("bert", "BertLMHeadModel", _W, {**_HIDDEN, "is_decoder": True}),
-    Family("openai-gpt", "OpenAIGPTLMHeadModel", _W, _GPT),
+    Family("openai-gpt", "OpenAIGPTLMHeadModel", _W, GPT2),
     Family("gemma3", "Gemma3ForCausalLM", _W, {**LLAMA, "sliding_window": 40, "query_pre_attn_scalar": 8}),
     Family("phi3", "Phi3ForCausalLM", _W, {**_HIDDEN, "num_key_value_heads": 2}),
     Family("olmo2", "Olmo2ForCausalLM", _W, _HIDDEN),

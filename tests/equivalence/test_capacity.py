@@ -29,7 +29,7 @@ from tests.equivalence.models import EOS, LONG, SHORT, Family
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
 from tests.models.tiny_unilm import SEP, batch, sources, tiny_model
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(8)
 
 CPU = torch.device("cpu")
 # (inputs, length of the prompt or source, new tokens): none like another, up and down.

@@ -18,15 +18,14 @@ from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
-from fastgen.ops.linear import choose, gemm
-from fastgen.optimizer.transformers.encoders import call, passes, programs
+from fastgen.ops.linear import choose
+from fastgen.optimizer.transformers.encoders import call, passes
 from fastgen.optimizer.transformers.encoders.stacks import BUCKETED, RIGHT_PADDED, VARLEN
 from tests.equivalence.encoder_models import (
     HEADS,
     LONGEST,
     OF_SEQ2SEQ,
     OTHERS,
-    VOCABULARY,
     WITHOUT_PADDING,
     build,
     class_of,
@@ -204,12 +203,6 @@ def test_positional_arguments(classifier: Any) -> None:
     with torch.inference_mode():
         found = classifier(given["input_ids"], given["attention_mask"])
     _assert_same(found, expected, given["attention_mask"], "exact")
-    assert _accelerated() == 1
-
-
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 40], [3] * 6, [40, 2]])
-def test_batches(classifier: Any, lengths: list[int]) -> None:
-    _check(classifier, inputs(lengths, longest=40))
     assert _accelerated() == 1
 
 
@@ -398,36 +391,10 @@ def test_a_failure_is_repeated_with_the_original_code(classifier: Any, monkeypat
     assert torch.equal(found.logits, expected.logits)
 
 
-def test_what_the_call_itself_raises(classifier: Any) -> None:
-    given = inputs(LENGTHS)
-    given["input_ids"][0, 0] = VOCABULARY
-    with pytest.raises(IndexError):
-        _fast(classifier, given)
-    assert not fastgen.stats()
-
-
 def test_little_padding_is_left(classifier: Any) -> None:
     given = inputs([39, 40, 38])
     assert torch.equal(_fast(classifier, given).logits, _plain(classifier, given).logits)
     assert not _accelerated() and _reasons() == ["hardly any padding that could be left out"]
-
-
-def test_faster_layers_are_counted(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without padding, too: of many positions in float32, and of any number in 16 bits."""
-    if gemm.is_available():
-        monkeypatch.setattr(programs, "MOST_TOKENS", 100)
-        _fast(classifier, inputs([40, 40, 40]))
-        assert fastgen.stats()["transformers.encoder, layers"]["accelerated"] == 1
-    _fast(copy.deepcopy(classifier).bfloat16(), inputs([9]))
-    assert fastgen.stats()["transformers.encoder, layers"]["accelerated"] == 1
-
-
-def test_a_compiled_model(classifier: Any) -> None:
-    given = inputs(LENGTHS)
-    expected = _plain(classifier, given)
-    compiled = torch.compile(classifier, backend="eager")
-    with torch.inference_mode():
-        torch.testing.assert_close(compiled(**given).logits, expected.logits, rtol=0.0, atol=TOLERANCE)
 
 
 def test_threads(classifier: Any) -> None:

@@ -253,28 +253,20 @@ def test_compiled_model() -> None:
         assert_same(expected, run(model, LLAMA.make_inputs(), BEAM))
 
 
-def test_offloaded_cache() -> None:
-    """Where the machine has nothing to offload to, the error is the original's."""
-    _same_outcome({**BEAM, "cache_implementation": "offloaded"})
-    _same_outcome({**SAMPLE, "cache_implementation": "offloaded_static"})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**BEAM, "cache_implementation": "offloaded"},
+        {**SAMPLE, "cache_implementation": "offloaded_static"},
+        {**SAMPLE, "cache_implementation": "quantized"},
+        {**BEAM, "synced_gpus": True},
+        {**BEAM, "streamer": transformers.TextStreamer(tokenizer=None)},
+    ],
+    ids=str,
+)
+def test_same_outcome(options: dict[str, Any]) -> None:
+    """Where the original raises an error, for want of a device, a package or a process group, it is the original's."""
 
-
-def test_quantized_cache() -> None:
-    """Without the library that quantises, the error is the original's."""
-    _same_outcome({**SAMPLE, "cache_implementation": "quantized"})
-
-
-def test_synced_gpus() -> None:
-    """Without a process group, the error is the original's."""
-    _same_outcome({**BEAM, "synced_gpus": True})
-
-
-def test_streamer_with_beams() -> None:
-    """The original refuses it; so do we."""
-    _same_outcome({**BEAM, "streamer": transformers.TextStreamer(tokenizer=None)})
-
-
-def _same_outcome(options: dict[str, Any]) -> None:
     def call() -> Any:
         model = copy.deepcopy(LLAMA.build())  # models keep a cache that they have made, even one that is of no use
         try:

@@ -24,8 +24,8 @@ from tests.equivalence.encoder_models import build
 from tests.equivalence.models import BY_NAME
 
 # Signals of the random test, and instructions of each case; None for all.
-SIGNALS = [150, pytest.param(20_000, marks=pytest.mark.long)]
-POINTS = [60, pytest.param(None, marks=pytest.mark.long)]
+SIGNALS = [60, pytest.param(20_000, marks=pytest.mark.long)]
+POINTS = [25, pytest.param(None, marks=pytest.mark.long)]
 # What takes something for a call, or for a step.
 TAKING = (
     "interrupts.py", "locks.py", "counters.py:_count", "patching.py:held", "settings.py:changed",

@@ -194,16 +194,6 @@ def test_rows_together_where_a_length_of_each_cannot_be(any_lengths: None, monke
     assert found and all(draft.together for draft in found)
 
 
-@pytest.mark.parametrize("padding", ["left", "right", None])
-@pytest.mark.parametrize("name", ["llama", "bart"])
-def test_padding(name: str, padding: str | None, any_lengths: None) -> None:
-    family = KNOWN[name]
-    fastgen.enable(self_speculation="int8")
-    for _ in range(2):
-        same(family.build(), family.make_inputs(4, LONG, padding), GREEDY)
-    assert counts()["accelerated"] + len(counts().get("not used", {})) == 2 or padding == "right"
-
-
 @pytest.mark.parametrize(
     "options",
     [
