@@ -163,7 +163,7 @@ REPLACED: dict[str, tuple[Any, str, float]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", REPLACED)
 def test_replaced_functions(what: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:

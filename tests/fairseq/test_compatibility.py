@@ -68,6 +68,7 @@ assert not any(type(finder).__module__.startswith("fastgen") for finder in sys.m
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "imports",
     [
@@ -81,6 +82,7 @@ def test_fairseq_imports_and_nothing_outside_of_it_changes(imports):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("code", "environment"),
     [("import fastgen; fastgen.disable(); import fairseq", {}), ("import fastgen, fairseq", {"FASTGEN_DISABLE": "1"})],
