@@ -24,7 +24,7 @@ GROUPS = [(2, 7), (2, 21), (2, LONG)]
 # A model with an encoder, whose texts have padding behind them, and a decoder-only one, with padding in front.
 SIDES = {"bart": "right", "gpt2": "left"}
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
+pytestmark = pytest.mark.usefixtures("strict")
 both = pytest.mark.parametrize("name", SIDES)
 
 
@@ -44,6 +44,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.inputs == "text"], ids=str)
 def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tuple[int, int]]) -> None:

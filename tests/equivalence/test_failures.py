@@ -260,6 +260,7 @@ class StopsAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.left <= 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["processor", "criterion", "prefix method"])
 @pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)
 def test_state_of_the_users_objects_is_put_back(family: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

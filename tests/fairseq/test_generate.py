@@ -18,7 +18,7 @@ from fastgen.optimizer.fairseq.scores import step
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(10)]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(6)]
 
 # Options of SequenceGenerator. Those that begin with an underscore are made by `generator_for`.
 OPTIONS: dict[str, dict[str, Any]] = {

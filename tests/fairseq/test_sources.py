@@ -14,7 +14,7 @@ from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 from tests.fairseq.test_generate import generator_for
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
+pytestmark = pytest.mark.usefixtures("strict")
 
 LENGTHS = [21, 40, 7, 20, 6, 40]
 
@@ -44,6 +44,7 @@ def sample(left_pad: bool = True, lengths: list[int] = LENGTHS) -> dict[str, Any
     return {"net_input": {"src_tokens": tokens, "src_lengths": torch.tensor(lengths)}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("left_pad", [True, False])
 @pytest.mark.parametrize("name", [name for name in models.SEQ2SEQ if name != "layerdrop"])
 def test_groups(passes, name, left_pad):
