@@ -39,7 +39,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.extend(tuple(ids[rows, positions].shape) for rows, positions in made)
         return made
 
-    monkeypatch.setattr(length_buckets, "PASS", 4)
+    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
     monkeypatch.setattr(buckets, "_groups", recording)
     return found
 

@@ -285,8 +285,8 @@ def test_the_original_code_with_gradients(classifier: Any) -> None:
 
 
 LEFT_ALONE = {
-    "a text that is all padding": lambda given: given["attention_mask"][2].zero_(),
-    "a mask of other numbers": lambda given: given["attention_mask"][2].mul_(2),
+    "a sequence that is all padding": lambda given: given["attention_mask"][2].zero_(),
+    "a mask of other values": lambda given: given["attention_mask"][2].mul_(2),
     "arguments that ask for more (output_attentions)": lambda given: given.update(output_attentions=True),
 }
 
@@ -383,7 +383,7 @@ def test_a_failure_is_repeated_with_the_original_code(classifier: Any, monkeypat
         raise ValueError("planted")
 
     fastgen.enable(strict=False)
-    monkeypatch.setattr(passes.Packing, "attend", failing)
+    monkeypatch.setattr(unpadded_forward.Packing, "attend", failing)
     given = inputs(LENGTHS)
     expected = _plain(classifier, given)
     with pytest.warns(RuntimeWarning, match="planted"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from tests.equivalence.models import FIRST_WORD, LONG, PAD, VOCABULARY
 from tests.equivalence.speculation import (
     DRAFTS,
@@ -61,7 +61,7 @@ def test_random_calls(seed: int, speculates_at_once: None, monkeypatch: pytest.M
     if draw.random() < 0.7:
         draft_any_lengths(monkeypatch)
     if draw.random() < 0.7:
-        monkeypatch.setattr(leaving, "pays", lambda *_: True)
+        monkeypatch.setattr(batch_compaction, "pays", lambda *_: True)
     for _ in range(2):
         same(model, inputs, options, **asked)
     assert_speculates(2)

@@ -11,7 +11,7 @@ import pytest
 
 import fastgen
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, draft_of, same
@@ -31,7 +31,7 @@ def settings() -> Iterator[None]:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows leave as soon as there is a smaller batch that the others fit into."""
-    monkeypatch.setattr(leaving, "pays", lambda *_: True)
+    monkeypatch.setattr(batch_compaction, "pays", lambda *_: True)
 
 
 def rows_left() -> int:
