@@ -13,9 +13,7 @@ from torch import nn
 from fastgen.quantization import calibration
 from fastgen.quantization.blocks import Carried, check_carried, find_blocks, output_block, sharing
 from fastgen.quantization.calibration import Recipe, group_size_of, quantise, quantise_block, use
-from fastgen.quantization.gptq import gptq, output_error, plan
 from fastgen.quantization.grouped import dequantized
-from fastgen.quantization.rtn import Kind, make_grid
 from tests.quantization import tiny
 
 BITS_4 = Recipe(group_size=16)
@@ -134,21 +132,6 @@ def test_the_error_on_the_calibration_inputs_is_never_more_than_that_of_rounding
     best, nearest = (quantise(weight, hessian, recipe._replace(method=method)) for method in ("gptq", "rtn"))
     assert best.error <= nearest.error
     assert (best.weight.zeros is None) == symmetric
-
-
-def test_gptq_alone_may_lose_more_than_rounding_to_nearest():
-    """So the comparison of the two is needed."""
-    worse = 0
-    for seed in range(200):
-        source = torch.Generator().manual_seed(seed)
-        x = torch.randn(9, 8, generator=source) * torch.rand(8, generator=source)
-        weight, hessian = torch.randn(1, 8, generator=source), x.T @ x
-        grid = make_grid(weight, Kind(4, 8))
-        alone = output_error(weight, dequantized(gptq(weight, grid, plan(hessian)), torch.float32), hessian)
-        nearest = quantise(weight, hessian, Recipe("rtn", group_size=8)).error
-        worse += alone > nearest
-        assert quantise(weight, hessian, Recipe(group_size=8)).error <= nearest
-    assert worse
 
 
 def test_layers_that_lose_too_much_keep_8_bits_with_those_that_share_their_input():

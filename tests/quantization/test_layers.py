@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgen.decoding.captured.program import Program
+from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import grouped
-from fastgen.quantization import products
+from fastgen.quantization import layers, products
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
@@ -244,3 +245,26 @@ def test_an_embedding_in_a_recorded_step() -> None:
         tokens.copy_(torch.tensor(values))
         program.replay()
         assert torch.equal(found, layer(tokens)) and found.abs().sum() > 0
+
+
+def test_what_is_tied_is_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, weight = blocks(9)
+    head = QuantizedLinear(9, 64, embedding.form, {}, torch.float32)
+    head.share(embedding)
+    before = embedding.packed.numbers
+    monkeypatch.setattr(lines, "is_for", lambda device: True)
+    for layer in (head, embedding):  # as `_apply` does when the device is of another kind
+        layer._keep(layer._moved_from(before))
+    assert head.packed.sizes.layout == "lines"
+    assert head.packed.numbers.data_ptr() == embedding.packed.numbers.data_ptr()
+    x, tokens = torch.randn(2, 64), torch.tensor([8, 0])
+    torch.testing.assert_close(head(x), F.linear(x, weight))
+    assert torch.equal(embedding(tokens), weight[tokens])
+    del head, embedding, layer, before
+    assert not layers._moved
+
+
+def test_a_model_on_no_device_keeps_its_layout() -> None:
+    layer = linear(random_weight(8, 32))
+    layout = layer.packed.sizes
+    assert nn.Sequential(layer).to("meta")[0].packed.sizes == layout

@@ -25,28 +25,41 @@ needs_kernels = pytest.mark.skipif(grouped.unavailable() is not None, reason="no
 SHAPES = [(128, 32), (512, 256), (120, 24), (576, 192), (100, 100), (7, 7), (30, 10)]
 
 
+FORMS = ("symmetric", "zeros", "minimums", "order")
+
+
 def _weight(inputs: int, group_size: int, bits: int, form: str) -> GroupedWeight:
-    weight = random_weight(37, inputs, bits, group_size, symmetric=form != "zeros", act_order=form == "order")
-    if form == "minimums":
-        return weight._replace(zeros=None, minimums=torch.randn(weight.scales.shape).to(weight.scales.dtype))
-    return weight
+    return random_weight(
+        37, inputs, bits, group_size, symmetric=form != "zeros", act_order=form == "order", minimums=form == "minimums"
+    )
 
 
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "minimums", "order"])
+@pytest.mark.parametrize("layout", ["panels", "lines"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
-def test_nothing_is_lost(inputs: int, group_size: int, bits: int, form: str) -> None:
+def test_nothing_is_lost(
+    inputs: int, group_size: int, bits: int, form: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layout of the CPU, in that of GPUs, and on the way from one to the other and back."""
     weight = _weight(inputs, group_size, bits, form)
-    found = products.unpack(products.pack(weight))
+    on_cpu = products.pack(weight)
+    assert products.moved(on_cpu) is on_cpu and on_cpu.sizes.layout != "lines"
+    monkeypatch.setattr(lines, "is_for", lambda device: layout == "lines")
+    packed, there = products.pack(weight), products.moved(on_cpu)
+    assert (packed.sizes.layout == "lines") == (layout == "lines") and there.sizes == packed.sizes
+    found = products.unpack(packed)
     assert (found.bits, found.group_size) == (bits, group_size)
     for name in ("numbers", "scales", "zeros", "minimums", "order"):
         ours, theirs = getattr(found, name), getattr(weight, name)
         assert (ours is None) == (theirs is None), name
         assert theirs is None or torch.equal(ours.to(theirs.dtype), theirs), name
     some = torch.tensor([36, 0, 0, 5])
-    assert torch.equal(
-        products.rows(products.pack(weight), some, torch.float32), dequantized(weight, torch.float32)[some]
-    )
+    meant = dequantized(weight, torch.float32)[some]
+    torch.testing.assert_close(products.rows(packed, some, torch.float32), meant, rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(lines, "is_for", lambda device: False)
+    for ours, theirs in zip(products.moved(there)[:5], on_cpu[:5], strict=True):
+        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
 
 
 # What a type takes in memory, as a part of what it takes in the file: those of 2 and 3 bits have 4.
@@ -91,7 +104,7 @@ def is_served(inputs: int, group_size: int) -> bool:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "minimums", "order"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_float_activations(
@@ -114,7 +127,7 @@ def test_float_activations(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "minimums", "order"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_activations_rounded_to_8_bits(
@@ -223,3 +236,23 @@ def test_gradients_of_the_bias_alone(layout: str, monkeypatch: pytest.MonkeyPatc
     bias = torch.zeros(24, requires_grad=True)
     products.multiply(torch.randn(3, 32), products.pack(random_weight(24, 32)), bias).sum().backward()
     assert bias.grad is not None and torch.equal(bias.grad, torch.full((24,), 3.0))
+
+
+# ---- the layout for GPUs
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
+def test_activations_stay_floats_on_a_gpu(
+    inputs: int, group_size: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "is_for", lambda device: True)
+    weight, x, bias = _weight(inputs, group_size, 4, form), torch.randn(2, 3, inputs), torch.randn(37)
+    packed, exact = products.pack(weight), F.linear(x, dequantized(weight, torch.float32), bias)
+    for activations in ("float", "int8"):
+        torch.testing.assert_close(products.multiply(x, packed, bias, activations), exact, rtol=1e-4, atol=1e-4)
+    with fastgen.disabled():
+        torch.testing.assert_close(products.multiply(x, packed, bias), exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        products.multiply(x.double(), packed, bias.double()).float(), exact, rtol=1e-4, atol=1e-4
+    )
