@@ -55,6 +55,7 @@ def search(model, prompt, choose, late=0, **options):
     return state
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 1.7])
 @pytest.mark.parametrize(("eos", "beams", "spare"), [([EOS], 4, 0), ([EOS, SECOND_EOS], 3, 3), ([], 2, 3)])

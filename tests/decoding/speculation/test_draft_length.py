@@ -104,6 +104,7 @@ def always(rate: float) -> Callable[[int, int], float]:
 # ---- calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("machine", [CHEAP, NEAR_MEMORY, FOUND], ids=["cheap", "near memory", "found"])
 @pytest.mark.parametrize("rate", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("rows", [1, 4])
