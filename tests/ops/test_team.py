@@ -91,12 +91,16 @@ def test_one_thread_has_it(no_team):
 
 
 @needs_kernel
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to processors")
-def test_its_threads_use_the_processors_of_the_thread_that_has_it():
+@pytest.mark.skipif(sys.platform != "linux", reason="this system neither forks nor binds threads to processors")
+def test_processors_and_forks():
+    """Its threads use the processors of the thread that has it. A fork has threads of its own, whoever forks."""
     code = """
-import os, torch
+import os, signal, torch
 torch.set_num_threads(1)
 from fastgen.ops import _team as team
+from fastgen.ops import rms_norm
+x, weight = torch.randn(2000, 64), torch.ones(64)
+expected = rms_norm.rms_norm(x, weight, 1e-6)
 before = {int(name) for name in os.listdir("/proc/self/task")}
 assert torch.ops.fastgen.take_team(3)
 workers = {int(name) for name in os.listdir("/proc/self/task")} - before
@@ -106,21 +110,6 @@ for processors in ({min(os.sched_getaffinity(0))}, os.sched_getaffinity(0)):
     os.sched_setaffinity(0, processors)
     assert torch.ops.fastgen.take_team(2)
     assert all(os.sched_getaffinity(worker) == processors for worker in workers)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-@needs_kernel
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_fork_has_threads_of_its_own():
-    code = """
-import os, signal, torch
-from fastgen.ops import _team as team
-from fastgen.ops import rms_norm
-torch.set_num_threads(1)
-x, weight = torch.randn(2000, 64), torch.ones(64)
-expected = rms_norm.rms_norm(x, weight, 1e-6)
-assert torch.ops.fastgen.take_team(2)
 assert torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected)
 for has_it in (True, False):  # the thread that forks
     child = os.fork()

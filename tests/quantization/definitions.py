@@ -45,17 +45,16 @@ def random_weight(
 
 
 def by_definition(weight: GroupedWeight) -> Tensor:
-    """What the weight stands for, [outputs, inputs] in float64, column by column."""
-    found = torch.zeros(weight.numbers.shape, dtype=torch.float64)
-    for column, number in enumerate(weight.numbers.double().unbind(1)):
-        group = column // weight.group_size
-        scale = weight.scales[:, group].double()
-        if weight.minimums is not None:
-            value = scale * number + weight.minimums[:, group].double()
-        else:
-            zero = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[:, group].double()
-            value = scale * (number - zero)
-        found[:, column if weight.order is None else int(weight.order[column])] = value
+    """What the weight stands for, [outputs, inputs] in float64."""
+    group = torch.arange(weight.numbers.shape[1]) // weight.group_size
+    numbers, scales = weight.numbers.double(), weight.scales[:, group].double()
+    if weight.minimums is not None:
+        values = scales * numbers + weight.minimums[:, group].double()
+    else:
+        zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[:, group].double()
+        values = scales * (numbers - zeros)
+    found = torch.empty_like(values)
+    found[:, slice(None) if weight.order is None else weight.order] = values
     return found
 
 
