@@ -12,7 +12,7 @@ def layers_are_the_librarys(tests_are_the_librarys: None) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CPU runs. Triton's kernels in their interpreter take a hundred times as long, and are tested in tests/ops/gpu."""
+    """What a CPU runs. Triton's kernels take a hundred times as long in their interpreter; tests/ops/gpu has them."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
