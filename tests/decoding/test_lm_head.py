@@ -14,9 +14,9 @@ from fastgen import memory, settings
 from fastgen.decoding import lm_head
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.weights import cache, formats
-from fastgen.ops import fingerprint, largest_output
+from fastgen.ops import approximate_logits, fingerprint
 
-pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
+pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
 
 
 @pytest.fixture(autouse=True)

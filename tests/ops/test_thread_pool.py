@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastgen.ops import _library, rms_norm
-from fastgen.ops import _team as team
+from fastgen.ops import thread_pool
 from fastgen.ops.linear import gemm, gemv, panels
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -24,7 +24,7 @@ def no_team():
     """Nothing is left of a test."""
     yield
     give_back()
-    team._left = 0
+    thread_pool._left = 0
 
 
 def others_time() -> float:
@@ -97,7 +97,7 @@ def test_processors_and_forks():
     code = """
 import os, signal, torch
 torch.set_num_threads(1)
-from fastgen.ops import _team as team
+from fastgen.ops import thread_pool
 from fastgen.ops import rms_norm
 x, weight = torch.randn(2000, 64), torch.ones(64)
 expected = rms_norm.rms_norm(x, weight, 1e-6)
@@ -125,13 +125,13 @@ for has_it in (True, False):  # the thread that forks
 
 
 @needs_kernel
-@pytest.mark.skipif(team._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
+@pytest.mark.skipif(thread_pool._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
 def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
     sleeps, threads = 0, torch.get_num_threads()
-    monkeypatch.setattr(team, "_sleeps", lambda: sleeps)
-    monkeypatch.setattr(team, "REPLAYS", 3)
+    monkeypatch.setattr(thread_pool, "_sleeps", lambda: sleeps)
+    monkeypatch.setattr(thread_pool, "REPLAYS", 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: max(threads, 2))
-    monkeypatch.setattr(team, "processors", lambda: max(threads, 2))
+    monkeypatch.setattr(thread_pool, "processors", lambda: max(threads, 2))
 
     def has_team() -> bool:
         taken = take(2)
@@ -141,13 +141,13 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
 
     def replay(slept: int) -> bool:
         nonlocal sleeps
-        with team.for_replay():
+        with thread_pool.for_replay():
             sleeps += slept
             return has_team()
 
     assert not replay(0)
-    assert not replay(team._MOST_SLEEPS)
-    assert not replay(team._MOST_SLEEPS + 1)
+    assert not replay(thread_pool._MOST_SLEEPS)
+    assert not replay(thread_pool._MOST_SLEEPS + 1)
     assert [replay(0) for _ in range(4)] == [True, True, True, False]
     assert not replay(0)
     assert not has_team()
@@ -161,8 +161,8 @@ def test_it_has_a_processor_for_each_thread(monkeypatch, no_team):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        team._left = 2
-        with team.for_replay():
+        thread_pool._left = 2
+        with thread_pool.for_replay():
             assert take(2)  # it was free
     finally:
         os.sched_setaffinity(0, allowed)
@@ -170,10 +170,10 @@ def test_it_has_a_processor_for_each_thread(monkeypatch, no_team):
 
 @needs_kernel
 def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_team):
-    team._left = 2
+    thread_pool._left = 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(team, "processors", lambda: 2)
-    with pytest.raises(KeyError), team.for_replay():
+    monkeypatch.setattr(thread_pool, "processors", lambda: 2)
+    with pytest.raises(KeyError), thread_pool.for_replay():
         assert not take(2)  # it has it
         raise KeyError
     assert take(2)

@@ -1,4 +1,4 @@
-"""What the memory of a model in few bits is measured with."""
+"""What the memory of a low-bit model is measured with."""
 
 from __future__ import annotations
 
