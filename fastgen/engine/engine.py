@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fastgen.engine import requests, streams
-from fastgen.engine.executor import StaticBatches
+from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import EngineFull, Request, RequestFuture
 from fastgen.engine.waiting import Waiting
 
@@ -41,7 +41,7 @@ class Engine:
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}: give a positive number")
         self._model, self._rows = model, int(rows)
-        self._executor = StaticBatches(model, self._rows)
+        self._executor = ContinuousBatches(model, self._rows)
         self._waiting = Waiting(max_waiting, self._executor.choose, self._executor.stop)
         # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
         weakref.finalize(self, self._waiting.close).atexit = False
@@ -193,16 +193,22 @@ class Engine:
             have generated, and calls that were "repeated" after a failure or a change of the model; "alone": requests
             that had a call of their own, by reason.
         """
-        counts, waiting = self._executor.counts, self._waiting
+        executor, waiting = self._executor, self._waiting
+        counts = executor.static.counts
         return {
-            "executor": self._executor.name,
-            "why": self._executor.why(),
+            "executor": executor.name,
+            "why": executor.why(),
             "submitted": waiting.submitted,
             "waiting": len(waiting.requests),
             "running": sum(not request.future.done() for request in list(waiting.running)),
             "cancelled": waiting.cancelled,
             **{name: counts[name] for name in ("finished", "failed", "batches", "rows", "tokens", "repeated")},
-            "alone": dict(self._executor.alone),
+            "alone": dict(executor.static.alone),
+            "slots": self._rows,
+            "busy": executor.busy,
+            "steps": executor.steps,
+            "row_steps": executor.row_steps,
+            "busy_row_steps": executor.busy_steps,
         }
 
     # ---- inside
@@ -222,11 +228,11 @@ class Engine:
             raise
 
 
-def _serve(waiting: Waiting, executor: StaticBatches) -> None:
+def _serve(waiting: Waiting, executor: ContinuousBatches) -> None:
     """What the thread of an engine does. It does not hold the engine, which may go while requests run."""
     try:
         while batch := waiting.take():
-            executor.run(batch)
+            executor.run(batch, waiting.take_more)
             del batch  # and the results, while nothing is to do
     except BaseException as error:
         waiting.fail(error)

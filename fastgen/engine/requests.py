@@ -72,6 +72,7 @@ class Request:
         seed: of what it draws; None for torch's generator as it is.
         alone: why it must not share a batch; None where it may, as far as the request goes.
         group: requests with equal ones may share a batch.
+        prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
         config: the generation config that the options come to; None for a model that has a `generate` of its own.
         tokens: the input [length], on the CPU, where it is one of tokens.
         mask: its attention mask [length], where there is one.
@@ -91,6 +92,7 @@ class Request:
     prompt: int = 0
     new_tokens: int | None = None
     rows: int = 1
+    prefill_group: Hashable = None
     future: RequestFuture = field(default_factory=RequestFuture)
 
     @property
@@ -142,7 +144,10 @@ def make(
     prompt, new_tokens = found.lengths(None if tokens is None else tokens.shape[0])
     alone = found.alone(tokens, mask, seed)
     group = found.group(0 if tokens is None else tokens.shape[0], prompt, new_tokens)
-    return Request(given, options, seed, alone, group, found.config, tokens, mask, prompt, new_tokens, found.rows)
+    made = Request(given, options, seed, alone, group, found.config, tokens, mask, prompt, new_tokens, found.rows)
+    if alone is None and tokens is not None:
+        made.prefill_group = found.prefill_group(tokens.shape[0], prompt)
+    return made
 
 
 def _given(model: Any, inputs: Any) -> dict[str, Any]:

@@ -137,10 +137,25 @@ class Waiting:
             if not self.requests:
                 return None
             self.running = self._choose(self.requests)
-            chosen = set(map(id, self.running))
-            self.requests = [request for request in self.requests if id(request) not in chosen]
-            self._changed.notify_all()
+            self._remove(self.running)
             return self.running
+
+    def take_more(self) -> list[Request]:
+        """Those that run beside what runs already: none where none fits, or it is paused."""
+        if not self.requests:
+            return []
+        with self._changed:
+            self.running = [request for request in self.running if not request.future.done()]
+            chosen = [] if self._pauses or not self.requests else self._choose(self.requests)
+            if chosen:
+                self._remove(chosen)
+                self.running += chosen
+            return chosen
+
+    def _remove(self, chosen: list[Request]) -> None:
+        found = set(map(id, chosen))
+        self.requests = [request for request in self.requests if id(request) not in found]
+        self._changed.notify_all()
 
     def _may_take(self) -> bool:
         return not self._pauses if self.requests else self.is_closed

@@ -25,7 +25,7 @@ from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import speculation, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
-from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, slots
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
 from fastgen.optimizer.transformers.captured.prefilled import LAST
@@ -70,9 +70,12 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     config = arguments["generation_config"]
     try:
         with call.decides():
-            draft = speculation.draft_for(call, config)
+            taker = slots.taker()
+            draft = speculation.draft_for(call, config) if taker is None else None
             _check(call, arguments, model_kwargs)
-            if draft is None:
+            if taker is None:
+                _check_length(arguments)
+            if draft is None and taker is None:
                 _check_without_draft(arguments)
             prefill = model._prefill
         call.prefilled = prefill(
@@ -115,7 +118,11 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
         except CannotBeCaptured as reason:
             counters.count_not_used(SPECULATION, str(reason))
             _check_without_draft(arguments)
-    return Decoding(call, arguments, model_kwargs).run()
+    taker = slots.taker()
+    if taker is None:
+        return Decoding(call, arguments, model_kwargs).run()
+    taker(Decoding(call, arguments, model_kwargs, enters_slots=True))
+    return arguments["input_ids"]
 
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
@@ -152,8 +159,6 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
-    if config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS:
-        raise CannotBeCaptured("only a few tokens to generate")
     ignored = () if masks_source(call.model) else ("attention_mask",)
     for name, value in model_kwargs.items():
         if name in ignored:
@@ -163,6 +168,12 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         given = value[0] if isinstance(value, ModelOutput) else value
         if isinstance(given, Tensor) and given.shape[0] != arguments["input_ids"].shape[0]:
             raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
+
+
+def _check_length(arguments: dict[str, Any]) -> None:
+    """Raises `CannotBeCaptured` for a call that is over before a step of its own pays."""
+    if arguments["generation_config"].max_length - arguments["input_ids"].shape[1] < MIN_STEPS:
+        raise CannotBeCaptured("only a few tokens to generate")
 
 
 def _check_without_draft(arguments: dict[str, Any]) -> None:

@@ -17,12 +17,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.decoding.captured.part import Piece
-from fastgen.decoding.captured.symbolic_length import SymbolicLength
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
-from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
@@ -93,24 +91,7 @@ class Drafting:
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
     def _cache_at(self, position: StepState, seen: Tensor) -> Cache:
-        bounded = self._buffers.length(seen)  # one for both: models compare what they compute from them
-        lengths = self._lengths_at(position, bounded) if self.has_own_lengths else None
-        return self._buffers.cache_at(position, bounded, lengths)
-
-    @property
-    def has_own_lengths(self) -> bool:
-        """Whether the model computes positions from lengths of the rows: it may have none behind their limit."""
-        return not self.key.draft.together and {*POSITIONS}.isdisjoint(self.key.tensors)
-
-    def _lengths_at(self, position: StepState, bounded: SymbolicLength) -> Callable[[], RowLengths]:
-        """Nothing counts of a row that is finished: it is not to go on behind its limit."""
-        search, stored = self.search, self._buffers.sizes.stored
-
-        def lengths_of_rows() -> RowLengths:
-            own = torch.where(search.unfinished.view(-1), position.position, 0)
-            return RowLengths.of(own + stored, bounded)
-
-        return lengths_of_rows
+        return self._buffers.cache_at(position, self._buffers.length(seen), self.search)
 
     @property
     def nbytes(self) -> int:
