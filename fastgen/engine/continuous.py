@@ -127,14 +127,17 @@ class ContinuousBatches:
 
     def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> None:
         until = time.monotonic() + _TURN
-        while requests:
-            self._begin(requests)
-            requests = more()
-        while self._seats and time.monotonic() < until:
+        while True:
+            while requests:
+                self._begin(requests)
+                for kind in [kind for kind in self._kinds.values() if kind.is_new]:
+                    self._advance(kind)  # whether it can be captured is known then
+                requests = more()
+            if not self._seats or time.monotonic() > until:
+                return
             for kind in list(self._kinds.values()):
                 self._advance(kind)
-            while requests := more():
-                self._begin(requests)
+            requests = more()
 
     def _begin(self, requests: list[Request]) -> None:
         """The prefill of requests, which are in slots then, or done."""
@@ -160,8 +163,10 @@ class ContinuousBatches:
             self._declined[group] = "a call of this kind goes on without slots"
         is_one = all(request.group == batch[0].group for request in batch)
         if not is_one or (isinstance(outcome, BaseException) and len(batch) > 1) or state_of(self.model) != before:
-            self._run_again(batch, outcome)
+            self._run_again(batch, outcome if isinstance(outcome, BaseException) else RuntimeError(CHANGED))
             return
+        if len(batch) == 1:
+            self.static.alone[batch[0].alone or "a call that does not enter slots"] += 1
         results = [outcome] * len(batch) if isinstance(outcome, BaseException) else outcome
         for request, result in zip(batch, results, strict=True):
             self.static.settle(request, result)
@@ -180,7 +185,11 @@ class ContinuousBatches:
                 self._is_full = True
                 raise CannotBeCaptured("steps of many kinds")
             kind = Slots(decoding, self.most_rows // batch[0].rows)
-        guests = [decoding.guest(request.new_tokens, request.seed) for request in batch]
+        is_whole = self.model.config.is_encoder_decoder or len(batch) == 1
+        guests = [
+            decoding.guest(request.new_tokens, None if is_whole else request.length, request.seed)
+            for request in batch
+        ]
         kind.admit(decoding, guests, self._expected(batch[0]))
         self._kinds[identity] = kind
         decoding.release()
@@ -245,13 +254,12 @@ class ContinuousBatches:
 
     def _run_again(self, batch: Sequence[Request], error: Any) -> None:
         """Requests run in static batches, unless code of the user's has seen them: those fail."""
-        groups: dict[Hashable, list[Request]] = {}
         for request in batch:
             if request.runs_user_code:
                 self.static.settle(request, error)
-            elif not request.future.done():
-                name = id(request) if request.alone is not None else (request.group, request.length)
-                groups.setdefault(name, []).append(request)
-        self.static.counts["repeated"] += len(groups)
-        for group in groups.values():
-            self.static.run(group)
+        left = [request for request in batch if not request.future.done()]
+        while left:
+            chosen = self.static.choose(left)
+            self.static.counts["repeated"] += 1
+            self.static.run(chosen)
+            left = [request for request in left if request not in chosen]

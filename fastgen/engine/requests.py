@@ -94,6 +94,12 @@ class Request:
     rows: int = 1
     prefill_group: Hashable = None
     future: RequestFuture = field(default_factory=RequestFuture)
+    is_counted: bool = field(default=False, init=False)  # among those that were cancelled
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has a result, or its cancellation has been noted."""
+        return self.future.done() and (self.is_counted or not self.future.cancelled())
 
     @property
     def length(self) -> int:

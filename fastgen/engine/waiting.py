@@ -93,6 +93,7 @@ class Waiting:
         """A request has been cancelled."""
         with self._changed:
             self.cancelled += request in self.requests or request in self.running
+            request.is_counted = True
             if request in self.requests:
                 self.requests.remove(request)
             elif request in self.running and all(each.future.done() for each in self.running):
@@ -145,7 +146,7 @@ class Waiting:
         if not self.requests:
             return []
         with self._changed:
-            self.running = [request for request in self.running if not request.future.done()]
+            self.running = [each for each in self.running if not each.is_over]
             chosen = [] if self._pauses or not self.requests else self._choose(self.requests)
             if chosen:
                 self._remove(chosen)

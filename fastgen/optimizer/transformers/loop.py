@@ -70,12 +70,9 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     config = arguments["generation_config"]
     try:
         with call.decides():
-            taker = slots.taker()
-            draft = speculation.draft_for(call, config) if taker is None else None
+            draft = speculation.draft_for(call, config)
             _check(call, arguments, model_kwargs)
-            if taker is None:
-                _check_length(arguments)
-            if draft is None and taker is None:
+            if draft is None and slots.taker() is None:
                 _check_without_draft(arguments)
             prefill = model._prefill
         call.prefilled = prefill(
@@ -160,6 +157,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
     ignored = () if masks_source(call.model) else ("attention_mask",)
+    is_short = config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS
+    if is_short and slots.taker() is None:
+        raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if name in ignored:
             continue  # of a batch of recordings, when some of them have come to their end
@@ -168,12 +168,6 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         given = value[0] if isinstance(value, ModelOutput) else value
         if isinstance(given, Tensor) and given.shape[0] != arguments["input_ids"].shape[0]:
             raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
-
-
-def _check_length(arguments: dict[str, Any]) -> None:
-    """Raises `CannotBeCaptured` for a call that is over before a step of its own pays."""
-    if arguments["generation_config"].max_length - arguments["input_ids"].shape[1] < MIN_STEPS:
-        raise CannotBeCaptured("only a few tokens to generate")
 
 
 def _check_without_draft(arguments: dict[str, Any]) -> None:

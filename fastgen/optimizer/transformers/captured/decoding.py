@@ -358,11 +358,12 @@ class Decoding:
 
     # ---- its inputs enter slots (`slots`)
 
-    def guest(self, new_tokens: int | None, seed: int | None) -> Guest:
+    def guest(self, new_tokens: int | None, length: int | None, seed: int | None) -> Guest:
         """One of its inputs, as slots see it.
 
         Args:
             new_tokens: the most that it may generate; None for as many as the call may.
+            length: tokens of its prompt; None for as many as the call has.
             seed: of what it draws; None for one that is drawn.
         """
         generator = None
@@ -372,7 +373,8 @@ class Decoding:
         is_seen = self.own_key.waits_for_host or self.processors_data is None
         put = None if self.streamer is None else self.streamer.put
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
-        return Guest(most, self._count, self.host if is_seen else None, generator, put)
+        padding = 0 if length is None else self.prompt.tokens.shape[1] - length
+        return Guest(most, padding, self._count, self.host if is_seen else None, generator, put)
 
     def release(self) -> None:
         """Frees what the prefill has stored. The library's loop cannot go on from there any more."""

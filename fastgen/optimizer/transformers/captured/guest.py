@@ -18,6 +18,7 @@ class Guest:
 
     Attributes:
         new_tokens: the most that it may generate.
+        padding: positions in front of its prompt that its prefill was padded with.
         count: sequences that it returns.
         host: what the host does in each step; None if that is nothing.
         generator: what its tokens are drawn with; None where none are.
@@ -26,6 +27,7 @@ class Guest:
     """
 
     new_tokens: int
+    padding: int
     count: int
     host: Host | None = None
     generator: torch.Generator | None = None

@@ -73,15 +73,12 @@ class HostWork:
             self.kept[name].copy_(made)
 
     def take_over(self, other: HostWork) -> None:
-        """Goes on where another one is, of a step of the same key."""
+        """Goes on where another one is, of a step of the same key, but maybe for another number of inputs."""
         if not self._proposal and other._proposal:
-            self._make_proposal(other._proposal)
-
-    def prepare(self, of_one: HostWork) -> None:
-        """Before the first step: the first tokens have been chosen by another one, `of_one` input."""
-        if not self._proposal and of_one._proposal:
-            batch = len(self._search.length)
-            self._make_proposal(tuple(part.repeat(batch, *[1] * (part.dim() - 1)) for part in of_one._proposal))
+            times = len(self._search.length), len(other._search.length)
+            sizes = [(part.shape[0] * times[0] // times[1], *part.shape[1:]) for part in other._proposal]
+            like = zip(other._proposal, sizes, strict=True)
+            self._make_proposal(tuple(part.new_empty(size) for part, size in like))
 
     # ---- what is captured
 

@@ -99,10 +99,9 @@ class Prompt:
     def inputs(self) -> int:
         return self.tokens.shape[0]
 
-    def only(self, number: int, per_input: int, new_tokens: int) -> Prompt:
-        """That of one input, without padding in front of it, which may generate so many tokens."""
+    def only(self, number: int, per_input: int, new_tokens: int, first: int) -> Prompt:
+        """That of one input, which may generate so many tokens, without its `first` positions."""
         one, rows = slice(number, number + 1), slice(number * per_input, (number + 1) * per_input)
-        first, last = (int(bound[number]) for bound in self.span)
         tensors = {name: tensor[one] for name, tensor in self.tensors.items()}
         cross, cross_span, own_mask = self.cross, self.cross_span, "attention_mask"
         if cross_span is not None:  # the source is padded, too
@@ -122,7 +121,7 @@ class Prompt:
             stored=self.stored - first,
             own=own,
             cross=cross,
-            span=(torch.zeros(1, dtype=torch.int64), torch.tensor([last - first])),
+            span=(self.span[0][one] - first, self.span[1][one] - first),
             cross_span=cross_span,
             tensors=tensors,
             logits=self.logits[rows],

@@ -96,6 +96,11 @@ class Slots:
         return len(self.guests) * self._key.per_input
 
     @property
+    def is_new(self) -> bool:
+        """Whether it has made no step."""
+        return self._steps == 0
+
+    @property
     def is_stale(self) -> bool:
         """Whether the model is no longer the one that the step was made with."""
         return self._step is not None and graph_cache.state(self._model) != self._step.state
@@ -109,7 +114,8 @@ class Slots:
             expected: inputs that are likely to come soon.
         """
         prompts = [
-            decoding.prompt.only(number, self._key.per_input, guest.new_tokens) for number, guest in enumerate(guests)
+            decoding.prompt.only(number, self._key.per_input, guest.new_tokens, guest.padding)
+            for number, guest in enumerate(guests)
         ]
         needed = Sizes(*map(max, *map(_sizes_of, prompts), Sizes(0, 0, 0, 0)))
         step = self._with_room(decoding, len(self.guests) + max(len(guests), expected), needed)
@@ -126,7 +132,7 @@ class Slots:
         start, end = int(search.start[0, 0]), search.prompt_capacity
         turns = [] if guest.host is None else [Turn(guest.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
-        step.choice.host_work.prepare(choice.host_work)
+        step.choice.host_work.take_over(choice.host_work)
         place = next(place for place in range(self._key.batch) if place not in self.guests)
         step.enter(place, prompt, search)
         guest.place, self.guests[place] = place, guest
