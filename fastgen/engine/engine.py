@@ -206,9 +206,7 @@ class Engine:
             "alone": dict(executor.static.alone),
             "slots": self._rows,
             "busy": executor.busy,
-            "steps": executor.steps,
-            "row_steps": executor.row_steps,
-            "busy_row_steps": executor.busy_steps,
+            **executor.stats(),
         }
 
     # ---- inside

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,6 +106,11 @@ class Request:
     def length(self) -> int:
         """Tokens of the input; 0 for another kind of input."""
         return 0 if self.tokens is None else self.tokens.shape[0]
+
+    @cached_property
+    def token_list(self) -> list[int]:
+        """The input, where it is one of tokens."""
+        return [] if self.tokens is None else self.tokens.tolist()
 
     @property
     def runs_user_code(self) -> bool:

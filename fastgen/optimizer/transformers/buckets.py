@@ -35,7 +35,7 @@ DECODERS = _modules(
 # Arguments of `generate` that the library does not pass to the encoder.
 _OF_DECODER = ("decoder_", "cross_attn")
 # Inputs with a column for each position of the prompt.
-_PER_POSITION = ("attention_mask", "position_ids")
+PER_POSITION = ("attention_mask", "position_ids")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 Groups = list[tuple[Tensor, slice]]
@@ -107,7 +107,7 @@ def prefill_in_groups(
     if (
         type(call.model).forward.__module__ in DECODERS
         and all(
-            name in _PER_POSITION and value.shape == ids.shape
+            name in PER_POSITION and value.shape == ids.shape
             for name, value in model_kwargs.items()
             if isinstance(value, Tensor)
         )
@@ -130,7 +130,7 @@ def _prefill_groups(
     logits: Tensor | None = None
     outputs: Any = None
     for rows, positions in groups:
-        part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in _PER_POSITION}
+        part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in PER_POSITION}
         cache.layers = copy.deepcopy(layers)
         outputs = wrapped(ids[rows, positions], config, {**model_kwargs, **part}, is_first_iteration)
         if releases.cache_in(outputs) is not cache:

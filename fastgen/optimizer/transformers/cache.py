@@ -183,6 +183,17 @@ class StoreInCache:
             shared.update(layer.keys[::per_input].contiguous(), layer.values[::per_input].contiguous())
         return shared
 
+    def begin_with(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Puts K and V of the first positions into the layers of self-attention, before the prompt is stored."""
+        part = _parts(self.cache)[0]
+        for number, kv in enumerate(layers):
+            if number == len(part.layers):
+                assert part.layer_class_to_replicate is not None, "a layer for each of the model's"
+                part.layers.append(part.layer_class_to_replicate())
+            layer = part.layers[number]
+            assert isinstance(layer, SharedLayer), "the store is in the cache"
+            layer.update(*kv)
+
     def expand(self, beams: Beams) -> None:
         """The prompt is stored: from now on every input has `beams.per_input` rows."""
         self._beams = beams

@@ -23,9 +23,9 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
-from fastgen.optimizer.transformers import speculation, user_code
+from fastgen.optimizer.transformers import entering, speculation, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
-from fastgen.optimizer.transformers.captured import graph_cache, slots
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
 from fastgen.optimizer.transformers.captured.prefilled import LAST
@@ -72,7 +72,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         with call.decides():
             draft = speculation.draft_for(call, config)
             _check(call, arguments, model_kwargs)
-            if draft is None and slots.taker() is None:
+            if draft is None and entering.current() is None:
                 _check_without_draft(arguments)
             prefill = model._prefill
         call.prefilled = prefill(
@@ -115,10 +115,10 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
         except CannotBeCaptured as reason:
             counters.count_not_used(SPECULATION, str(reason))
             _check_without_draft(arguments)
-    taker = slots.taker()
-    if taker is None:
+    how = entering.current()
+    if how is None:
         return Decoding(call, arguments, model_kwargs).run()
-    taker(Decoding(call, arguments, model_kwargs, enters_slots=True))
+    how.take(Decoding(call, arguments, model_kwargs, enters_slots=True))
     return arguments["input_ids"]
 
 
@@ -158,7 +158,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("a criterion for a larger length than max_length")
     ignored = () if masks_source(call.model) else ("attention_mask",)
     is_short = config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS
-    if is_short and slots.taker() is None:
+    if is_short and entering.current() is None:
         raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if name in ignored:

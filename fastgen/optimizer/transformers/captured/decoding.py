@@ -31,12 +31,12 @@ from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.guest import Guest
 from fastgen.optimizer.transformers.captured.key import Host, Key
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
 
@@ -358,7 +358,7 @@ class Decoding:
 
     # ---- its inputs enter slots (`slots`)
 
-    def guest(self, new_tokens: int | None, length: int | None, seed: int | None) -> Guest:
+    def slot(self, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
         """One of its inputs, as slots see it.
 
         Args:
@@ -374,7 +374,7 @@ class Decoding:
         put = None if self.streamer is None else self.streamer.put
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
         padding = 0 if length is None else self.prompt.tokens.shape[1] - length
-        return Guest(most, padding, self._count, self.host if is_seen else None, generator, put)
+        return Slot(most, padding, self._count, self.host if is_seen else None, generator, put)
 
     def release(self) -> None:
         """Frees what the prefill has stored. The library's loop cannot go on from there any more."""

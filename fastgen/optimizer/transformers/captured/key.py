@@ -99,6 +99,15 @@ class Prompt:
     def inputs(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def bytes_per_position(self) -> tuple[int, int]:
+        """Of K and V of all layers of self-attention, for one row; and of cross-attention."""
+        own, cross = (
+            sum(part.shape[1] * part.shape[3] * part.itemsize for pair in pairs for part in pair)
+            for pairs in (self.own, self.cross)
+        )
+        return own, cross
+
     def only(self, number: int, per_input: int, new_tokens: int, first: int) -> Prompt:
         """That of one input, which may generate so many tokens, without its `first` positions."""
         one, rows = slice(number, number + 1), slice(number * per_input, (number + 1) * per_input)

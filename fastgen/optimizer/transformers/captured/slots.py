@@ -1,18 +1,15 @@
 """A captured step whose inputs come and go: continuous batching.
 
 Each input has a place among those of the step, and a length of its own. It enters behind its prefill, with its first
-token, and leaves when its search is over. Nothing is recorded for that.
-
-`taking` says who gets the calls of `generate` that are made to let inputs enter: such a call runs up to its decoding
-loop, and returns its prompt.
+token, and leaves when its search is over. Nothing is recorded for that. Which calls of `generate` let inputs enter says
+`fastgen.optimizer.transformers.entering`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator
-from contextvars import ContextVar
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -26,34 +23,12 @@ from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.decoding import Decoding
-from fastgen.optimizer.transformers.captured.guest import Guest
 from fastgen.optimizer.transformers.captured.host_work import Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-
-# Who gets a call behind its prefill, and returns whether it takes its inputs.
-Taker = Callable[[Decoding], None]
-_taker: ContextVar[Taker | None] = ContextVar("fastgen_taker", default=None)
-
-
-@contextlib.contextmanager
-def taking(taker: Taker) -> Iterator[None]:
-    """In this context, calls of `generate` end behind their prefill, and their inputs go to `taker`.
-
-    It raises CannotBeCaptured for a call that is to run as ever.
-    """
-    token = _taker.set(taker)
-    try:
-        yield
-    finally:
-        _taker.reset(token)
-
-
-def taker() -> Taker | None:
-    """Who gets the call of this thread."""
-    return _taker.get()
 
 
 @contextlib.contextmanager
@@ -63,7 +38,7 @@ def running(device: torch.device) -> Iterator[None]:
     What the steps write may be written to outside of inference mode, too.
     """
     modes = undoing(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
-    with graph.taken(device, always_waits=True), modes, torch.no_grad(), torch._C._InferenceMode(False):
+    with graph.taken(device, always_waits=True), modes, torch._C._InferenceMode(False), torch.no_grad():
         yield
 
 
@@ -75,7 +50,8 @@ class Slots:
         most: places, at the most.
 
     Attributes:
-        guests: by place.
+        taken: by place.
+        has_failed: a step has raised, and it must not go on.
 
     Raises:
         CannotBeCaptured: inputs of such calls cannot come and go.
@@ -86,14 +62,15 @@ class Slots:
         self._key = key_of(decoding)
         self._eos, self._fill = decoding.prompt.eos, decoding.fill()
         self._ledger = Ledger.of(self._model)
-        self._steps, self._eager_steps, self._captures_from = 0, 0, math.inf
-        self.guests: dict[int, Guest] = {}
+        self._steps, self._captures_from = 0, math.inf
+        self.taken: dict[int, Slot] = {}
+        self.has_failed = False
         self._step: DecodeStep | None = None
 
     @property
     def rows(self) -> int:
         """Of the inputs that are there."""
-        return len(self.guests) * self._key.per_input
+        return len(self.taken) * self._key.per_input
 
     @property
     def is_new(self) -> bool:
@@ -107,38 +84,39 @@ class Slots:
 
     # ---- inputs that come
 
-    def admit(self, decoding: Decoding, guests: list[Guest], expected: int) -> None:
+    def admit(self, decoding: Decoding, entering: list[Slot], expected: int) -> None:
         """Takes in the inputs of a call behind its prefill, with their first tokens.
 
         Args:
             expected: inputs that are likely to come soon.
         """
         prompts = [
-            decoding.prompt.only(number, self._key.per_input, guest.new_tokens, guest.padding)
-            for number, guest in enumerate(guests)
+            decoding.prompt.only(number, self._key.per_input, slot.new_tokens, slot.padding)
+            for number, slot in enumerate(entering)
         ]
         needed = Sizes(*map(max, *map(_sizes_of, prompts), Sizes(0, 0, 0, 0)))
-        step = self._with_room(decoding, len(self.guests) + max(len(guests), expected), needed)
-        for guest, prompt in zip(guests, prompts, strict=True):
-            self._note(guest, prompt, decoding)
-            self._enter(step, guest, prompt, decoding)
+        step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
+        for slot, prompt in zip(entering, prompts, strict=True):
+            self._note(slot, prompt, decoding)
+            self._enter(step, slot, prompt, decoding)
 
-    def _enter(self, step: DecodeStep, guest: Guest, prompt: Prompt, decoding: Decoding) -> None:
+    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
         options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
         search, choice = step.arrival(prompt, self._fill, **options)
-        if guest.generator is not None:
+        if slot.generator is not None:
             search.noise = torch.empty(self._key.per_input, prompt.logits.shape[-1])
-            search.noise.exponential_(generator=guest.generator)
+            search.noise.exponential_(generator=slot.generator)
         start, end = int(search.start[0, 0]), search.prompt_capacity
-        turns = [] if guest.host is None else [Turn(guest.host, slice(0, 1), start, end)]
+        turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
         step.choice.host_work.take_over(choice.host_work)
-        place = next(place for place in range(self._key.batch) if place not in self.guests)
+        place = next(place for place in range(self._key.batch) if place not in self.taken)
         step.enter(place, prompt, search)
-        guest.place, self.guests[place] = place, guest
-        self._stream(step, guest)
+        slot.positions, slot.source = prompt.stored, prompt.cross[0][0].shape[2] if prompt.cross else 0
+        slot.place, self.taken[place] = place, slot
+        self._stream(step, slot)
 
-    def _note(self, guest: Guest, prompt: Prompt, decoding: Decoding) -> None:
+    def _note(self, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""
         if settings.current().captured_step == "always":
             self._captures_from = 0
@@ -173,7 +151,8 @@ class Slots:
             step = make()
             step.state = graph_cache.state(self._model)
         step.make_room(room)
-        step.search.noise = torch.ones(key.rows, vocabulary) if key.samples else None
+        if key.samples and step.search.noise is None:
+            step.search.noise = torch.ones(key.rows, vocabulary)
         return step
 
     def _rounded(self, decoding: Decoding, needed: Sizes) -> Sizes:
@@ -187,77 +166,88 @@ class Slots:
         before.make_room(step.sizes)
         step.make_room(before.sizes)
         step.open(self._eos)
-        for place in self.guests:
+        for place in self.taken:
             step.move_in(before, place, place)
         graph_cache.give_back(self._model, before)
         return step
 
     # ---- a step
 
-    def advance(self) -> list[Guest]:
-        """Makes a step, in the context `running`; those that are over then, or before. They are still in their places."""
+    @property
+    def is_captured(self) -> bool:
+        return self._step is not None and self._step.is_captured
+
+    def advance(self) -> list[Slot]:
+        """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`."""
         step = self._step
         assert step is not None, "somebody is there"
-        over = self._over(step)
-        if over:
-            return over
-        for guest in self.guests.values():
-            self._draw(step, guest)
-        turns = self._turns(step) if self._key.waits_for_host else []
-        with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
-            self._verify(step, turns)
-        self._steps += 1
-        self._eager_steps += not step.is_captured
-        for guest in self.guests.values():
-            self._stream(step, guest)
+        if self.has_failed:
+            raise RuntimeError("a decode step has failed")
+        if len(self._over(step)) < len(self.taken):
+            for slot in self.taken.values():
+                self._draw(step, slot)
+            turns = self._turns(step) if self._key.waits_for_host else []
+            with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
+                self._verify(step, turns)
+            self._steps += 1
+            for slot in self.taken.values():
+                slot.positions += self._key.per_input * (not slot.is_over)
+                self._stream(step, slot)
         return self._over(step)
 
     def _verify(self, step: DecodeStep, turns: list[Turn]) -> None:
         try:
             step.verify(self._model, turns, self._steps >= self._captures_from)
         except Exception as error:
+            self.has_failed = True
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
         if bool(step.search.has_nan):
+            self.has_failed = True
             raise ValueError("probabilities to draw from are not numbers")
 
-    def _over(self, step: DecodeStep) -> list[Guest]:
+    def _over(self, step: DecodeStep) -> list[Slot]:
+        """Those that are over, which go on no more."""
         goes_on = step.search.unfinished.view(self._key.batch, -1).any(dim=1).tolist()
-        return [guest for place, guest in self.guests.items() if guest.error is not None or not goes_on[place]]
+        for place, slot in self.taken.items():
+            if not slot.is_over and (slot.error is not None or not goes_on[place]):
+                step.search.leave(slice(place, place + 1))
+                slot.is_over = True
+        return [slot for slot in self.taken.values() if slot.is_over]
 
     def _turns(self, step: DecodeStep) -> list[Turn]:
         starts, ends = step.search.start[:, 0].tolist(), step.search.length[:, 0].tolist()
         return [
-            Turn(guest.host, slice(place, place + 1), starts[place], ends[place])
-            for place, guest in self.guests.items()
-            if guest.host is not None
+            Turn(slot.host, slice(place, place + 1), starts[place], ends[place])
+            for place, slot in self.taken.items()
+            if slot.host is not None and not slot.is_over
         ]
 
-    def _draw(self, step: DecodeStep, guest: Guest) -> None:
+    def _draw(self, step: DecodeStep, slot: Slot) -> None:
         """The noise of an input's next step."""
-        if guest.generator is not None:
-            rows = step.search.noise.view(self._key.batch, -1)[guest.place]
-            rows.exponential_(generator=guest.generator)
+        if slot.generator is not None and not slot.is_over:
+            rows = step.search.noise.view(self._key.batch, -1)[slot.place]
+            rows.exponential_(generator=slot.generator)
 
-    def _stream(self, step: DecodeStep, guest: Guest) -> None:
-        if guest.put is not None:
-            guest.catch(partial(guest.put, step.search.tokens[guest.place : guest.place + 1].clone()))
+    def _stream(self, step: DecodeStep, slot: Slot) -> None:
+        if slot.put is not None and not slot.is_over:
+            slot.catch(partial(slot.put, step.search.tokens[slot.place : slot.place + 1].clone()))
 
     # ---- inputs that leave
 
-    def result(self, guest: Guest) -> Tensor:
+    def result(self, slot: Slot) -> Tensor:
         """The sequences of an input that is over, [count, length of the longest], with its prompt."""
         assert self._step is not None, "the input is in it"
-        search, inputs = self._step.search, slice(guest.place, guest.place + 1)
+        search, inputs = self._step.search, slice(slot.place, slot.place + 1)
         self._ledger.note_call(self._key, int(search.length[inputs].max()) - search.prompt_capacity, True, 0)
-        return search.results(inputs, guest.count)
+        return search.results(inputs, slot.count)
 
-    def remove(self, guest: Guest) -> None:
+    def remove(self, slot: Slot) -> None:
         """The input leaves; it may have come to its end, or not."""
         assert self._step is not None, "the input is in it"
-        self._step.leave(guest.place)
-        del self.guests[guest.place]
+        if self.taken.pop(slot.place, None) is not None:  # otherwise it has not got so far
+            self._step.leave(slot.place)
 
     @property
     def slots(self) -> int:

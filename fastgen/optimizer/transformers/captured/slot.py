@@ -13,7 +13,7 @@ from fastgen.optimizer.transformers.captured.key import Host
 
 
 @dataclass(eq=False)
-class Guest:
+class Slot:
     """An input in a step, or on its way there.
 
     Attributes:
@@ -24,6 +24,8 @@ class Guest:
         generator: what its tokens are drawn with; None where none are.
         put: gets each token, [1], as it comes; None without a streamer.
         error: what code of the user's has raised.
+        positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
+        is_over: it has come to its end.
     """
 
     new_tokens: int
@@ -34,6 +36,9 @@ class Guest:
     put: Callable[[Tensor], object] | None = None
     error: Exception | None = None
     place: int = field(default=-1, init=False)
+    positions: int = field(default=0, init=False)
+    source: int = field(default=0, init=False)
+    is_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.host = None if self.host is None else self._protected(self.host)
