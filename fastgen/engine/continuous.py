@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from fastgen import patching, settings
+from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.executor import CHANGED, StaticBatches, alone_for_model, pads, state_of
 from fastgen.engine.kv_budget import RESERVED, KVBudget
@@ -85,7 +86,7 @@ class ContinuousBatches:
             return "captured_step is never"
         if self.model.device.type != "cpu":
             return "slots are on the CPU only"
-        return alone_for_model(self.model)
+        return graph.unavailable(self.model.device) or alone_for_model(self.model)
 
     @property
     def name(self) -> str:

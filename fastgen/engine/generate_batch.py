@@ -15,8 +15,9 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from fastgen import counters, patching
 from fastgen.engine import ENTRY_POINT, requests
+from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import ROWS
-from fastgen.engine.executor import StaticBatches, written
+from fastgen.engine.executor import written
 from fastgen.engine.options import has_own_generate
 from fastgen.engine.requests import Request
 
@@ -45,7 +46,7 @@ def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
         return wrapped(*args, **kwargs)
     rows = max(ROWS, *(_option(model, config, options, name) or 1 for name in ("num_beams", "num_return_sequences")))
     made = [requests.make(model, each, config, options, None, rows) for each in inputs]
-    outputs = _run(StaticBatches(model, rows), made, bool(given.get("progress_bar")))
+    outputs = _run(ContinuousBatches(model, rows), made, bool(given.get("progress_bar")))
     counters.count_accelerated(ENTRY_POINT)
     return outputs
 
@@ -79,20 +80,31 @@ def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _run(executor: StaticBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
+def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
     """Runs the requests in this thread."""
-    created, spans, left = time.perf_counter(), dict[Request, tuple[float, float]](), made
+    created, begun, ended, left = time.perf_counter(), dict[Any, float](), dict[Any, float](), list(made)
+
+    def more() -> list[Request]:
+        chosen = executor.choose(left) if left else []
+        for request in chosen:
+            left.remove(request)
+            begun[request.future] = time.perf_counter()
+        return chosen
+
+    def note(future: Any) -> None:
+        ended[future] = time.perf_counter()
+        bar.update()
+
     with tqdm(total=len(made), disable=not shows_progress, desc=f"Solving {len(made)} requests", unit="request") as bar:
+        for request in made:
+            request.future.add_done_callback(note)
         while left:
-            batch, begin = executor.choose(left), time.perf_counter()
-            executor.run(batch, can_stop=False)
-            for request in batch:
-                error = request.future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                spans[request] = begin, time.perf_counter()
-            left = [request for request in left if request not in spans]
-            bar.update(len(batch))
+            executor.run(more(), more)
+    for request in made:
+        error = request.future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+    spans = {request: (begun[request.future], ended[request.future]) for request in made}
     outputs: dict[str, GenerationOutput] = {}
     for number, request in enumerate(made):
         of_request = _outputs(f"req_{number}", request, created, spans[request])

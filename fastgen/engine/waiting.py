@@ -153,6 +153,11 @@ class Waiting:
                 self.running += chosen
             return chosen
 
+    def settle_running(self) -> None:
+        """Nothing runs any more: nobody is left to wait in vain."""
+        for request in self.running:
+            request.future.settle(RuntimeError("the engine has lost the request: please report this"))
+
     def _remove(self, chosen: list[Request]) -> None:
         found = set(map(id, chosen))
         self.requests = [request for request in self.requests if id(request) not in found]

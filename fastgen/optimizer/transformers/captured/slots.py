@@ -245,8 +245,7 @@ class Slots:
 
     def remove(self, slot: Slot) -> None:
         """The input leaves; it may have come to its end, or not."""
-        assert self._step is not None, "the input is in it"
-        if self.taken.pop(slot.place, None) is not None:  # otherwise it has not got so far
+        if self.taken.pop(slot.place, None) is not None and self._step is not None:  # it may not have got so far
             self._step.leave(slot.place)
 
     @property
