@@ -102,8 +102,8 @@ class ContinuousBatches:
         return sum(step.rows for step in self._in_use.values())
 
     def stats(self) -> dict[str, int]:
-        """`counts`, and "kv_bytes", the most K and V that requests have stored at a time; "shared_positions", of prompts
-        that others had prefilled; "chunks", after which steps were made before a prefill was over.
+        """`counts`, and "kv_bytes", the most K and V that requests have stored at a time; "shared_positions", those of
+        prompts that others had prefilled; "chunks", after which steps were made before a prefill was over.
         """
         prefixes = self.prefills.prefixes
         reused = 0 if prefixes is None else prefixes.reused

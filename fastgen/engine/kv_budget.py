@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fastgen.optimizer.transformers.captured.slot import Slot
 
-# A request enters where there is room for its prompt and so many tokens of each of its rows: most end before their limit.
+# A request enters where there is room for its prompt and so many tokens of each row: most end before their limit.
 RESERVED = 32
 
 

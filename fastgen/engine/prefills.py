@@ -27,8 +27,7 @@ class Prefills:
     """Plans prefills, and keeps what they have in common.
 
     Args:
-        shares: the model's prompts may share beginnings: what stands in front of a token does not depend on what follows,
-            nor on padding.
+        shares: prompts may share beginnings: K and V of a token do not depend on what follows, nor on padding.
         max_stall: seconds that requests in slots may wait for a prefill.
 
     Attributes:

@@ -217,7 +217,7 @@ class Search:
     # ---- inputs that come and go while others go on
 
     def insert(self, other: Search, source: int, target: int) -> None:
-        """Has an input go on here, at `target`, that is at `source` in `other`, a search of the same kind and capacity."""
+        """Has an input go on at `target` that is at `source` in `other`, a search of the same kind and capacity."""
         for name, buffer in vars(self).items():
             if isinstance(buffer, Tensor) and buffer.dim() and name not in self._shared:
                 new, old = (

@@ -1,4 +1,4 @@
-"""From logits to the chosen tokens: processors, stopping criteria and the search, in pieces where the host has a part."""
+"""From logits to the chosen tokens: processors, criteria and the search, in pieces where the host has a part."""
 
 from __future__ import annotations
 
