@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgen import releases
 from fastgen.decoding import layer_forms
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.captured.symbolic_length import Ranges
+from fastgen.decoding.kv.symbolic_length import Ranges
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.norms import fused
 from fastgen.optimizer.transformers.cache import layers_in
