@@ -96,6 +96,16 @@ def test_where_it_is_enabled() -> None:
     assert accelerated() == 1 and not fallbacks()
 
 
+@pytest.mark.parametrize("setting", ["never", "always"])
+def test_where_only_generate_is_not_hooked(setting: str) -> None:
+    """Somebody has kept the library's function from before."""
+    fastgen.settings.change(captured_step=setting)
+    librarys, expected = GenerationMixin.generate, run(BART.build(), BART.make_inputs(), BEAM)
+    fastgen.enable()
+    assert_same(librarys(BART.build(), **BART.make_inputs(), **BEAM, **DECODE), expected)
+    assert accelerated() == 1 and not fallbacks()
+
+
 class Seen(BaseStreamer):
     """Keeps what it is given."""
 
