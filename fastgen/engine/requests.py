@@ -78,6 +78,7 @@ class Request:
         prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
         new_tokens: the most that come behind; None where that is not known.
         rows: rows that it takes in a batch: beams, or sequences to return.
+        is_submitted: there was room for it, so that it waited, and may have run.
     """
 
     inputs: dict[str, Any]
@@ -91,6 +92,7 @@ class Request:
     prompt: int = 0
     new_tokens: int | None = None
     rows: int = 1
+    is_submitted: bool = False
     future: RequestFuture = field(default_factory=RequestFuture)
 
     @property
