@@ -9,6 +9,7 @@ Transformers itself is imported. `python -m fastgen` says whether this installat
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +25,24 @@ if TYPE_CHECKING:
     from fastgen.comparison import Comparison
     from fastgen.engine.engine import Engine as Engine
     from fastgen.engine.engine import EngineFull as EngineFull
+    from fastgen.optimizer.transformers.generate import decode as decode
     from fastgen.report import Status
 
 __all__ = [
-    "Engine", "EngineFull", "FallbackError", "KeepBits", "__version__", "compare", "disable", "disabled", "enable",
-    "reset_stats", "stats", "status",
+    "Engine", "EngineFull", "FallbackError", "KeepBits", "__version__", "compare", "decode", "disable", "disabled",
+    "enable", "reset_stats", "stats", "status",
 ]  # fmt: skip
 
 _patches = patching.all_patches(lambda: [*_transformers.patches(), *_engine_patches(), *_fairseq.patches()])
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("Engine", "EngineFull"):  # which import torch and Transformers
-        from fastgen.engine import engine
+# Names whose modules import torch and Transformers.
+_LAZY = {"Engine": "engine.engine", "EngineFull": "engine.engine", "decode": "optimizer.transformers.generate"}
 
-        return getattr(engine, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"fastgen.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -80,6 +80,7 @@ class Request:
         prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
         new_tokens: the most that come behind; None where that is not known.
         rows: rows that it takes in a batch: beams, or sequences to return.
+        is_submitted: there was room for it, so that it waited, and may have run.
     """
 
     inputs: dict[str, Any]
@@ -94,13 +95,8 @@ class Request:
     new_tokens: int | None = None
     rows: int = 1
     prefill_group: Hashable = None
+    is_submitted: bool = False
     future: RequestFuture = field(default_factory=RequestFuture)
-    is_counted: bool = field(default=False, init=False)  # among those that were cancelled
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has a result, or its cancellation has been noted."""
-        return self.future.done() and (self.is_counted or not self.future.cancelled())
 
     @property
     def length(self) -> int:

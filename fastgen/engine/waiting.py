@@ -71,6 +71,8 @@ class Waiting:
                         raise ValueError("the engine is closed")
                     room = self.most - len(self.requests)
                     if room > 0:
+                        for request in left[:room]:
+                            request.is_submitted = True
                         self.requests += left[:room]
                         self.submitted += len(left[:room])
                         del left[:room]
@@ -92,8 +94,7 @@ class Waiting:
     def _drop(self, request: Request) -> None:
         """A request has been cancelled."""
         with self._changed:
-            self.cancelled += request in self.requests or request in self.running
-            request.is_counted = True
+            self.cancelled += request.is_submitted
             if request in self.requests:
                 self.requests.remove(request)
             elif request in self.running and all(each.future.done() for each in self.running):
@@ -146,7 +147,7 @@ class Waiting:
         if not self.requests:
             return []
         with self._changed:
-            self.running = [each for each in self.running if not each.is_over]
+            self.running = [request for request in self.running if not request.future.done()]
             chosen = [] if self._pauses or not self.requests else self._choose(self.requests)
             if chosen:
                 self._remove(chosen)

@@ -166,6 +166,7 @@ class StoreInCache:
     def __init__(self, cache: Cache, per_input: int, initial_capacity: int) -> None:
         self.cache = cache
         self._saved = [(part, part.layers, part.layer_class_to_replicate) for part in _parts(cache)]
+        self._has_source = _layers_with_source(cache)
         shared = [
             [self._shared(layer, per_input, initial_capacity) for layer in layers] for _, layers, _ in self._saved
         ]
@@ -228,11 +229,16 @@ class StoreInCache:
         """The library's own layers again, as they were before the call."""
         for part, layers, replicate in self._saved:
             part.layers, part.layer_class_to_replicate = layers, replicate
+        if isinstance(self.cache, EncoderDecoderCache):
+            self.cache.is_updated = self._has_source
 
     def hand_over(self) -> None:
         """The library's own layers again, filled with what was stored: the cache goes to the user."""
         shared = [part.layers for part, _, _ in self._saved]
+        has_source = _layers_with_source(self.cache)
         self.restore()
+        if isinstance(self.cache, EncoderDecoderCache):
+            self.cache.is_updated = has_source
         for (_, layers, replicate), filled in zip(self._saved, shared, strict=True):
             for index, layer in enumerate(_shared_layers(filled)):
                 if replicate is not None and index == len(layers):
@@ -262,6 +268,11 @@ def _fill(layer: DynamicLayer, kv: GrowingKV) -> None:
 
 def _window(layer: Any) -> int | None:
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
+
+
+def _layers_with_source(cache: Cache) -> dict[int, bool]:
+    """Of each layer, whether it has the K and V of the encoder's output, as the library notes it."""
+    return dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
 
 
 def _parts(cache: Cache) -> list[Cache]:

@@ -30,7 +30,7 @@ from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
 from fastgen.optimizer.transformers.captured.prefilled import LAST
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies, masks_source
-from fastgen.optimizer.transformers.prefill import has_no_rows
+from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 from fastgen.optimizer.transformers.speculation.drafts import Draft
@@ -74,9 +74,8 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             _check(call, arguments, model_kwargs)
             if draft is None and entering.current() is None:
                 _check_without_draft(arguments)
-            prefill = model._prefill
         call.prefilled = prefill(
-            arguments["input_ids"], config, model_kwargs, is_first_iteration=not config.is_assistant
+            model._prefill, model, (arguments["input_ids"], config, model_kwargs, not config.is_assistant), {}
         )
         if not call.accelerated:
             return wrapped(**arguments, **model_kwargs)

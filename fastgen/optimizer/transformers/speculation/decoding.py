@@ -27,6 +27,7 @@ from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftK
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.prefill import prefill
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
@@ -393,7 +394,8 @@ class Assistant(Decoding):
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:
         self._is_rated = is_rated
         call.runs_user_code = False
-        call.prefilled = call.model._prefill(arguments["input_ids"], arguments["generation_config"], model_kwargs)
+        given = arguments["input_ids"], arguments["generation_config"], model_kwargs
+        call.prefilled = prefill(call.model._prefill, call.model, given, {})
         if not call.accelerated:
             raise CannotBeCaptured("the prefill of the assistant is not accelerated")
         super().__init__(call, arguments, model_kwargs)
