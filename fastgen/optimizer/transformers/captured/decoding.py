@@ -384,6 +384,11 @@ class Decoding:
         self.prompt.cross.clear()
 
     @property
+    def window(self) -> int | None:
+        """The shortest sliding window of the model's layers; None if they see everything."""
+        return min((window for window in self._windows if window), default=None)
+
+    @property
     def _count(self) -> int:
         """Sequences that each input returns."""
         return self.config.num_return_sequences if self.config.num_beams > 1 else self._per_input

@@ -65,6 +65,7 @@ class Slots:
         self._steps, self._captures_from = 0, math.inf
         self.taken: dict[int, Slot] = {}
         self.has_failed = False
+        self._longest = 0  # prompt, in positions
         self._step: DecodeStep | None = None
 
     @property
@@ -95,12 +96,17 @@ class Slots:
             for number, slot in enumerate(entering)
         ]
         needed = Sizes(*map(max, *map(_sizes_of, prompts), Sizes(0, 0, 0, 0)))
+        self._check_window(decoding, needed)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
         for slot, prompt in zip(entering, prompts, strict=True):
             self._note(slot, prompt, decoding)
             self._enter(step, slot, prompt, decoding)
 
     def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
+        place = next(place for place in range(self._key.batch) if place not in self.taken)
+        step.load(place, prompt)
+        if not step.forward.is_watched:  # before code of the user's sees a token
+            self._try(step, place)
         options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
         search, choice = step.arrival(prompt, self._fill, **options)
         if slot.generator is not None:
@@ -109,12 +115,30 @@ class Slots:
         start, end = int(search.start[0, 0]), search.prompt_capacity
         turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
-        step.choice.host_work.take_over(choice.host_work)
-        place = next(place for place in range(self._key.batch) if place not in self.taken)
-        step.enter(place, prompt, search)
+        step.enter(place, search, choice)
         slot.positions, slot.source = prompt.stored, prompt.cross[0][0].shape[2] if prompt.cross else 0
         slot.place, self.taken[place] = place, slot
         self._stream(step, slot)
+
+    def _try(self, step: DecodeStep, place: int) -> None:
+        """Raises CannotBeCaptured if the model does something that a step of rows of any lengths cannot do."""
+        try:
+            step.watch(self._model)
+        except Exception as error:
+            step.leave(place)
+            if memory.is_out(error):
+                raise
+            graph_cache.refuse(self._model, step.key, str(error))
+            raise CannotBeCaptured(str(error)) from error
+
+    def _check_window(self, decoding: Decoding, needed: Sizes) -> None:
+        """Masks of a sliding window are those of the longest row: no row may lose a position by that."""
+        if decoding.window is None:
+            return
+        self._longest = max(self._longest, needed.stored)
+        new = max(self._rounded(decoding, needed).new, 0 if self._step is None else self._step.sizes.new)
+        if self._longest + new > decoding.window:
+            raise CannotBeCaptured("more positions than the sliding window")
 
     def _note(self, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""

@@ -131,12 +131,9 @@ class DecodeStep:
             CannotBeCaptured: it does something that a captured step cannot do. Anything else that is raised before
                 there is a graph means that, too.
         """
-        logits = partial(self._logits, model)
         if captures and not self.forward.is_watched and graph.is_recorded(self.device):
-            # For a step to come, which will store the same keys and values once more.
-            with self.forward.watched(self._cache):
-                graph.capturable(logits)()
-        pieces = partial(self.choice.pieces, logits, self._advance)
+            self.watch(model)
+        pieces = partial(self.choice.pieces, partial(self._logits, model), self._advance)
         self.parts.run(1, pieces, self._cache, turns, captures=captures)
 
     def stored(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -157,6 +154,15 @@ class DecodeStep:
         if self.drafting is not None:
             self.forward.is_watched |= other.forward.is_watched  # what masks say, the other one may have found out
             self.drafting.take_over(other.drafting)
+
+    def watch(self, model: Any) -> None:
+        """Finds out what masks say, in a step to come: that will store the same keys and values once more.
+
+        Raises:
+            CannotBeCaptured: as `verify`.
+        """
+        with self.forward.watched(self._cache):
+            graph.capturable(partial(self._logits, model))()
 
     # ---- slots: inputs come and go while others go on
 
@@ -179,11 +185,15 @@ class DecodeStep:
         search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, **options)
         return search, Choice(replace(self.key, batch=1), prompt.logits.shape[-1], search, self.processors)
 
-    def enter(self, place: int, prompt: Prompt, search: Search) -> None:
-        """Takes in an input behind its first token."""
-        self.search.insert(search, 0, place)
+    def load(self, place: int, prompt: Prompt) -> None:
+        """Takes over what the prefill of an input has left."""
         if not self.buffers.begin(prompt, slice(place, place + 1)):
             self.parts.drop()
+
+    def enter(self, place: int, search: Search, choice: Choice) -> None:
+        """The input goes on from its first token."""
+        self.search.insert(search, 0, place)
+        self.choice.host_work.take_over(choice.host_work)
         self.flag.reset()
 
     def leave(self, place: int) -> None:
