@@ -23,7 +23,7 @@ from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of, with_out
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import _plan, _team, elementwise, top_two
+from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -56,8 +56,8 @@ class Program:
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
-        with torch._C._InferenceMode(True), _team.for_replay():
-            for call in self.calls(planned=not _plan.is_profiled()):
+        with torch._C._InferenceMode(True), thread_pool.for_replay():
+            for call in self.calls(planned=not command_list.is_profiled()):
                 call()
 
     def calls(self, planned: bool) -> Sequence[Callable[[], object]]:
