@@ -12,12 +12,12 @@ from __future__ import annotations
 from importlib import import_module
 
 OPERATORS = (
+    "approximate_logits",
     "attention",
     "best_candidates",
     "elementwise",
     "fingerprint",
     "kv_write",
-    "largest_output",
     "linear.bf16x3",
     "linear.choose",
     "linear.gemm",

@@ -123,16 +123,16 @@ class DraftWeights:
         if copy is not None:
             self._products[module] = partial(_multiply, copy, module)
 
-    def copy_head(self, for_largest: bool = False) -> None:
+    def copy_head(self, for_argmax: bool = False) -> None:
         """Copies the LM head, if need be: before it is `used`, and not while a step is recorded.
 
         Args:
-            for_largest: of the logits nobody wants to know more than the `largest`.
+            for_argmax: of the logits nobody wants to know more than the `argmax`.
         """
         self._used_head = None
         if self._head is None:
             return
-        if for_largest and self._head_is_plain:
+        if for_argmax and self._head_is_plain:
             if self._draft_head is None:
                 self._draft_head = DraftHead.of(self._head, self._weights[self._head].weight)
                 self._head_is_plain = self._draft_head is not None  # without one, it is not tried again
@@ -147,17 +147,17 @@ class DraftWeights:
         """Inside this, the calling thread's forward passes multiply with the copies that there are."""
         if self._used_head is None or self._head is None:
             return layer_forms.override_linear(self._products)
-        return layer_forms.override_linear({**self._products, self._head: self._used_head.estimate})
+        return layer_forms.override_linear({**self._products, self._head: self._used_head.logits})
 
-    def largest(self, logits: Tensor) -> Tensor:
-        """The largest of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The argmax of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
 
         Raises:
             OtherLogits: they are no outputs of the LM head. After another `copy_head`, that does not matter.
         """
         if self._used_head is None:
             return logits.argmax(dim=-1)
-        found = self._used_head.largest(logits)
+        found = self._used_head.argmax(logits)
         if found is None:
             self._head_is_plain = False
             raise OtherLogits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.weights.cache import STEPS_OF_COPY, Format
-from fastgen.ops import fingerprint, largest_output, narrow, quantized_linear
+from fastgen.ops import approximate_logits, fingerprint, narrow, quantized_linear
 from fastgen.ops.linear import choose, panels
 
 # Smaller weights stay in the processor's caches.
@@ -30,9 +30,9 @@ PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted
 multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
 # For approximate logits, with a bound on their error; the draft's are likely to be within theirs.
 LM_HEAD = Format(
-    "LM head in 8 bits", lambda weight: largest_output.copy_of(weight), 1.1, is_compared=True, waits=STEPS_OF_COPY
+    "LM head in 8 bits", lambda weight: approximate_logits.bounded_copy(weight), 1.1, is_compared=True, waits=STEPS_OF_COPY
 )
-DRAFT_HEAD = Format("LM head in 4 bits", lambda weight: largest_output.rough_copy_of(weight), 0.6)
+DRAFT_HEAD = Format("LM head in 4 bits", lambda weight: approximate_logits.likely_copy(weight), 0.6)
 
 
 @functools.cache

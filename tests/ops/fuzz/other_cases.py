@@ -1,4 +1,4 @@
-"""Elementwise operators, norms, fingerprints, the largest output, command lists and the thread pool."""
+"""Elementwise operators, norms, fingerprints, approximate logits, command lists and the thread pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import elementwise, largest_output, rms_norm
+from fastgen.ops import approximate_logits, elementwise, rms_norm
 from fastgen.ops.top_two import MASKED
 from tests.ops.fuzz.cases import Case, maybe, near, of, rows_apart, same, size, untouched
 
@@ -136,10 +136,10 @@ def largest(rng: random.Random) -> Case:
     rows, inputs, outputs = size(rng, 6), size(rng, 100), rng.choice((size(rng, 100), 600))
     x, weight = rows_apart(torch.randn(rows, inputs), rng), torch.randn(outputs, inputs)
     bias = maybe(rng, torch.randn(outputs))
-    copy = largest_output.copy_of(weight)
+    copy = approximate_logits.bounded_copy(weight)
     assert copy is not None
     estimates = torch.empty(rows, outputs)
-    largest_output.estimate_out(estimates, x, bias, copy)
+    approximate_logits.logits_out(estimates, x, bias, copy)
     wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     banned = torch.rand(rows, outputs) < rng.choice((0.0, 0.0, 0.9))
     estimates.masked_fill_(banned, -torch.inf)
@@ -154,7 +154,7 @@ def largest(rng: random.Random) -> Case:
 
     given = [
         untouched((rows,), torch.int64), maybe(rng, untouched((rows,), torch.bool)), estimates, x, weight, bias,
-        copy.sizes, copy.numbers.group_size, 4 * 2.0**-24, MASKED, rng.choice((0.0, 1e-3)),
+        copy.norms, copy.weight.group_size, 4 * 2.0**-24, MASKED, rng.choice((0.0, 1e-3)),
     ]  # fmt: skip
     return Case(given, check)
 
