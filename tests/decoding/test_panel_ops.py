@@ -16,7 +16,7 @@ from fastgen import memory, settings
 from fastgen.decoding import panel_ops
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.weights import cache, formats
-from fastgen.ops import command_list, fingerprint, narrow
+from fastgen.ops import command_list, exact_cast, fingerprint
 from fastgen.ops.linear import choose, gemm, panels
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 OUTPUTS, INPUTS = 60, 64
-TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) ->
     assert len(looks) == 3
 
 
-@pytest.mark.parametrize("dtype", [*narrow.TYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [*exact_cast.TYPES, torch.float32], ids=str)
 def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None:
     """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""
     weight = torch.nn.Parameter(weight_of(torch.bfloat16))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.weights.cache import STEPS_OF_COPY, Format
-from fastgen.ops import approximate_logits, fingerprint, narrow, quantized_linear
+from fastgen.ops import approximate_logits, exact_cast, fingerprint, quantized_linear
 from fastgen.ops.linear import choose, panels
 
 # Smaller weights stay in the processor's caches.
@@ -19,12 +19,12 @@ MIN_PANELS = 2**16
 
 
 def _panels(weight: Tensor) -> Tensor | None:
-    halves = narrow.narrowed(weight)
-    return None if halves is None else panels.pack(halves)
+    exact = exact_cast.exact_cast(weight)
+    return None if exact is None else panels.pack(exact)
 
 
-# The same numbers in 16 bits, for a weight in float32 that has only such. A call of one step would not gain what
-# validating the copy costs.
+# 16-bit panels of a float32 weight that 16 bits represent exactly. Validating the copy costs more than a call of one
+# step would gain.
 PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in fewer bits")
 # Outputs (results, x, copies, biases) of several weights, of which x, [M, K], is the input.
 multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
@@ -66,7 +66,7 @@ def has_low_bit(weight: Tensor, precision: str) -> bool:
 
 
 def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether such an op, by a few of the weight's numbers, reads it from `PANELS`.
+    """Whether such an op likely reads its weight from `PANELS`, judged by some of its elements.
 
     x is [M, K], the weight [N, K], the bias [N] or None.
     """
@@ -74,7 +74,7 @@ def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         weight.numel() >= MIN_PANELS
         and panels.serves(x, weight, bias)
         and choose.reads_panels(x.shape[0])
-        and narrow.is_available()
+        and exact_cast.is_available()
         and fingerprint.is_available()
-        and bool(narrow.types_of_some(weight))
+        and bool(exact_cast.likely_types(weight))
     )
