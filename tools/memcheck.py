@@ -70,10 +70,10 @@ def check_grouped_linear(device: str) -> None:
         shape = outputs, -(-inputs // group_size)
         numbers = torch.randint(0, 2**bits, (outputs, inputs), device=device, dtype=torch.uint8)
         zeros = torch.randint(0, 2**bits, shape, device=device, dtype=torch.uint8)
-        scales, minimums = torch.rand(shape, device=device) * 0.01, torch.randn(shape, device=device) * 0.01
+        scales, mins = torch.rand(shape, device=device) * 0.01, torch.randn(shape, device=device) * 0.01
         x, bias = torch.randn(5, inputs, device=device, dtype=dtype), torch.randn(outputs, device=device, dtype=dtype)
         which = torch.tensor([0, outputs - 1, outputs, -1], device=device)
-        for factors in ((zeros, None), (None, minimums), (None, None)):
+        for factors in ((zeros, None), (None, mins), (None, None)):
             weight = grouped_linear.pack(numbers, scales, *factors, bits=bits, group_size=group_size)
             name = f"grouped_linear of {bits} bits"
             found = grouped_linear.grouped_linear(x, weight, bias)

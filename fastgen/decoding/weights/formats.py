@@ -26,9 +26,9 @@ def _panels(weight: Tensor) -> Tensor | None:
 # 16-bit panels of a float32 weight that 16 bits represent exactly. Validating the copy costs more than a call of one
 # step would gain.
 PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in fewer bits")
-# Outputs (results, x, copies, biases) of several weights, of which x, [M, K], is the input.
+# (results, x, copies, biases): several products of one x, [M, K].
 multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
-# For approximate logits, with a bound on their error; the draft's are likely to be within theirs.
+# For approximate logits: with a bound on their error, and for drafts with a likely one.
 LM_HEAD = Format(
     "LM head in 8 bits", lambda weight: approximate_logits.bounded_copy(weight), 1.1, is_compared=True, waits=STEPS_OF_COPY
 )
@@ -42,7 +42,7 @@ def low_bit(precision: str, group_size: int) -> Format:
     return Format(precision, lambda weight: quantized_linear.pack(weight, precision, group_size), itemsize)
 
 
-LowBitWeight = quantized_linear.PackedWeight | quantized_linear.TiledWeight | quantized_linear.LinedWeight
+LowBitWeight = quantized_linear.PackedWeight | quantized_linear.PackedBF16
 
 
 def multiply_low_bit(x: Tensor, copy: LowBitWeight, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight
 
@@ -97,7 +97,7 @@ class Case:
     """A format, with how the weights are drawn and what the configuration says."""
 
     def __init__(
-        self, write: Callable[[GroupedWeight], dict[str, Tensor]], config: dict[str, Any], **drawn: Any
+        self, write: Callable[[QuantizedTensor], dict[str, Tensor]], config: dict[str, Any], **drawn: Any
     ) -> None:
         self.write, self.config, self.drawn = write, config, drawn
 

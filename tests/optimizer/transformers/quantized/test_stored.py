@@ -22,8 +22,8 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
-from fastgen.quantization.layers import QuantizedProduct
-from fastgen.quantization.products import unpack
+from fastgen.quantization.layers import QuantizedLinearLayer
+from fastgen.quantization.layer_weight import unpack
 from tests.optimizer.transformers.quantized.checkpoints import (
     CASES,
     MODELS,
@@ -55,7 +55,7 @@ def counts() -> dict[str, Any]:
 
 
 def few_bits(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, QuantizedProduct)]
+    return [name for name, module in model.named_modules() if isinstance(module, QuantizedLinearLayer)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,7 +133,7 @@ def test_no_floating_copy_is_left(tmp_path: Path) -> None:
     for name in few_bits(model):
         layer = model.get_submodule(name)
         held = [*nn.ModuleList([layer]).parameters(), *layer.buffers()]
-        assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.outputs * layer.inputs / 2  # groups of 16: 5 bits
+        assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.n * layer.k / 2  # groups of 16: 5 bits
     assert model.get_memory_footprint() < 0.5 * reference.get_memory_footprint()
 
 
@@ -337,10 +337,10 @@ LAYER = "model.layers.1.self_attn.k_proj"
     ("tensor", "change", "message"),
     [
         ("g_idx", lambda t: t + 7, "g_idx names groups 7 to 10, and there are 4"),
-        ("g_idx", lambda t: t.clamp(max=2), "group 2 in g_idx has 32 inputs, not 16"),
+        ("g_idx", lambda t: t.clamp(max=2), "group 2 in g_idx has 32 in_features, not 16"),
         ("qzeros", lambda t: t[:-1], r"qzeros is int32 \[3, 4\] and must be int32 \[4, 4\]"),
         ("scales", lambda t: t[:, :-1], r"scales is float16 \[4, 31\]"),
-        ("qweight", lambda t: t[:-1], "qweight has 7 words for 64 numbers"),
+        ("qweight", lambda t: t[:-1], "qweight has 7 words for 64 values"),
         ("scales", None, "scales has 0 groups"),
         ("qzeros", None, "qzeros is missing"),
     ],
