@@ -74,7 +74,7 @@ def enable(
             where that serves, "always", or "never".
         padding: what the results of encoders hold in the place of padding: "exact" (the default), what the library
             gives, or "zero", zeros, with which padding is always left out of the computation.
-        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model verifies
             several at a time; "off" by default. In float32, greedy tokens stay the same.
         assisted_sampling: who draws in assisted generation with sampling: "library" (the default), as Transformers
             does, or "fastgen", faster, with other tokens of the same distribution.
@@ -123,7 +123,7 @@ def stats() -> Stats:
         {entry point: {"accelerated": calls, "fallback": {reason: calls}}}, a dict. "fallback" counts calls that went to
         the original code. An entry point that calls can do without, such as "transformers.captured_step", also has "not
         used": {reason: calls}, for calls that did without it and were accelerated all the same. Speculative decoding
-        adds sums of tokens: "drafted", "accepted", "checks", "near_ties", "rows_left".
+        adds sums of tokens: "drafted", "accepted", "verifies", "near_ties", "rows_left".
     """
     return counters.snapshot()
 

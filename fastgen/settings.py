@@ -83,7 +83,7 @@ class Settings:
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
             padding is always left out.
-        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens that the model then checks
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model verifies
             several at a time, where steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
             those weights.
         assisted_sampling: who draws where a call of `generate` asks for assisted generation with sampling

@@ -84,7 +84,7 @@ def test_samples_are_those_of_plain_calls_meanwhile() -> None:
 
 def test_weights_are_not_copied_where_checks_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "LEAST_GAIN", 1.0)
-    monkeypatch.setattr(draft_length, "MOST_PAUSES", 3)
+    monkeypatch.setattr(draft_length, "MOST_CALLS", 3)
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())
     for _ in range(9):

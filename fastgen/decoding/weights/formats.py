@@ -25,7 +25,7 @@ def _panels(weight: Tensor) -> Tensor | None:
 
 # 16-bit panels of a float32 weight that 16 bits represent exactly. Validating the copy costs more than a call of one
 # step would gain.
-PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in fewer bits")
+PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in 16 bits")
 # (results, x, copies, biases): several products of one x, [M, K].
 multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
 # For approximate logits: with a bound on their error, and for drafts with a likely one.
