@@ -227,20 +227,20 @@ def test_drafted_tokens_are_counted(model, captures):
 
 
 def test_why_nothing_was_drafted(model, captures):
-    """A model as small as this one has no weights that would be worth a copy in few bits."""
+    """A model as small as this one has no weights that would be worth a low-bit copy."""
     with settings.changed(self_speculation="int8"):
         result = fastgen.compare(model, torch.arange(3, 13).repeat(1, 4), max_new_tokens=20)
     assert result.drafts is None and result.not_drafted is not None
     assert f"drafts: none ({result.not_drafted})" in str(result)
 
 
-def test_layers_that_keep_few_bits_are_named(model, monkeypatch):
+def test_low_bit_layers_are_named(model, monkeypatch):
     """The original code of these is no model that anybody has: it unpacks FastGen's own layers."""
     plain = fastgen.compare(model, torch.arange(3, 13)[None], max_new_tokens=4)
-    assert not plain.keeps_bits and "few bits" not in str(plain)
+    assert not plain.keeps_bits and "low-bit" not in str(plain)
     monkeypatch.setattr(comparison, "keeps_bits", lambda model: True)
     kept = fastgen.compare(model, torch.arange(3, 13)[None], max_new_tokens=4)
-    assert kept.keeps_bits and "original: layers that keep few bits" in str(kept)
+    assert kept.keeps_bits and "original: low-bit layers" in str(kept)
 
 
 def test_disabled_is_reported(model):

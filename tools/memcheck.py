@@ -62,7 +62,7 @@ def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
 
 def check_grouped_linear(device: str) -> None:
-    """Products and lines of weights in few bits: in one part and in several, with several groups in a tile."""
+    """Products and rows of low-bit weights: in one part and in several, with several groups in a tile."""
     outputs = 67
     for bits, inputs, group_size, dtype in (
         (4, 1100, 64, torch.float16), (8, 1100, 64, torch.float16), (4, 77, 24, torch.float32),

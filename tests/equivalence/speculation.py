@@ -30,7 +30,7 @@ GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
 
 
 def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are recorded in the first call, and layers of any size draft in few bits, in calls of any length."""
+    """Steps are recorded in the first call, and layers of any size have low-bit drafts, in calls of any length."""
     record_from(monkeypatch, 0)
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
     monkeypatch.setattr(draft_length, "MOST_CALLS", 0)

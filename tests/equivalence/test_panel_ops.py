@@ -64,7 +64,7 @@ def copies() -> list[cache.DerivedWeight]:
 
 
 def reads() -> int:
-    """Calls that have read weights in fewer bits."""
+    """Calls that have read weights in 16 bits."""
     return fastgen.stats().get(formats.PANELS.counted_as, {"accelerated": 0})["accelerated"]
 
 

@@ -140,5 +140,5 @@ def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) 
     same(model, family.make_inputs(2), OPTIONS)
     assert counts()["accelerated"] == 0
     assert fastgen.stats()[ENTRY_POINT]["not used"] == {
-        "too little memory is free for a copy of the weights in few bits": 1
+        "too little memory is free for low-bit copies of the weights": 1
     }

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_few_bits_are_in_groups_on_every_processor(precision: str) -> None:
+def test_low_bit_weights_are_in_groups_on_every_processor(precision: str) -> None:
     """A large weight costs digits of its own group alone."""
     if quantized_linear._missing(precision) is not None:
         pytest.skip(quantized_linear._missing(precision))

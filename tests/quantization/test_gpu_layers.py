@@ -1,4 +1,4 @@
-"""Weights of few bits in the layout for GPUs: the same layers, and moves from one kind of device to another."""
+"""Low-bit weights in the layout for GPUs: the same layers, and moves from one kind of device to another."""
 
 from __future__ import annotations
 

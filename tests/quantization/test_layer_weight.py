@@ -1,4 +1,4 @@
-"""Weights of few bits in the layout of the kernels, and which products they have."""
+"""Low-bit weights in the layout of the kernels, and which kernels serve them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers on weights of few bits: what they compute, keep, save and load."""
+"""Layers on low-bit weights: what they compute, keep, save and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's own weights in few bits, as the draft of the model itself: the same layers, but for their products.
+"""A self-draft: the model itself drafts with low-bit copies of its weights.
 
 Rounded to 8 bits, a model mostly chooses the tokens that it chooses with its own weights, and a step reads a quarter
 of the bytes. What is drafted is verified with the weights as they are: a copy that is out of date costs time, not
@@ -31,7 +31,7 @@ class OtherLogits(Exception):
 
 
 class DraftWeights:
-    """Copies of the weights of a model's linear layers in few bits, which `copy` makes.
+    """Low-bit copies of the weights of a model's linear layers, which `copy` makes.
 
     Args:
         model: weights that are not plain parameters in float32, bfloat16 or float16 are left out.
@@ -107,12 +107,12 @@ class DraftWeights:
             ValueError: there is no weight to copy, or too little memory.
         """
         if not self._weights:
-            raise ValueError("the model has no weights to draft with in few bits")
+            raise ValueError("the model has no weights for a low-bit self-draft")
         for weight in self._weights.values():
             weight.note_use()  # first: making room for the others must not cost one of these
         missing = {weight for weight in map(self._weights.__getitem__, self._left) if weight.current() is None}
         if missing and not cache.has_memory(sum(self._format.nbytes(each.weight) for each in missing), self._device):
-            raise ValueError("too little memory is free for a copy of the weights in few bits")
+            raise ValueError("too little memory is free for low-bit copies of the weights")
         end = time.perf_counter() + seconds
         while self._left and time.perf_counter() < end:
             self._copy(self._left.pop())

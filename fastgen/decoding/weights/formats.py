@@ -30,7 +30,11 @@ PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted
 multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
 # For approximate logits: with a bound on their error, and for drafts with a likely one.
 LM_HEAD = Format(
-    "LM head in 8 bits", lambda weight: approximate_logits.bounded_copy(weight), 1.1, is_compared=True, waits=STEPS_OF_COPY
+    "LM head in 8 bits",
+    lambda weight: approximate_logits.bounded_copy(weight),
+    1.1,
+    is_compared=True,
+    waits=STEPS_OF_COPY,
 )
 DRAFT_HEAD = Format("LM head in 4 bits", lambda weight: approximate_logits.likely_copy(weight), 0.6)
 

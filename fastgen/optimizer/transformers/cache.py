@@ -151,7 +151,7 @@ class StepCache(StaticCache):
         Cache.__init__(self, layers=[*layers])  # StaticCache's makes layers of its own
 
 
-class StoreInCache:
+class ExchangedLayers:
     """Puts `SharedLayer`s into a cache for the length of one `generate` call, and the library's own layers back.
 
     Only `layers` is exchanged, so nothing is lost when the call is given up half-way.

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen import releases
 from fastgen.decoding.kv.rows import rows_of
-from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.cache import ExchangedLayers
 
 # Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.
 _MIN_PART = 0.25
@@ -35,7 +35,7 @@ class BatchCompaction:
     A beam search (`searches`) tells itself when an input is done (`note_search`); otherwise the criteria do.
     """
 
-    def __init__(self, store: StoreInCache, batch: int, per_input: int, searches: bool) -> None:
+    def __init__(self, store: ExchangedLayers, batch: int, per_input: int, searches: bool) -> None:
         self._store = store
         self._per_input = per_input
         self._searches = searches

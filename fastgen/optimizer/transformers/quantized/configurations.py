@@ -122,9 +122,9 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Format:
         if weights.get("strategy") not in ("group", "channel"):
             raise NotServed(f"compressed-tensors: strategy {weights.get('strategy')}")
         if group.get("input_activations") or group.get("output_activations"):
-            raise NotServed("compressed-tensors: activations in few bits")
+            raise NotServed("compressed-tensors: low-bit activations")
     if values.get("kv_cache_scheme"):
-        raise NotServed("compressed-tensors: K/V in few bits")
+        raise NotServed("compressed-tensors: a low-bit KV cache")
     if values.get("transform_config"):
         raise NotServed("compressed-tensors: transformed weights")
     sparsity = values.get("sparsity_config")

@@ -1,4 +1,4 @@
-"""What drafts tokens: the model itself, with its weights in few bits or with fewer layers, or what is in the prompt."""
+"""What drafts tokens: the model itself, with low-bit weights or fewer layers, or prompt lookup."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Draft:
 
 
 class SelfDraft(Draft):
-    """The model with its own weights in few bits."""
+    """The model with low-bit copies of its weights."""
 
     is_prepared = True
 

@@ -1,4 +1,4 @@
-"""Tiny models whose linear layers are in few bits, written as checkpoints of each format."""
+"""Tiny models with low-bit linear layers, written as checkpoints of each format."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ CASES = {
 
 
 def quantize(model: PreTrainedModel, case: Case) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """The model with weights as they are in few bits, and the tensors of its checkpoint."""
+    """The model with weights that were quantised and unpacked, and the tensors of its checkpoint."""
     model = copy.deepcopy(model).eval()
     kept = {id(parameter) for parameter in _untied(model).values()}
     stored = {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) in kept}

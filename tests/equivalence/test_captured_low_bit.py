@@ -36,7 +36,7 @@ def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each product in few bits."""
+    """The rows of each low-bit product."""
     found: list[int] = []
     product = grouped_linear.grouped_linear
     monkeypatch.setattr(
@@ -57,8 +57,8 @@ def random_grouped(outputs: int, inputs: int, bits: int, form: str, device: torc
     return QuantizedTensor(*moved, bits, size, None if order is None else order.to(device))
 
 
-def put_into_few_bits(model: Any, bits: int, form: str) -> None:
-    """Every linear layer, and what is tied to one, gets random weights in few bits."""
+def make_low_bit(model: Any, bits: int, form: str) -> None:
+    """Every linear layer, and what is tied to one, gets random low-bit weights."""
     by_weight: dict[int, Any] = {}
     for name, module in list(model.named_modules()):
         if type(module) not in (nn.Linear, nn.Embedding) or "pos" in name:
@@ -86,11 +86,11 @@ def in_floating_point(model: Any) -> Any:
 @two
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize(("bits", "form"), [(4, "zeros"), (4, "mins"), (8, "middle")])
-def test_layers_in_few_bits(
+def test_low_bit_layers(
     family: Any, options: dict[str, Any], bits: int, form: str, device: torch.device, rows: list[int], replays: list
 ) -> None:
     model, inputs = build(family, device)
-    put_into_few_bits(model, bits, form)
+    make_low_bit(model, bits, form)
     with fastgen.disabled():
         expected = run(in_floating_point(model), inputs, options)
         assert not rows
@@ -104,7 +104,7 @@ def test_models_that_are_moved(device: torch.device, rows: list[int]) -> None:
     if device.type != "cuda":
         pytest.skip("needs another device than the CPU")
     model, inputs = build(BY_NAME["llama"], torch.device("cpu"))
-    put_into_few_bits(model, 4, "zeros")
+    make_low_bit(model, 4, "zeros")
     with fastgen.disabled():
         expected = run(in_floating_point(model), inputs, GREEDY).cpu()
     there = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -121,7 +121,7 @@ def test_more_rows_than_the_kernel_takes(
     """The weight is unpacked inside the step."""
     monkeypatch.setattr(grouped_linear, "MAX_ROWS", 0)
     model, inputs = build(BY_NAME["llama"], device)
-    put_into_few_bits(model, 4, "zeros")
+    make_low_bit(model, 4, "zeros")
     with fastgen.disabled():
         expected = run(in_floating_point(model), inputs, GREEDY)
     assert_same(expected, run(model, inputs, GREEDY))
@@ -180,7 +180,7 @@ def test_with_the_kernels(device: torch.device, kernels: None, rows: list[int], 
         monkeypatch.setattr(graph, "Graph", CalledGraph)
         monkeypatch.setattr(operators, "is_interpreted", lambda: True)
     model, inputs = build(BY_NAME["llama"], device)
-    put_into_few_bits(model, 4, "zeros")
+    make_low_bit(model, 4, "zeros")
     less = {key: value[:1] for key, value in inputs.items()}
     options = {**GREEDY, "max_new_tokens": 9}
     with fastgen.disabled():
