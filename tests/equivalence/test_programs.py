@@ -603,7 +603,7 @@ def test_weights_in_other_numbers_that_are_not_kept_free_what_was_recorded() -> 
     run(model, inputs, BEAMS)
     gc.collect()
     assert step() is None
-    assert captures() == 0 and "weights in other numbers" in next(iter(reasons()))
+    assert captures() == 0 and "copies of weights that are not kept" in next(iter(reasons()))
 
 
 @pytest.fixture(params=quantized_linear.PRECISIONS)

@@ -166,7 +166,7 @@ def layout_of(weight: Tensor) -> Layout | None:
 
 
 def reads_panels(m: int) -> bool:
-    """Whether M rows of float32 read a weight of 16-bit numbers from a packed copy."""
+    """Whether M rows of float32 read a weight from its packed 16-bit copy."""
     return panels.is_available() and name_of(torch.float32, Layout.PANELS, m) == PANELS
 
 
