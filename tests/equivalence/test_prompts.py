@@ -34,7 +34,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.extend(tuple(ids[rows, positions].shape) for rows, positions in groups)
         return in_groups(groups, wrapped, ids, *arguments)
 
-    monkeypatch.setattr(length_buckets, "PASS", 4)
+    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
     monkeypatch.setattr(buckets, "_prefill_groups", recording)
     return found
 
