@@ -2,7 +2,7 @@
 
     python -m benchmarks.low_bit FOLDER [--only ROW ...] [--activations float|int8] [--repetitions N] [--threads N]
 
-FOLDER is what `python -m benchmarks.smollm2 FOLDER` has made. Sides run in turn, with captured steps. A row has the
+FOLDER is what `python -m benchmarks.smollm2 FOLDER` has made. Sides are interleaved, with captured steps. A row has the
 medians of their times, and how many times as fast the first side is, with the range of pairs of runs. llama.cpp needs
 the environment of `make bench-llama`, OpenVINO GenAI that of `make bench-openvino`.
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: seconds of FastGen without a draft and with one, in turn, on real weights.
+"""Speculative decoding: seconds of FastGen without a draft and with one, interleaved, on real weights.
 
     python -m benchmarks.speculation FOLDER [--only NAME ...] [--repetitions N] [--new-tokens N] [--transformers]
 

@@ -136,8 +136,8 @@ def reset_stats() -> None:
 def compare(model: Any, inputs: Any, *, tokenizer: Any = None, **generate_kwargs: Any) -> Comparison:
     """Generates with the original code and with FastGen, and compares the results, the times and the memory.
 
-    Each side has a first call, after a short warm-up, and later ones, both sides in turn, once FastGen's calls capture
-    nothing more. All start from the same random state. There are five calls at least, and a warm-up.
+    Each side has a first call, after a short warm-up, and later ones, both sides interleaved, once FastGen's calls
+    capture nothing more. All start from the same random state. There are five calls at least, and a warm-up.
 
     Args:
         model: a Transformers model, or a pipeline that generates.

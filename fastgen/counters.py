@@ -226,13 +226,13 @@ class Outcome:
 
     accelerated: int
     captured: int
-    """Those of them that had a captured step."""
+    """How many of these had a captured step."""
     reasons: Mapping[str, int]
-    """Of the other calls, with their number."""
+    """Why the others were not, with the number of calls."""
 
     @classmethod
     def of(cls, stats: Mapping[str, Any], entry_point: str) -> Outcome:
-        """Of the calls that a snapshot counts under an entry point and its parts, which are named behind a comma."""
+        """The outcome of an entry point and its parts, which are named behind a comma, in a snapshot."""
         accelerated, reasons = 0, Counter[str]()
         for name, entry in stats.items():
             if name.partition(",")[0] == entry_point:

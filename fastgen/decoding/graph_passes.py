@@ -164,13 +164,13 @@ def _with_bias(product: Operation, addition: Operation) -> Operation | None:
     x, bias = addition.leaves
     if not (isinstance(x, Place) and isinstance(bias, Place) and x.storage == result.storage):
         return None
-    outputs = result.size[1]
+    n = result.size[1]
     is_one_type = x.dtype is bias.dtype is out.dtype is torch.float32
-    is_bias = bias.size[-1:] == (outputs,) and math.prod(bias.size) == outputs and bias.stride[-1] == 1
+    is_bias = bias.size[-1:] == (n,) and math.prod(bias.size) == n and bias.stride[-1] == 1
     is_whole = all(each.is_contiguous and math.prod(each.size) == math.prod(result.size) for each in (result, x, out))
-    if not (is_one_type and is_bias and is_whole and x.size[-1] == outputs and x.offset == result.offset):
+    if not (is_one_type and is_bias and is_whole and x.size[-1] == n and x.offset == result.offset):
         return None
-    column = dataclasses.replace(bias, size=(outputs,), stride=(1,))
+    column = dataclasses.replace(bias, size=(n,), stride=(1,))
     rows = dataclasses.replace(out, size=result.size, stride=result.stride)
     structure = tree_structure(((None,) * 3, {}))
     return Operation(_aten.addmm.default, [column, *product.leaves], structure, [rows])
@@ -194,13 +194,13 @@ def _selected(operation: Operation) -> Operation:
 
 
 def _has_layout(one: Place, other: Place) -> bool:
-    """Whether two tensors have the same type, and the same distances between their numbers."""
+    """Whether two tensors have the same type, and the same strides."""
     distances = [[d for n, d in zip(each.size, each.stride, strict=True) if n > 1] for each in (one, other)]
     return one.dtype is other.dtype and one.size == other.size and distances[0] == distances[1]
 
 
 def _needed(operations: list[Operation], made: set[int]) -> list[Operation]:
-    """Those that write what somebody reads, or memory that is not of the recording, or do anything else."""
+    """The operations without those that only compute results which nobody reads."""
     read: set[int] = set()
     found = []
     for each in reversed(operations):

@@ -158,8 +158,8 @@ class _Describer:
         return _memory(value) if isinstance(value, Tensor) else self.identify(value)
 
     def identify(self, value: Any) -> Hashable:
-        """The identity of functions, modules and members of enumerations; of other callables also what they compute with;
-        the contents of configurations; of anything else the type.
+        """The identity of functions, modules and members of enumerations; of other callables also what they compute
+        with; the contents of configurations; of anything else the type.
         """
         if isinstance(value, Enum):
             return value
@@ -287,7 +287,7 @@ class Guards:
 
 
 def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:
-    """The names of the children of each, in the order in which a Sequential runs them: equal dictionaries may differ."""
+    """The names of the children of each, in order: a Sequential runs them so, and equal dictionaries may differ."""
     return [list(each._modules) for each in modules]
 
 
@@ -300,8 +300,8 @@ def _memory_of_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
 
 
 def _copy_of_module(module: nn.Module, config: Any, names: Container[str]) -> dict[str, Any]:
-    """The attributes of a module, to be compared later; without hooks, and without what may refer to the model, unless it
-    is guarded.
+    """The attributes of a module, to be compared later; without hooks, and without what may refer to the model, unless
+    it is guarded.
     """
     return {
         name: _copy_of_attribute(name, value, config)
@@ -357,7 +357,7 @@ _NOTHING = object()
 
 
 class _IdentityCopy:
-    """Equals what has the same `_Describer.identify`. It holds no reference to the value, which may refer to the model."""
+    """Equals what has the same `_Describer.identify`. It does not hold the value, which may refer to the model."""
 
     __hash__ = None  # type: ignore[assignment]  # how Python says that there is none
 
@@ -379,8 +379,8 @@ _KEPT = 4
 class GuardedModel:
     """The guarded states of one model: the one place that says whether there may be recordings of it, and which.
 
-    Checking a model that has not changed takes a fraction of the time of `state_of`. Where each check finds another state,
-    the next calls are not captured (back-off).
+    Checking a model that has not changed takes a fraction of the time of `state_of`. Where each check finds another
+    state, the next calls are not captured (back-off).
     """
 
     _of: weakref.WeakKeyDictionary[Any, GuardedModel] = weakref.WeakKeyDictionary()

@@ -26,8 +26,7 @@ _aten = torch.ops.aten
 _MOST_ROWS = 16
 # A copy is not worth it for less than that.
 _LEAST_BYTES = 2**22
-# If more than this part of all logits is computed exactly over so many steps, the logits are too flat to be
-# approximated.
+# If more than this part of all logits is computed exactly over so many steps, they are too flat to be approximated.
 _MOST_COMPUTED, _STEPS = 1 / 16, 16
 
 
@@ -35,15 +34,15 @@ class GreedyHead:
     """A product of which only the argmax of each row is read, with or without a copy of the weight.
 
     Args:
-        outputs: [M, N], float32: memory for the logits, exact or approximate.
+        logits: [M, N], float32: memory for the logits, exact or approximate.
         x, weight, bias: [M, K], [N, K] and [N] or None, float32.
     """
 
-    def __init__(self, outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._outputs, self._x, self._bias = outputs, x, bias
-        # With the copy, outputs have the bits of GEMV. A result must not depend on whether there is one.
+    def __init__(self, logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._logits, self._x, self._bias = logits, x, bias
+        # With the copy, logits have the bits of GEMV. A result must not depend on whether there is one.
         may_have_copy = _may_have_copy(x, weight, bias)
-        self._multiply = _product(outputs, x, weight, bias, choose.GEMV if may_have_copy else None)
+        self._multiply = _product(logits, x, weight, bias, choose.GEMV if may_have_copy else None)
         self._weight = cache.of(weight, formats.LM_HEAD) if may_have_copy else None
         self._copy: approximate_logits.ApproximateHead | None = None  # whose logits wait for `find`
         self._computed, self._steps = 0.0, 0
@@ -54,17 +53,17 @@ class GreedyHead:
         if self._copy is None:
             self._multiply()
         else:
-            approximate_logits.logits_out(self._outputs, self._x, self._bias, self._copy)
+            approximate_logits.logits_out(self._logits, self._x, self._bias, self._copy)
 
     def find(self, out: Tensor) -> None:
         """Writes the argmax of each row, [M], int64; a logit that is -inf by now is banned."""
         if not self._found(out):
-            _aten.argmax.out(self._outputs, -1, False, out=out)
+            _aten.argmax.out(self._logits, -1, False, out=out)
 
     def find_two(self, out: Tensor, is_near: Tensor, masked: float, share: float) -> None:
         """The same, and whether another one is about as large, [M], bool (`fastgen.ops.top_two`)."""
         if not self._found(out, is_near, masked, share):
-            torch.ops.fastgen.top_two_out(out, is_near, self._outputs, masked, share)
+            torch.ops.fastgen.top_two_out(out, is_near, self._logits, masked, share)
 
     def _found(self, out: Tensor, *near: Any) -> bool:
         """Finds it where the logits are approximate; `near` are more arguments of `argmax_out`."""
@@ -72,7 +71,7 @@ class GreedyHead:
         if copy is None or self._weight is None:
             return False
         weight, rows = self._weight.weight, self._x.shape[0]
-        computed = approximate_logits.argmax_out(out, self._outputs, self._x, weight, self._bias, copy, *near)
+        computed = approximate_logits.argmax_out(out, self._logits, self._x, weight, self._bias, copy, *near)
         self._computed, self._steps = self._computed + computed / rows, self._steps + 1
         if self._steps == _STEPS:
             if self._computed > _MOST_COMPUTED * _STEPS * weight.shape[0]:
@@ -82,15 +81,15 @@ class GreedyHead:
 
 
 def _product(
-    outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel | None
+    logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel | None
 ) -> Callable[[], Any]:
     """What computes all logits: with this kernel, or the one that serves them."""
-    op = linear_ops.linear_op(outputs, x, weight, bias)
+    op = linear_ops.linear_op(logits, x, weight, bias)
     if op is not None:
         return linear_ops.single(op if kernel is None else op._replace(kernel=kernel))
     if bias is None:
-        return partial(_aten.mm.out, x, weight.t(), out=outputs)
-    return partial(_aten.addmm.out, bias, x, weight.t(), out=outputs)
+        return partial(_aten.mm.out, x, weight.t(), out=logits)
+    return partial(_aten.addmm.out, bias, x, weight.t(), out=logits)
 
 
 def _may_have_copy(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -118,7 +117,7 @@ class DraftHead:
         self.weight = weight
         self._module, self._copy = module, copy
         self._x: Tensor | None = None
-        self._outputs: Tensor | None = None
+        self._logits: Tensor | None = None
 
     @staticmethod
     def of(module: nn.Module, weight: Tensor) -> DraftHead | None:
@@ -132,13 +131,13 @@ class DraftHead:
     def logits(self, x: Tensor) -> Tensor:
         """The approximate logits for x, [..., K]: [..., N]."""
         self._x = as_rows(x)
-        self._outputs = grouped.grouped_linear(x, self._copy.weight, self._module._parameters.get("bias"))
-        return self._outputs
+        self._logits = grouped.grouped_linear(x, self._copy.weight, self._module._parameters.get("bias"))
+        return self._logits
 
     def argmax(self, logits: Tensor) -> Tensor | None:
         """The argmax of each row, [M], most of the time; None if these are not what `logits` has returned."""
-        x, outputs, self._x, self._outputs = self._x, self._outputs, None, None
-        if x is None or outputs is None or not _are_same(logits, outputs):
+        x, ours, self._x, self._logits = self._x, self._logits, None, None
+        if x is None or ours is None or not _are_same(logits, ours):
             return None
         found = torch.empty(len(x), dtype=torch.int64, device=x.device)
         bias = self._module._parameters.get("bias")

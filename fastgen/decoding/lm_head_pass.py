@@ -25,9 +25,7 @@ _TOP_TWO_OF_TENSOR = torch.ops.fastgen.top_two_out.default
 
 
 def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
-    """The operations, with `APPROXIMATE_LOGITS` and `ARGMAX` or `TOP_TWO` in place of such products and their
-    argmax.
-    """
+    """The operations, with `APPROXIMATE_LOGITS`, and `ARGMAX` or `TOP_TWO`, in place of greedy LM heads."""
     index = {id(each): number for number, each in enumerate(operations)}
     made_by = {each.fresh[0].storage: each for each in operations if each.function in _PRODUCTS and each.fresh[0]}
     # A weight that the step itself makes or writes is another one in each step.

@@ -47,14 +47,14 @@ class PanelOp(NamedTuple):
 
 
 class PanelOps(NamedTuple):
-    """Those of one input, of which none reads what another one writes."""
+    """Panel ops of one input, of which none reads what another one writes."""
 
     ops: Sequence[PanelOp]
-    unpacked: Sequence[Callable[[], object]]  # what does the same without copies, all together
+    unpacked: Sequence[Callable[[], object]]  # the calls without copies, batched
     each: Sequence[Callable[[], object]]  # and one by one
 
     def calls(self, copies: Sequence[Tensor | None]) -> Sequence[Callable[[], object]]:
-        """Those that write the results, with a copy of each weight or None."""
+        """The calls that write the results, with a copy of each weight or None."""
         found = [(op.result, copy, op.bias) for op, copy in zip(self.ops, copies, strict=True)]
         packed = [each for each in found if each[1] is not None]
         if not packed:
@@ -94,7 +94,7 @@ class Calls:
         self._now, self._packed, self._settled_in = self._unpacked, None, None
 
     def now(self, in_lists: bool) -> Sequence[Callable[[], object]]:
-        """Those of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
+        """The calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
         chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
             call = cache.current_call()

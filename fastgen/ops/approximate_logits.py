@@ -57,8 +57,7 @@ class ApproximateHead(NamedTuple):
 def bounded_copy(weight: Tensor) -> ApproximateHead | None:
     """A copy of a weight, [N, K], float32, in 8 bits; None if not all of its elements are finite."""
     copy = grouped.rounded(weight, 8, _GROUP_SIZE, rotated=True)
-    # [panels, groups, N of a panel]. Rotating makes a row longer by the root of the group size: so it is no factor
-    # here.
+    # [panels, groups, N of a panel]. Rotating multiplies norms by the root of the group size: it is no factor here.
     scales = copy.scales.double()
     roots = scales.square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
     norms = _norms_of(weight.detach())
@@ -92,7 +91,7 @@ def _with_norms(copy: PackedWeight, norms: Tensor, errors: Tensor) -> Approximat
 
 
 def _norms_of(weight: Tensor) -> Tensor:
-    """Of the rows of a weight, [N], float64. Some rows at a time: a copy in float64 is twice the weight's size."""
+    """The norms of a weight's rows, [N], float64. Some rows at a time: a copy in float64 is twice the weight's size."""
     some = max(_AT_ONCE // weight.shape[1], 1)
     return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in weight.split(some)])
 

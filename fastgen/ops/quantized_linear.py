@@ -49,7 +49,7 @@ def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight |
 
 
 def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Of the activations that are multiplied with weights in this precision, on this device."""
+    """The types of activations that are multiplied with weights in this precision, on this device."""
     is_any = on_gpu.is_for(device) or precision in _BITS
     return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
 

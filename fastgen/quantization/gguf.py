@@ -47,7 +47,7 @@ def _split(packed: Tensor, bits: int, width: int) -> Tensor:
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Those of 32 values, from the lowest of four bytes on, as bit 4."""
+    """The fifth bits of 32 values, from the lowest of four bytes on, shifted to bit 4."""
     octets = blocks[:, start : start + 4].unsqueeze(2)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return (octets >> shifts & 1).flatten(1) << 4

@@ -26,5 +26,5 @@ def packed(values: Tensor, bits: int) -> Tensor:
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """Those of each byte, lower one first: [rows, bytes] becomes [rows, 2 * bytes]."""
+    """[rows, bytes] -> [rows, 2 * bytes], the lower nibble of a byte first."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)

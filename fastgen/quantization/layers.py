@@ -89,7 +89,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def bits(self) -> int | None:
-        """Of a number, once the weight is packed."""
+        """Bits of a value, once the weight is packed."""
         return None if self.sizes is None else self.sizes.bits
 
     @property

@@ -29,19 +29,13 @@ PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted
 # (results, x, copies, biases): several products of one x, [M, K].
 multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
 # For approximate logits: with a bound on their error, and for drafts with a likely one.
-LM_HEAD = Format(
-    "LM head in 8 bits",
-    lambda weight: approximate_logits.bounded_copy(weight),
-    1.1,
-    is_compared=True,
-    waits=STEPS_OF_COPY,
-)
-DRAFT_HEAD = Format("LM head in 4 bits", lambda weight: approximate_logits.likely_copy(weight), 0.6)
+LM_HEAD = Format("LM head in 8 bits", approximate_logits.bounded_copy, 1.1, is_compared=True, waits=STEPS_OF_COPY)
+DRAFT_HEAD = Format("LM head in 4 bits", approximate_logits.likely_copy, 0.6)
 
 
 @functools.cache
 def low_bit(precision: str, group_size: int) -> Format:
-    """That of `weight_dtype` and of drafts: "int8" or "int4" in groups of inputs that share a scale, or "bf16"."""
+    """The format of `weight_dtype` and of drafts: "int8" or "int4" in groups along K, or "bf16"."""
     itemsize = {"bf16": 2.0, "int8": 1.0 + 2 / group_size, "int4": 0.5 + 2 / group_size}[precision]
     return Format(precision, lambda weight: quantized_linear.pack(weight, precision, group_size), itemsize)
 

@@ -142,7 +142,7 @@ def choose(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -
 
 
 def name_of(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> str:
-    """The same by its name in the table: also `TORCH` and `PANELS`."""
+    """The name of the kernel in the table: also `TORCH` and `PANELS`."""
     row = _table(instruction_set() if isa is None else isa).get((dtype, layout), _ALL_TORCH)
     return next(name for most, name in row if m <= most)
 
@@ -159,7 +159,7 @@ def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
 
 
 def layout_of(weight: Tensor) -> Layout | None:
-    """Of a weight, [N, K], as it lies; None for one that no kernel reads."""
+    """The layout of a weight, [N, K]; None for one that no kernel reads."""
     if weight.dim() != 2:
         return None
     return Layout.ROWS if weight.stride(1) == 1 else Layout.COLUMNS if weight.stride(0) == 1 else None

@@ -1,4 +1,4 @@
-"""GEMM in float32 on the weight as it is, on the CPU.
+"""GEMM in float32 on the unpacked weight, on the CPU.
 
 A BLAS library packs the weight block by block inside every product. For few rows that costs as much as the product
 itself. This kernel packs the rows instead, or a piece of the weight at a time (csrc/cpu/gemm/gemm.cpp). Each result is

@@ -1,4 +1,4 @@
-"""GEMV for the few rows of a decode step, on the weight as it is, in float32, bfloat16 and float16, on the CPU.
+"""GEMV for the few rows of a decode step, on the unpacked weight, in float32, bfloat16 and float16, on the CPU.
 
 An output is the dot product of a row with a row of the weight, which is read once. Sums are in float32, in one order
 whatever M is (csrc/cpu/gemm/gemv.cpp). With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles, where

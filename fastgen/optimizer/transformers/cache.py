@@ -196,7 +196,7 @@ class ExchangedLayers:
         return (layer for part in _parts(self.cache) for layer in _shared_layers(part.layers))
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Goes on with the given inputs of those that are there, [n] in ascending order."""
+        """Goes on with the given inputs of the batch, [n] in ascending order."""
         for layer in self._layers():
             layer.kv.keep(inputs)
             layer.translate = translate

@@ -122,7 +122,7 @@ class Replaced:
         self._unpack(model, list(quantized_layers(model)), kind)
 
     def unpack(self, model: Any, layers: Collection[nn.Module]) -> None:
-        """The same for some of them, and those that have their weights."""
+        """`dequantize` for some layers, and those that share their weights."""
         memory = {layer.packed.qweight.data_ptr() for layer in layers if isinstance(layer, QuantizedWeight)}
         found = quantized_layers(model).items()
         self._unpack(model, [name for name, layer in found if layer.packed.qweight.data_ptr() in memory], None)

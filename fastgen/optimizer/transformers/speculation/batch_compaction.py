@@ -22,7 +22,7 @@ from fastgen.optimizer.transformers.speculation.drafting import Drafting, length
 
 
 def smaller_key(drafting: Drafting) -> Key | None:
-    """That of the smallest step that has room for all inputs that go on; None if it has more than half of this one's.
+    """The key of the smallest step for all inputs that go on; None if it has more than half of this one's.
 
     The larger steps stay until the call ends: so together, they have less than twice the memory of the first one.
     """
