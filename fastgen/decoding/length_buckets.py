@@ -29,7 +29,7 @@ def lengths(mask: Tensor) -> Tensor:
     return torch.where((mask == behind).all(dim=1), found, longest)
 
 
-def groups(mask: Tensor, in_front: bool = False, cost: int | None = None) -> list[tuple[Tensor, slice]]:
+def by_mask(mask: Tensor, in_front: bool = False, cost: int | None = None) -> list[tuple[Tensor, slice]]:
     """The inputs of each bucket, by a mask [batch, longest] of ones and zeros, and the positions that they take.
 
     None if buckets do not pay. `in_front` tells where the padding is, `cost` what a further bucket costs, in positions.
@@ -52,7 +52,7 @@ def by_length(lengths: list[int], longest: int, bucket_cost: int | None = None) 
     def cost(start: int, end: int) -> float:
         return (end - start) * lengths[order[start]] + further
 
-    total, groups = cheapest(bounds[1:], lambda end: itertools.takewhile(end.__gt__, bounds), cost)
+    total, buckets = cheapest(bounds[1:], lambda end: itertools.takewhile(end.__gt__, bounds), cost)
     if total > (1 - MIN_SAVING) * len(lengths) * longest:
         return []
-    return [(torch.tensor(sorted(order[start:end])), lengths[order[start]]) for start, end in reversed(groups)]
+    return [(torch.tensor(sorted(order[start:end])), lengths[order[start]]) for start, end in reversed(buckets)]

@@ -60,7 +60,7 @@ DECISIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "speculation.assisted:taken_over": (_generated("llama"), GENERATE),
     "user_code:wrap": (_generated("llama"), GENERATE),
     "loop:_check": (_generated("llama"), GENERATE),
-    "buckets:_groups": (_generated("bart"), GENERATE),
+    "buckets:_buckets": (_generated("bart"), GENERATE),
     "buckets:_is_all": (_generated("bart"), GENERATE),
     "prefill:_one_row_each": (_generated("llama", **BEAM), GENERATE),
     "prefill:_undo_repeat": (_generated("t5", **BEAM), GENERATE),

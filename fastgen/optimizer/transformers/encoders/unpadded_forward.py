@@ -200,12 +200,12 @@ class UnpaddedForward:
         in_front = not bool(self._mask[:, 0].all())
         if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
-        groups = length_buckets.groups(self._mask, in_front, cost=BUCKET_COST)
-        if not groups:  # one bucket, as long as its longest sequence
+        buckets = length_buckets.by_mask(self._mask, in_front, cost=BUCKET_COST)
+        if not buckets:  # one bucket, as long as its longest sequence
             longest = int(self._mask.sum(dim=1).max())
-            groups = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
+            buckets = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
         parts = []
-        for rows, columns in groups:
+        for rows, columns in buckets:
             part = {name: self._part(name, value, rows, columns) for name, value in given.items()}
             parts.append((rows, columns, forward(**part)))
         return self._merged(parts)
