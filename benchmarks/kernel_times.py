@@ -97,7 +97,7 @@ def attention_case(
 
 
 def product_case(device: torch.device, dtype: torch.dtype, bits: int, rows: int, outputs: int, inputs: int) -> Case:
-    """A linear layer on a weight in few bits, against torch's with the weight in floating point."""
+    """A linear layer on a low-bit weight, against torch's with the weight in floating point."""
 
     def make() -> tuple[Callable[[], object], Callable[[], object]]:
         floating = torch.randn(outputs, inputs, device=device, dtype=dtype)

@@ -68,7 +68,7 @@ class Comparison:
     settled: bool = True
     """Whether nothing more was captured in the later calls; if not, even later ones may be faster."""
     keeps_bits: bool = False
-    """Whether layers of the model keep few bits: FastGen's own, which the original code runs on unpacked weights."""
+    """Whether the model has FastGen's low-bit layers, whose weights the original code unpacks in each call."""
 
     @property
     def speedup(self) -> float:
@@ -94,7 +94,7 @@ class Comparison:
         if not self.settled:
             lines.append("steps were still being captured: later calls may be faster, compare again")
         if self.keeps_bits:
-            what = "layers that keep few bits, unpacked in each call"
+            what = "low-bit layers, unpacked in each call"
             lines.append(f"original: {what}; compare the model in float for the gain")
         lines.append(f"tokens: {self._difference()}")
         lines.append(f"accelerated: {'yes' if self.accelerated else f'no ({self.fallback})'}")
@@ -162,7 +162,7 @@ class _Side:
             self._work.warm_up()
 
     def call(self) -> None:
-        """One that is measured, from the random state that all have."""
+        """A measured call, from the random state that all start with."""
         with self._context():
             seconds, peak, result = self._called()
         self._seconds.append(seconds)
@@ -301,7 +301,7 @@ def _count(stats: dict[str, Any], entry_point: str, what: str) -> Any:
 
 
 def _reasons(before: dict[str, Any], after: dict[str, Any], entry_point: str, what: str) -> str | None:
-    """Those that have been counted in between."""
+    """The reasons that were counted in between."""
     known, found = (_count(stats, entry_point, what) or {} for stats in (before, after))
     return "; ".join(reason for reason, calls in found.items() if calls > known.get(reason, 0)) or None
 

@@ -81,7 +81,7 @@ def records(monkeypatch):
     monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
     # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
-    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
+    monkeypatch.setattr(draft_length, "MOST_CALLS", 0)
     with settings.changed(captured_step="auto"):
         yield
 
@@ -209,7 +209,7 @@ def captures(monkeypatch):
     monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
     # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
-    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
+    monkeypatch.setattr(draft_length, "MOST_CALLS", 0)
     with settings.changed(captured_step="always"):
         yield
 
@@ -220,27 +220,27 @@ def test_drafted_tokens_are_counted(model, captures):
     for result in (fastgen.compare(model, prompt, **options) for _ in range(2)):
         assert result.identical and result.drafts is not None and result.not_drafted is None
         drafts = result.drafts
-        assert 0 <= drafts.accepted <= drafts.drafted and 0 < drafts.checks <= 40
+        assert 0 <= drafts.accepted <= drafts.drafted and 0 < drafts.verifies <= 40
         assert f"drafts: {drafts.drafted} tokens drafted, " in str(result)
     plain = fastgen.compare(model, prompt, max_new_tokens=4)
     assert plain.drafts is plain.not_drafted is None and "drafts" not in str(plain)
 
 
 def test_why_nothing_was_drafted(model, captures):
-    """A model as small as this one has no weights that would be worth a copy in few bits."""
+    """A model as small as this one has no weights that would be worth a low-bit copy."""
     with settings.changed(self_speculation="int8"):
         result = fastgen.compare(model, torch.arange(3, 13).repeat(1, 4), max_new_tokens=20)
     assert result.drafts is None and result.not_drafted is not None
     assert f"drafts: none ({result.not_drafted})" in str(result)
 
 
-def test_layers_that_keep_few_bits_are_named(model, monkeypatch):
+def test_low_bit_layers_are_named(model, monkeypatch):
     """The original code of these is no model that anybody has: it unpacks FastGen's own layers."""
     plain = fastgen.compare(model, torch.arange(3, 13)[None], max_new_tokens=4)
-    assert not plain.keeps_bits and "few bits" not in str(plain)
+    assert not plain.keeps_bits and "low-bit" not in str(plain)
     monkeypatch.setattr(comparison, "keeps_bits", lambda model: True)
     kept = fastgen.compare(model, torch.arange(3, 13)[None], max_new_tokens=4)
-    assert kept.keeps_bits and "original: layers that keep few bits" in str(kept)
+    assert kept.keeps_bits and "original: low-bit layers" in str(kept)
 
 
 def test_disabled_is_reported(model):
@@ -303,5 +303,20 @@ def test_stats_print_as_a_table(model):
     assert lines[row].split() == ["transformers.generate", "1", "1", "-"]
     assert lines[row + 1].split() == [*reason.split(), "1"]
     assert len({line.rstrip()[: len(lines[0])] for line in lines}) == len(lines)
-    counters.add("transformers.speculation", drafted=7, checks=3)
-    assert "checks 3, drafted 7" in str(fastgen.stats())
+    counters.add("transformers.speculation", drafted=7, verifies=3)
+    assert "drafted 7, verifies 3" in str(fastgen.stats())
+
+
+def test_former_names_of_counts():
+    fastgen.reset_stats()
+    counters.add("transformers.speculation", verifies=3)
+    counters.count_accelerated("weights read in 16 bits")
+    stats = fastgen.stats()
+    with pytest.warns(DeprecationWarning, match="'checks' is now called 'verifies'"):
+        assert stats["transformers.speculation"]["checks"] == 3
+    with pytest.warns(DeprecationWarning, match="'weights read in fewer bits' is now called") as warned:
+        assert stats.get("weights read in fewer bits") == {"accelerated": 1, "fallback": {}}
+    assert warned[0].filename == __file__
+    assert stats.get("no such name", 5) == 5 and "checks" not in stats["transformers.speculation"]
+    with pytest.raises(KeyError):
+        stats["no such name"]

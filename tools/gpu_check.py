@@ -55,7 +55,7 @@ KERNEL_TESTS = ("tests/ops", "tests/decoding", "tests/pipeline/test_memory.py")
 # is done on a CPU alone.
 EQUIVALENCE_TESTS = tuple(
     f"tests/equivalence/test_{name}.py"
-    for name in ("captured", "captured_few_bits", "captured_random", "models", "options", "half", "composites")
+    for name in ("captured", "captured_low_bit", "captured_random", "models", "options", "half", "composites")
 )
 
 _PROBE = """

@@ -62,7 +62,7 @@ def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
 
 def check_grouped_linear(device: str) -> None:
-    """Products and lines of weights in few bits: in one part and in several, with several groups in a tile."""
+    """Products and rows of low-bit weights: in one part and in several, with several groups in a tile."""
     outputs = 67
     for bits, inputs, group_size, dtype in (
         (4, 1100, 64, torch.float16), (8, 1100, 64, torch.float16), (4, 77, 24, torch.float32),
@@ -70,10 +70,10 @@ def check_grouped_linear(device: str) -> None:
         shape = outputs, -(-inputs // group_size)
         numbers = torch.randint(0, 2**bits, (outputs, inputs), device=device, dtype=torch.uint8)
         zeros = torch.randint(0, 2**bits, shape, device=device, dtype=torch.uint8)
-        scales, minimums = torch.rand(shape, device=device) * 0.01, torch.randn(shape, device=device) * 0.01
+        scales, mins = torch.rand(shape, device=device) * 0.01, torch.randn(shape, device=device) * 0.01
         x, bias = torch.randn(5, inputs, device=device, dtype=dtype), torch.randn(outputs, device=device, dtype=dtype)
         which = torch.tensor([0, outputs - 1, outputs, -1], device=device)
-        for factors in ((zeros, None), (None, minimums), (None, None)):
+        for factors in ((zeros, None), (None, mins), (None, None)):
             weight = grouped_linear.pack(numbers, scales, *factors, bits=bits, group_size=group_size)
             name = f"grouped_linear of {bits} bits"
             found = grouped_linear.grouped_linear(x, weight, bias)

@@ -15,8 +15,8 @@ from benchmarks import steps
 from benchmarks.workload import Generation
 from benchmarks.workloads import models
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import _team as team
 from fastgen.ops import gpu as operators
+from fastgen.ops import thread_pool
 from tests.benchmarks.tiny_configs import CONFIGS
 
 
@@ -32,7 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Generation:
 
 def test_steps_of_a_workload(tiny: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed steps are replays, with all that a program does around its operators."""
-    calls, entered, execute, for_replay = Program.calls, [False], steps.Steps.execute, team.for_replay
+    calls, entered, execute, for_replay = Program.calls, [False], steps.Steps.execute, thread_pool.for_replay
 
     @contextmanager
     def watched() -> Iterator[None]:
@@ -45,7 +45,7 @@ def test_steps_of_a_workload(tiny: Generation, monkeypatch: pytest.MonkeyPatch) 
         assert entered[0] and torch.is_inference_mode_enabled()
         execute(seen, call)
 
-    monkeypatch.setattr(team, "for_replay", watched)
+    monkeypatch.setattr(thread_pool, "for_replay", watched)
     monkeypatch.setattr(steps.Steps, "execute", checked)
     seen = steps.measure_steps(tiny, calls=2)
     assert Program.calls is calls

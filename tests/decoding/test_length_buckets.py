@@ -16,7 +16,7 @@ def test_groups_are_the_cheapest(lengths: list[int], further: int) -> None:
     def cheapest(end: int) -> int:
         if end == 0:
             return 0
-        return min(cheapest(i) + (end - i) * ordered[i] + length_buckets.PASS for i in range(end))
+        return min(cheapest(i) + (end - i) * ordered[i] + length_buckets.BUCKET_COST for i in range(end))
 
     whole = len(lengths) * longest
     best = cheapest(len(ordered))
@@ -25,4 +25,4 @@ def test_groups_are_the_cheapest(lengths: list[int], further: int) -> None:
         return
     assert sorted(row for rows, _ in made for row in rows.tolist()) == list(range(len(lengths)))
     assert all(max(lengths[row] for row in rows.tolist()) == length for rows, length in made)
-    assert sum(rows.shape[0] * length + length_buckets.PASS for rows, length in made) == best
+    assert sum(rows.shape[0] * length + length_buckets.BUCKET_COST for rows, length in made) == best

@@ -15,9 +15,9 @@ from fastgen import memory, settings
 from fastgen.decoding import lm_head
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.weights import cache, formats
-from fastgen.ops import fingerprint, largest_output
+from fastgen.ops import approximate_logits, fingerprint
 
-pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
+pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_no_copy_outlives_a_change_in_a_program() -> None:
     weight = torch.randn(600, 64)
     programs = [Greedy(weight, rows) for rows in (1, 2, 3)]
     assert all(each.is_right() for each in programs)
-    copy = weakref.ref(layers()[0].in_step().sizes)
+    copy = weakref.ref(layers()[0].in_step().norms)
     weight.normal_()
     with cache.call():
         assert programs[0].is_right()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.decoding.packing import Packing, attend_texts
+from fastgen.decoding.packing import Packing, attend_equal
 from fastgen.ops import packed_attention
 
 LENGTHS = [7, 30, 7, 1, 130]
@@ -68,7 +68,7 @@ def texts(length: int = 40, kv_heads: int = HEADS) -> list[Tensor]:
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_texts_of_one_length(calls: list[int], kv_heads: int, scale: float | None, length: int) -> None:
     some = texts(length, kv_heads)
-    found = attend_texts(*some, scale)
+    found = attend_equal(*some, scale)
     assert calls == [3] and found is not None
     wanted = F.scaled_dot_product_attention(*(x.double() for x in some), scale=scale, enable_gqa=True)
     torch.testing.assert_close(found.double(), wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
@@ -76,12 +76,12 @@ def test_texts_of_one_length(calls: list[int], kv_heads: int, scale: float | Non
 
 def test_texts_that_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     query, keys, values = texts()
-    assert attend_texts(query.double(), keys.double(), values.double(), None) is None
-    assert attend_texts(query, keys[:, :, 1:], values[:, :, 1:], None) is None  # over others than themselves
-    assert attend_texts(query.contiguous(), keys, values, None) is None  # no text behind the other
-    assert attend_texts(query[:0], keys[:0], values[:0], None) is None
-    assert attend_texts(query[:1], keys, values, None) is None  # one for all texts
-    assert attend_texts(query[0], keys[0], values[0], None) is None
+    assert attend_equal(query.double(), keys.double(), values.double(), None) is None
+    assert attend_equal(query, keys[:, :, 1:], values[:, :, 1:], None) is None  # over others than themselves
+    assert attend_equal(query.contiguous(), keys, values, None) is None  # no text behind the other
+    assert attend_equal(query[:0], keys[:0], values[:0], None) is None
+    assert attend_equal(query[:1], keys, values, None) is None  # one for all texts
+    assert attend_equal(query[0], keys[0], values[0], None) is None
     monkeypatch.setattr(packed_attention, "is_available", lambda: False)
-    assert attend_texts(query, keys, values, None) is None
+    assert attend_equal(query, keys, values, None) is None
     assert calls == []

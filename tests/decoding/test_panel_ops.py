@@ -16,7 +16,7 @@ from fastgen import memory, settings
 from fastgen.decoding import panel_ops
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.weights import cache, formats
-from fastgen.ops import _plan, fingerprint, narrow
+from fastgen.ops import command_list, exact_cast, fingerprint
 from fastgen.ops.linear import choose, gemm, panels
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 OUTPUTS, INPUTS = 60, 64
-TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) ->
     assert len(looks) == 3
 
 
-@pytest.mark.parametrize("dtype", [*narrow.TYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [*exact_cast.TYPES, torch.float32], ids=str)
 def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None:
     """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""
     weight = torch.nn.Parameter(weight_of(torch.bfloat16))
@@ -266,14 +266,14 @@ def test_copies_take_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_step_with_copies_is_one_plan_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one without them is. In each call, both kinds of step are there again."""
-    made, plan = [], _plan.planned
-    monkeypatch.setattr(_plan, "planned", lambda calls: made.append(plan(calls)) or made[-1])
+    made, plan = [], command_list.with_command_lists
+    monkeypatch.setattr(command_list, "with_command_lists", lambda calls: made.append(plan(calls)) or made[-1])
     step = Step(weight_of(torch.bfloat16), torch.randn(30, INPUTS), weight_of(torch.float16))
     assert step.call() and step.call() and step.call(1) and step.call()
     unpacked, packed = filter(None, made)  # there are no calls before the capture
     for calls in (unpacked, packed):
         assert len([call for call in calls if call.func is torch.ops.fastgen.run_plan.default]) == 1
-        assert not any(call.func.name() in _plan.OPERATORS for call in calls)
+        assert not any(call.func.name() in command_list.OPERATORS for call in calls)
 
 
 def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

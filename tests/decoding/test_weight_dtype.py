@@ -62,7 +62,7 @@ def _precisions(model: nn.Module) -> list[str | None]:
 
 
 def _is_near(result: torch.Tensor, exact: torch.Tensor) -> bool:
-    """As near as few bits come, and not as near as float32 does."""
+    """As near as low-bit weights come, and not as near as float32 does."""
     most = 0.3 if settings.current().weight_dtype == "int4" else 0.03
     return 1e-5 < ((result - exact).norm() / exact.norm()).item() < most
 

@@ -70,7 +70,7 @@ def strict(counted: None) -> None:
 
 @pytest.fixture
 def speculates_at_once(counted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps are recorded in the first call, and layers of any size draft in few bits, in calls of any length."""
+    """Steps are recorded in the first call, and layers of any size have low-bit drafts, in calls of any length."""
     speculation.record_at_once(monkeypatch)
     yield
     fastgen.enable(self_speculation="off", assisted_sampling="library")

@@ -30,12 +30,12 @@ GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
 
 
 def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are recorded in the first call, and layers of any size draft in few bits, in calls of any length."""
+    """Steps are recorded in the first call, and layers of any size have low-bit drafts, in calls of any length."""
     record_from(monkeypatch, 0)
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
-    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
+    monkeypatch.setattr(draft_length, "MOST_CALLS", 0)
     # Tests share models, and what drafts gained in others, by the clock, is not for this one to know.
-    monkeypatch.setattr(decoding, "_pauses", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(decoding, "_back_offs", weakref.WeakKeyDictionary())
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
     monkeypatch.setattr(SelfDraft, "is_prepared", False)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
@@ -61,7 +61,7 @@ def draft_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts() -> dict[str, int]:
-    return {"accelerated": 0, "accepted": 0, "drafted": 0, "checks": 0} | fastgen.stats().get(ENTRY_POINT, {})
+    return {"accelerated": 0, "accepted": 0, "drafted": 0, "verifies": 0} | fastgen.stats().get(ENTRY_POINT, {})
 
 
 def assert_speculates(calls: int) -> None:

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import fastgen
-from fastgen.optimizer.transformers.encoders import passes
+from fastgen.optimizer.transformers.encoders import unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS
 from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, build, class_of, inputs
 
@@ -71,8 +71,10 @@ def test_tokens_alone(architecture: str, option: str, side: str, monkeypatch: py
         if architecture == "DistilBert":
             pytest.skip("has none")
         given["token_type_ids"] = (torch.arange(LONGEST) > 3).long().expand_as(ids) % model.config.type_vocab_size
-    embedded = passes.Passes.embedded
-    monkeypatch.setattr(passes.Passes, "embedded", lambda self, row: (seen.append(row.shape), embedded(self, row))[1])
+    embedded = unpadded_forward.UnpaddedForward.embedded
+    monkeypatch.setattr(
+        unpadded_forward.UnpaddedForward, "embedded", lambda self, row: (seen.append(row.shape), embedded(self, row))[1]
+    )
     _assert_same(*_both(model, given), given["attention_mask"])
     assert [shape[:2] for shape in seen] == [(1, sum(LENGTHS))]
     assert sum(each["accelerated"] for each in fastgen.stats().values()) == 1, fastgen.stats()

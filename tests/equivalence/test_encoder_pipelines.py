@@ -145,12 +145,12 @@ def test_answers(architecture: str) -> None:
 
 def test_wrong_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison of these tests fails when texts see each other."""
-    from fastgen.optimizer.transformers.encoders import passes
+    from fastgen.optimizer.transformers.encoders import unpadded_forward
 
     def over_all(self: Any, query: Any, keys: Any, values: Any, scale: float) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scale).transpose(1, 2)
 
-    monkeypatch.setattr(passes.Packing, "attend", over_all)
+    monkeypatch.setattr(unpadded_forward.Packing, "attend", over_all)
     found, expected = _both("text-classification", "SequenceClassification", "Bert", "right", "exact", top_k=None)
     with pytest.raises(AssertionError):
         _assert_same(found, expected)

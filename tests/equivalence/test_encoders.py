@@ -20,7 +20,7 @@ from fastgen.decoding import layers
 from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose, gemm
-from fastgen.optimizer.transformers.encoders import call, passes, programs
+from fastgen.optimizer.transformers.encoders import call, programs, unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import BUCKETED, RIGHT_PADDED, VARLEN
 from tests.equivalence.encoder_models import (
     HEADS,
@@ -300,8 +300,8 @@ def test_the_original_code_with_gradients(classifier: Any) -> None:
 
 
 LEFT_ALONE = {
-    "a text that is all padding": lambda given: given["attention_mask"][2].zero_(),
-    "a mask of other numbers": lambda given: given["attention_mask"][2].mul_(2),
+    "a sequence that is all padding": lambda given: given["attention_mask"][2].zero_(),
+    "a mask of other values": lambda given: given["attention_mask"][2].mul_(2),
     "arguments that ask for more (output_attentions)": lambda given: given.update(output_attentions=True),
 }
 
@@ -398,7 +398,7 @@ def test_a_failure_is_repeated_with_the_original_code(classifier: Any, monkeypat
         raise ValueError("planted")
 
     fastgen.enable(strict=False)
-    monkeypatch.setattr(passes.Packing, "attend", failing)
+    monkeypatch.setattr(unpadded_forward.Packing, "attend", failing)
     given = inputs(LENGTHS)
     expected = _plain(classifier, given)
     with pytest.warns(RuntimeWarning, match="planted"):
@@ -420,7 +420,7 @@ def test_wrong_attention_is_noticed(classifier: Any, monkeypatch: pytest.MonkeyP
     def over_all(self: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scale).transpose(1, 2)
 
-    monkeypatch.setattr(passes.Packing, "attend", over_all)
+    monkeypatch.setattr(unpadded_forward.Packing, "attend", over_all)
     with pytest.raises(AssertionError):
         _check(classifier, inputs(LENGTHS))
 

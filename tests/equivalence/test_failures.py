@@ -17,7 +17,7 @@ from fastgen import releases
 from fastgen.decoding.kv import view as shared
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.view import KVView
-from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.cache import ExchangedLayers
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
 from tests.equivalence.models import BY_NAME
@@ -180,7 +180,7 @@ def test_streamer_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with fastgen.disabled():
         original = call()
-    break_(monkeypatch, StoreInCache, "hand_over", 1)
+    break_(monkeypatch, ExchangedLayers, "hand_over", 1)
     with pytest.warns(RuntimeWarning, match="planted"):
         assert call() == original
 

@@ -28,7 +28,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
 
 from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama
-from tests.quantization.test_products import used  # noqa: F401 (the fixture)
+from tests.quantization.test_layer_weight import used  # noqa: F401 (the fixture)
 
 pytestmark = pytest.mark.sampled(4)
 

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import fastgen
 from fastgen.decoding import lm_head
 from fastgen.decoding.weights import cache, formats
-from fastgen.ops import narrow
+from fastgen.ops import exact_cast
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import (
     BEAMS,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.sampled(5)
 CPU = torch.device("cpu")
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}
 WAYS = pytest.mark.parametrize("way", [GREEDY, BEAMS, SAMPLED], ids=["greedy", "beams", "samples"])
-TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def copies() -> list[cache.DerivedWeight]:
 
 
 def reads() -> int:
-    """Calls that have read weights in fewer bits."""
+    """Calls that have read weights in 16 bits."""
     return fastgen.stats().get(formats.PANELS.counted_as, {"accelerated": 0})["accelerated"]
 
 

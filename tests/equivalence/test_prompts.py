@@ -28,14 +28,14 @@ pytestmark = pytest.mark.usefixtures("strict")
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and length of the groups that were run. Groups pay for tiny inputs too."""
     found: list[tuple[int, int]] = []
-    in_groups = buckets._prefill_groups
+    in_groups = buckets._prefill_buckets
 
-    def recording(groups: buckets.Groups, wrapped: Any, ids: torch.Tensor, *arguments: Any) -> Any:
+    def recording(groups: buckets.Buckets, wrapped: Any, ids: torch.Tensor, *arguments: Any) -> Any:
         found.extend(tuple(ids[rows, positions].shape) for rows, positions in groups)
         return in_groups(groups, wrapped, ids, *arguments)
 
-    monkeypatch.setattr(length_buckets, "PASS", 4)
-    monkeypatch.setattr(buckets, "_prefill_groups", recording)
+    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
+    monkeypatch.setattr(buckets, "_prefill_buckets", recording)
     return found
 
 

@@ -172,7 +172,7 @@ def test_an_assistant_that_stops_where_it_is_in_doubt(threshold: float, any_leng
     assert_speculates(3)
     found, rows = counts(), 3
     if threshold > 1:
-        assert 0 < found["drafted"] <= rows * found["checks"]
+        assert 0 < found["drafted"] <= rows * found["verifies"]
     else:
         assert found["drafted"] > 0
 

@@ -13,13 +13,13 @@ from fastgen import settings
 from fastgen.decoding import lm_head
 from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
-from fastgen.ops import largest_output
+from fastgen.ops import approximate_logits
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
 
 pytestmark = [
     pytest.mark.usefixtures("speculates_at_once", "any_lengths"),
-    pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process"),
+    pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process"),
 ]
 PENALTY = {"repetition_penalty": 1.2}
 
@@ -62,7 +62,7 @@ def test_calls_with_and_without_estimates_take_turns() -> None:
 def test_models_in_half_precision_have_no_estimates() -> None:
     model = copy.deepcopy(KNOWN["llama"].build()).bfloat16()
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, model.get_output_embeddings())
-    weights.copy_head(for_largest=True)
+    weights.copy_head(for_argmax=True)
     assert weights._used_head is None and model.get_output_embeddings() in weights._products
 
 
@@ -73,20 +73,20 @@ def test_the_copy_of_the_output_layer() -> None:
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, head)
     weights.copy()
     assert head not in weights._products
-    weights.copy_head(for_largest=True)
+    weights.copy_head(for_argmax=True)
     x = torch.randn(5, 1, head.in_features)
     with weights.used(), torch.no_grad():
         assert head not in weights._products
-        estimated = weights._used_head.estimate(x)
+        estimated = weights._used_head.logits(x)
     exact = (x.flatten(0, 1) @ head.weight.detach().t()).argmax(dim=1)
-    assert (weights.largest(estimated[:, -1]) == exact).all()
-    weights._used_head.estimate(x)
+    assert (weights.argmax(estimated[:, -1]) == exact).all()
+    weights._used_head.logits(x)
     with pytest.raises(OtherLogits):
-        weights.largest(estimated[:, -1] + 0.0)
-    weights.copy_head(for_largest=True)
+        weights.argmax(estimated[:, -1] + 0.0)
+    weights.copy_head(for_argmax=True)
     assert head in weights._products and weights._used_head is None
     logits = torch.randn(3, 7)
-    assert torch.equal(weights.largest(logits), logits.argmax(dim=1))
+    assert torch.equal(weights.argmax(logits), logits.argmax(dim=1))
 
 
 @pytest.mark.parametrize("options", [{}, {"min_new_tokens": 12}, {"no_repeat_ngram_size": 3}])

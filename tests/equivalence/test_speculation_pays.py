@@ -31,7 +31,7 @@ def not_used() -> dict[str, int]:
 def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: float, speculates: int) -> None:
     """Where these take less time than a draft and its check even if all is accepted, the first trial is the last."""
     monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: seconds)
-    monkeypatch.setattr(draft_length, "MOST_PAUSES", 63)
+    monkeypatch.setattr(draft_length, "MOST_CALLS", 63)
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())
     fastgen.enable(self_speculation="int8")
@@ -48,7 +48,7 @@ FEW = {**GREEDY, "max_new_tokens": 8, "eos_token_id": None}
 @pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 4}, {}], ids=["lookup", "self-draft"])
 def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: dict[str, int]) -> None:
     """Where a draft that is not accepted would take too much of it; after many of them, times are measured again."""
-    monkeypatch.setattr(decoding, "MOST_PAUSES", 2)
+    monkeypatch.setattr(decoding, "MOST_CALLS", 2)
     asked = []
 
     def can_begin(costs: Costs, tokens: int) -> bool:
@@ -75,7 +75,7 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
 
 
 def test_short_calls_measure_again_what_was_measured_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MOST_PAUSES", 2)
+    monkeypatch.setattr(decoding, "MOST_CALLS", 2)
     monkeypatch.setattr(decoding, "can_begin", can_begin)
     family = KNOWN["llama"]
     model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)

@@ -84,7 +84,7 @@ def test_samples_are_those_of_plain_calls_meanwhile() -> None:
 
 def test_weights_are_not_copied_where_checks_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "LEAST_GAIN", 1.0)
-    monkeypatch.setattr(draft_length, "MOST_PAUSES", 3)
+    monkeypatch.setattr(draft_length, "MOST_CALLS", 3)
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())
     for _ in range(9):
@@ -140,5 +140,5 @@ def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) 
     same(model, family.make_inputs(2), OPTIONS)
     assert counts()["accelerated"] == 0
     assert fastgen.stats()[ENTRY_POINT]["not used"] == {
-        "too little memory is free for a copy of the weights in few bits": 1
+        "too little memory is free for low-bit copies of the weights": 1
     }

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from tests import near_ties
 from tests.equivalence import speculation
 from tests.equivalence.models import EOS, FIRST_WORD, LONG, PAD, VOCABULARY
@@ -96,7 +96,7 @@ def run_case(seed: int) -> Counter[str]:
         if draw.random() < 0.7:
             speculation.draft_any_lengths(patch)
         if draw.random() < 0.7:
-            patch.setattr(leaving, "pays", lambda *_: True)
+            patch.setattr(batch_compaction, "pays", lambda *_: True)
         speculation.record_at_once(patch)
 
         def call() -> Any:

@@ -17,7 +17,7 @@ import transformers
 import fastgen
 from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafting import Drafting
 from tests.decoding.speculation.markov import chi_square
@@ -131,16 +131,16 @@ def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
 def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leave the batch, once half of them have. The first token ends every other row."""
     sizes = [2**power for power in range(13)]
-    monkeypatch.setattr(leaving, "BATCHES", sizes)
-    monkeypatch.setattr(leaving, "pays", lambda *_: leave)
+    monkeypatch.setattr(batch_compaction, "BATCHES", sizes)
+    monkeypatch.setattr(batch_compaction, "pays", lambda *_: leave)
     options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 2}
     assert probability(model, method, options, DRAWS // 2) > SIGNIFICANT
     assert bool(fastgen.stats()[ENTRY_POINT].get("rows_left")) == leave
 
 
 def test_that_keys_and_values_of_other_rows_are_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "BATCHES", [2**power for power in range(13)])
-    monkeypatch.setattr(leaving, "pays", lambda *_: True)
+    monkeypatch.setattr(batch_compaction, "BATCHES", [2**power for power in range(13)])
+    monkeypatch.setattr(batch_compaction, "pays", lambda *_: True)
     take_over = FixedKV.take_over
     monkeypatch.setattr(FixedKV, "take_over", lambda kv, old, *rows: take_over(kv, old, *(x.roll(1) for x in rows)))
     options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 2}

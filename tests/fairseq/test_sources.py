@@ -30,7 +30,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.extend((rows.shape[0], length) for rows, length in made)
         return made
 
-    monkeypatch.setattr(length_buckets, "PASS", 4)
+    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
     monkeypatch.setattr(length_buckets, "by_length", recording)
     return found
 

@@ -21,7 +21,7 @@ def test_tiles_are_those_of_the_reference(outputs: int, inputs: int) -> None:
     """Which is what the fuzzer compares with (tests/ops/fuzz)."""
     weight = torch.randn(outputs, inputs)
     packed, reference = quantized_linear.pack(weight, "bf16"), quantized_reference.pack_bf16(weight)
-    assert packed.outputs == outputs and torch.equal(packed.panels, reference)
+    assert packed.n == outputs and torch.equal(packed.panels, reference)
     assert torch.equal(quantized_reference._laid_out(reference, inputs, outputs), weight.bfloat16())
 
 
@@ -54,14 +54,14 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.randn(3, 10).double(), None, 20),
     ):
         with pytest.raises(RuntimeError):
-            quantized_linear.quantized_linear(x, packed._replace(outputs=outputs), bias)
+            quantized_linear.quantized_linear(x, packed._replace(n=outputs), bias)
     for weight in (torch.randn(3), torch.randn(3, 4).half(), torch.zeros(0, 4)):
         with pytest.raises(RuntimeError, match="weight must be"):
             quantized_linear.pack(weight, "bf16")
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_few_bits_are_in_groups_on_every_processor(precision: str) -> None:
+def test_low_bit_weights_are_in_groups_on_every_processor(precision: str) -> None:
     """A large weight costs digits of its own group alone."""
     if quantized_linear._missing(precision) is not None:
         pytest.skip(quantized_linear._missing(precision))

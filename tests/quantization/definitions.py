@@ -1,4 +1,4 @@
-"""Checkpoint formats written number by number from their definitions, with nothing of FastGen's but `GroupedWeight`.
+"""Checkpoint formats written number by number from their definitions, with nothing of FastGen's but `QuantizedTensor`.
 
 The definitions: AutoGPTQ and GPTQModel (`pack` of their linear layers), AutoAWQ (`WQLinear_GEMM`), compressed-tensors
 (`pack_to_int32`), and ggml-common.h and ggml-quants.c of llama.cpp.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.quantized_tensor import QuantizedTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -27,7 +27,7 @@ def random_weight(
     act_order: bool = False,
     dtype: torch.dtype = torch.float16,
     scale: float = 0.02,
-) -> GroupedWeight:
+) -> QuantizedTensor:
     groups = inputs // group_size
     numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
     scales = ((torch.rand(outputs, groups) + 0.5) * scale).to(dtype)
@@ -35,20 +35,20 @@ def random_weight(
     order = None
     if act_order:  # within a group, files name the inputs in their own order
         order = torch.cat([part.sort().values for part in torch.randperm(inputs).split(group_size)])
-    return GroupedWeight(numbers, scales, zeros, None, bits, group_size, order)
+    return QuantizedTensor(numbers, scales, zeros, None, bits, group_size, order)
 
 
-def by_definition(weight: GroupedWeight) -> Tensor:
+def by_definition(weight: QuantizedTensor) -> Tensor:
     """What the weight stands for, [outputs, inputs] in float64, in loops."""
-    outputs, inputs = weight.numbers.shape
+    outputs, inputs = weight.qweight.shape
     found = torch.zeros(outputs, inputs, dtype=torch.float64)
     for output in range(outputs):
         for column in range(inputs):
             group = column // weight.group_size
-            number = float(weight.numbers[output, column])
+            number = float(weight.qweight[output, column])
             scale = float(weight.scales[output, group])
-            if weight.minimums is not None:
-                value = scale * number + float(weight.minimums[output, group])
+            if weight.mins is not None:
+                value = scale * number + float(weight.mins[output, group])
             else:
                 zero = 2 ** (weight.bits - 1) if weight.zeros is None else int(weight.zeros[output, group])
                 value = scale * (number - zero)
@@ -56,7 +56,7 @@ def by_definition(weight: GroupedWeight) -> Tensor:
     return found
 
 
-def gptq(weight: GroupedWeight, *, version: int = 1, with_groups: bool = True) -> dict[str, Tensor]:
+def gptq(weight: QuantizedTensor, *, version: int = 1, with_groups: bool = True) -> dict[str, Tensor]:
     numbers, zeros, groups = _plain(weight)
     stored = (zeros - 1) % 2**weight.bits if version == 1 else zeros
     found = {
@@ -67,7 +67,7 @@ def gptq(weight: GroupedWeight, *, version: int = 1, with_groups: bool = True) -
     return found | ({"g_idx": groups} if with_groups else {})
 
 
-def awq(weight: GroupedWeight) -> dict[str, Tensor]:
+def awq(weight: QuantizedTensor) -> dict[str, Tensor]:
     numbers, zeros, _ = _plain(weight)
     return {
         "qweight": _words(_awq_columns(numbers.T), 4),
@@ -84,7 +84,7 @@ def _awq_columns(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def pack_quantized(weight: GroupedWeight, *, packed_zeros: bool = True) -> dict[str, Tensor]:
+def pack_quantized(weight: QuantizedTensor, *, packed_zeros: bool = True) -> dict[str, Tensor]:
     numbers, zeros, groups = _plain(weight)
     found = {
         "weight_packed": _words(numbers, weight.bits),
@@ -100,13 +100,13 @@ def pack_quantized(weight: GroupedWeight, *, packed_zeros: bool = True) -> dict[
     return found | ({"weight_g_idx": groups} if weight.order is not None else {})
 
 
-def _plain(weight: GroupedWeight) -> tuple[np.ndarray, np.ndarray, Tensor]:
+def _plain(weight: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, Tensor]:
     """Numbers in the layer's order of inputs, zeros, and the group of each input."""
-    outputs, inputs = weight.numbers.shape
+    outputs, inputs = weight.qweight.shape
     order = list(range(inputs)) if weight.order is None else weight.order.tolist()
     numbers, groups = np.zeros((outputs, inputs), dtype=np.int64), [0] * inputs
     for column, place in enumerate(order):
-        numbers[:, place] = weight.numbers[:, column].numpy()
+        numbers[:, place] = weight.qweight[:, column].numpy()
         groups[place] = column // weight.group_size
     zeros = np.full(weight.scales.shape, 2 ** (weight.bits - 1), dtype=np.int64)
     if weight.zeros is not None:
@@ -150,9 +150,9 @@ def q8_0(scale: float, numbers: list[int]) -> bytes:
     return struct.pack("<e32b", scale, *numbers)
 
 
-def q2_k(scale: float, minimum: float, scales: list[int], minimums: list[int], numbers: list[int]) -> bytes:
-    """16 scales and 16 minimums of 4 bits, and 256 numbers of 2 bits."""
-    factors = bytes(scales[i] | minimums[i] << 4 for i in range(16))
+def q2_k(scale: float, minimum: float, scales: list[int], mins: list[int], numbers: list[int]) -> bytes:
+    """16 scales and 16 mins of 4 bits, and 256 numbers of 2 bits."""
+    factors = bytes(scales[i] | mins[i] << 4 for i in range(16))
     return factors + _twos(numbers) + struct.pack("<2e", scale, minimum)
 
 
@@ -164,15 +164,15 @@ def q3_k(scale: float, scales: list[int], numbers: list[int]) -> bytes:
     return high + _twos(numbers) + low + upper + struct.pack("<e", scale)
 
 
-def q4_k(scale: float, minimum: float, scales: list[int], minimums: list[int], numbers: list[int]) -> bytes:
-    """8 scales and 8 minimums of 6 bits, and 256 numbers."""
-    return struct.pack("<2e", scale, minimum) + _sixes(scales, minimums) + _fours(numbers, 32)
+def q4_k(scale: float, minimum: float, scales: list[int], mins: list[int], numbers: list[int]) -> bytes:
+    """8 scales and 8 mins of 6 bits, and 256 numbers."""
+    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + _fours(numbers, 32)
 
 
-def q5_k(scale: float, minimum: float, scales: list[int], minimums: list[int], numbers: list[int]) -> bytes:
+def q5_k(scale: float, minimum: float, scales: list[int], mins: list[int], numbers: list[int]) -> bytes:
     """The same with numbers of 5 bits, whose upper bits lie apart."""
     high = bytes(sum((numbers[32 * j + i] >> 4) << j for j in range(8)) for i in range(32))
-    return struct.pack("<2e", scale, minimum) + _sixes(scales, minimums) + high + _fours(numbers, 32)
+    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + high + _fours(numbers, 32)
 
 
 def q6_k(scale: float, scales: list[int], numbers: list[int]) -> bytes:
@@ -208,12 +208,12 @@ def _fours(numbers: list[int], width: int) -> bytes:
     return bytes(found)
 
 
-def _sixes(scales: list[int], minimums: list[int]) -> bytes:
+def _sixes(scales: list[int], mins: list[int]) -> bytes:
     six = bytearray(12)
     for i in range(4):
         six[i] = scales[i] | (scales[i + 4] >> 4) << 6
-        six[i + 4] = minimums[i] | (minimums[i + 4] >> 4) << 6
-        six[i + 8] = scales[i + 4] & 15 | (minimums[i + 4] & 15) << 4
+        six[i + 4] = mins[i] | (mins[i + 4] >> 4) << 6
+        six[i + 8] = scales[i + 4] & 15 | (mins[i + 4] & 15) << 4
     return bytes(six)
 
 
@@ -235,16 +235,16 @@ def random_block(name: str) -> tuple[bytes, list[float]]:
         numbers = draw(-128, 128, 32)
         return q8_0(d, numbers), [d * n for n in numbers]
     if name == "Q2_K":
-        scales, minimums, numbers = draw(0, 16, 16), draw(0, 16, 16), draw(0, 4, 256)
-        values = [d * scales[i // 16] * n - m * minimums[i // 16] for i, n in enumerate(numbers)]
-        return q2_k(d, m, scales, minimums, numbers), values
+        scales, mins, numbers = draw(0, 16, 16), draw(0, 16, 16), draw(0, 4, 256)
+        values = [d * scales[i // 16] * n - m * mins[i // 16] for i, n in enumerate(numbers)]
+        return q2_k(d, m, scales, mins, numbers), values
     if name == "Q3_K":
         scales, numbers = draw(0, 64, 16), draw(0, 8, 256)
         return q3_k(d, scales, numbers), [d * (scales[i // 16] - 32) * (n - 4) for i, n in enumerate(numbers)]
     if name in ("Q4_K", "Q5_K"):
-        scales, minimums, numbers = draw(0, 64, 8), draw(0, 64, 8), draw(0, 16 if name == "Q4_K" else 32, 256)
-        values = [d * scales[i // 32] * n - m * minimums[i // 32] for i, n in enumerate(numbers)]
-        return {"Q4_K": q4_k, "Q5_K": q5_k}[name](d, m, scales, minimums, numbers), values
+        scales, mins, numbers = draw(0, 64, 8), draw(0, 64, 8), draw(0, 16 if name == "Q4_K" else 32, 256)
+        values = [d * scales[i // 32] * n - m * mins[i // 32] for i, n in enumerate(numbers)]
+        return {"Q4_K": q4_k, "Q5_K": q5_k}[name](d, m, scales, mins, numbers), values
     assert name == "Q6_K"
     scales, numbers = draw(-128, 128, 16), draw(0, 64, 256)
     return q6_k(d, scales, numbers), [d * scales[i // 16] * (n - 32) for i, n in enumerate(numbers)]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 from fastgen.quantization.autoround import Call, tune
-from fastgen.quantization.grouped import check, dequantized
+from fastgen.quantization.quantized_tensor import check, dequantized
 from fastgen.quantization.rtn import Kind, make_grid, round_to_nearest
 
 bits, symmetric, dtype = int(sys.argv[1]), sys.argv[2] == "True", getattr(torch, sys.argv[3])
@@ -65,8 +65,8 @@ nearest = {
 print(json.dumps({
     "names": sorted(found[0]),
     "unchanged": all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items()),
-    "again": all(torch.equal(found[0][name].numbers, found[1][name].numbers) for name in found[0]),
-    "numbers": {name: [int(w.numbers.min()), int(w.numbers.max())] for name, w in found[0].items()},
+    "again": all(torch.equal(found[0][name].qweight, found[1][name].qweight) for name in found[0]),
+    "qweight": {name: [int(w.qweight.min()), int(w.qweight.max())] for name, w in found[0].items()},
     "zeros": {name: w.zeros is not None for name, w in found[0].items()},
     "scales": {name: str(w.scales.dtype) for name, w in found[0].items()},
     "tuned": error({name: dequantized(weight, dtype) for name, weight in found[0].items()}),
@@ -87,5 +87,5 @@ def test_a_block_is_nearer_to_what_it_was_than_rounded_to_nearest(bits: int, sym
     assert found["names"] == ["down", "up"]
     assert found["unchanged"] and found["again"]
     assert set(found["zeros"].values()) == {not symmetric} and set(found["scales"].values()) == {f"torch.{dtype}"}
-    assert all(least < most < 2**bits for least, most in found["numbers"].values())
+    assert all(least < most < 2**bits for least, most in found["qweight"].values())
     assert 0 < found["tuned"] < (0.8 if bits == 4 else 1.0) * found["nearest"]

@@ -16,16 +16,16 @@ from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 from fastgen.quantization.gptq_format import GPTQ
-from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from tests.quantization import definitions
 from tests.quantization.definitions import by_definition, random_weight
 
 TYPES = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
 
-def check_read(form: Format, tensors: dict[str, Tensor], weight: GroupedWeight) -> GroupedWeight:
+def check_read(form: Format, tensors: dict[str, Tensor], weight: QuantizedTensor) -> QuantizedTensor:
     """Reads the tensors, and writes them again."""
-    outputs, inputs = weight.numbers.shape
+    outputs, inputs = weight.qweight.shape
     form = form.resolved(tensors)
     read = form.read(tensors, outputs, inputs)
     assert read.bits == weight.bits
@@ -106,7 +106,7 @@ def test_what_compressed_tensors_packs() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     for bits in (4, 8):
         weight = random_weight(12, 32, bits, symmetric=False)
-        numbers, zeros = ((part.int() - 2 ** (bits - 1)).to(torch.int8) for part in (weight.numbers, weight.zeros))
+        numbers, zeros = ((part.int() - 2 ** (bits - 1)).to(torch.int8) for part in (weight.qweight, weight.zeros))
         tensors = {
             "weight_packed": helpers.pack_to_int32(numbers, bits),
             "weight_scale": weight.scales,
@@ -127,7 +127,7 @@ def blocks_of(kind: BlockType, rows: int, per_row: int) -> tuple[Tensor, Tensor]
 def test_gguf(name: str) -> None:
     kind = TYPES[name]
     blocks, values = blocks_of(kind, rows=5, per_row=3)
-    read = Blocks(kind).read({"blocks": blocks}, 5, 3 * kind.numbers)
+    read = Blocks(kind).read({"blocks": blocks}, 5, 3 * kind.block_size)
     torch.testing.assert_close(dequantized(read, torch.float32).double(), values, rtol=1e-6, atol=1e-7)
 
 
@@ -137,27 +137,27 @@ def test_what_gguf_unpacks(name: str) -> None:
     package = pytest.importorskip("gguf")
     kind = TYPES[name]
     blocks, _ = blocks_of(kind, rows=5, per_row=2)
-    read = Blocks(kind).read({"blocks": blocks}, 5, 2 * kind.numbers)
+    read = Blocks(kind).read({"blocks": blocks}, 5, 2 * kind.block_size)
     theirs = package.dequantize(blocks.numpy(), package.GGMLQuantizationType[name])
     assert torch.equal(dequantized(read, torch.float32), torch.from_numpy(theirs))
 
 
 # What is wrong, by format: each changes the tensors of a weight of 16 outputs and 32 inputs in groups of 16.
-DAMAGED: list[tuple[Format, Callable[[GroupedWeight], dict[str, Tensor]], dict[str, Any], str]] = [
+DAMAGED: list[tuple[Format, Callable[[QuantizedTensor], dict[str, Tensor]], dict[str, Any], str]] = [
     (GPTQ(), definitions.gptq, {"qweight": None}, "qweight has 0 words"),
-    (GPTQ(), definitions.gptq, {"qweight": lambda t: t[:-1]}, "qweight has 3 words for 32 numbers"),
+    (GPTQ(), definitions.gptq, {"qweight": lambda t: t[:-1]}, "qweight has 3 words for 32 values"),
     (GPTQ(), definitions.gptq, {"qweight": lambda t: t[:, :-1]}, "qweight is int32"),
     (GPTQ(), definitions.gptq, {"qweight": lambda t: t.long()}, "qweight is int64"),
     (GPTQ(), definitions.gptq, {"scales": None}, "scales has 0 groups"),
     (GPTQ(), definitions.gptq, {"scales": lambda t: t.int()}, "scales is int32"),
-    (GPTQ(), definitions.gptq, {"scales": lambda t: torch.cat([t, t[:1]])}, "scales has 3 groups for 32 inputs"),
+    (GPTQ(), definitions.gptq, {"scales": lambda t: torch.cat([t, t[:1]])}, "scales has 3 groups for 32 in_features"),
     (GPTQ(), definitions.gptq, {"qzeros": None}, "qzeros is missing"),
     (GPTQ(), definitions.gptq, {"qzeros": lambda t: t[:, :1]}, "qzeros is int32"),
     (GPTQ(), definitions.gptq, {"g_idx": lambda t: t[:-1]}, "g_idx is int32"),
     (GPTQ(), definitions.gptq, {"g_idx": lambda t: t.float()}, "g_idx is float32"),
     (GPTQ(), definitions.gptq, {"g_idx": lambda t: t + 1}, "g_idx names groups 1 to 2, and there are 2"),
     (GPTQ(), definitions.gptq, {"g_idx": lambda t: t - 1}, "g_idx names groups -1 to 0"),
-    (GPTQ(), definitions.gptq, {"g_idx": lambda t: t * 0}, "group 0 in g_idx has 32 inputs, not 16"),
+    (GPTQ(), definitions.gptq, {"g_idx": lambda t: t * 0}, "group 0 in g_idx has 32 in_features, not 16"),
     (AWQ(), definitions.awq, {"qweight": lambda t: t[:-1]}, "qweight is int32"),
     (AWQ(), definitions.awq, {"qzeros": None}, "qzeros is missing"),
     (AWQ(), definitions.awq, {"scales": lambda t: t[:, :-1]}, "scales is float16"),
@@ -180,7 +180,7 @@ DAMAGED: list[tuple[Format, Callable[[GroupedWeight], dict[str, Tensor]], dict[s
 
 @pytest.mark.parametrize(("form", "write", "damage", "message"), DAMAGED)
 def test_damaged(
-    form: Format, write: Callable[[GroupedWeight], dict[str, Tensor]], damage: dict[str, Any], message: str
+    form: Format, write: Callable[[QuantizedTensor], dict[str, Tensor]], damage: dict[str, Any], message: str
 ) -> None:
     tensors = write(random_weight(16, 32, symmetric=False, act_order=not isinstance(form, AWQ)))
     for name, change in damage.items():
@@ -194,7 +194,7 @@ def test_damaged(
 
 
 def test_outputs_that_awq_cannot_have() -> None:
-    with pytest.raises(ValueError, match="12 outputs, which are no whole words"):
+    with pytest.raises(ValueError, match="12 out_features, which is no multiple of 8"):
         AWQ().read(definitions.awq(random_weight(16, 32)), 12, 32)
 
 
@@ -202,7 +202,7 @@ def test_outputs_that_awq_cannot_have() -> None:
 def test_damaged_blocks(name: str) -> None:
     kind = TYPES[name]
     blocks, _ = blocks_of(kind, rows=3, per_row=2)
-    form, inputs = Blocks(kind), 2 * kind.numbers
+    form, inputs = Blocks(kind), 2 * kind.block_size
     for wrong in (blocks[:-1], blocks[:, :-1], blocks.int(), blocks.flatten()):
         with pytest.raises(ValueError, match=r"blocks is .* and must be uint8"):
             form.read({"blocks": wrong}, 3, inputs)
@@ -241,7 +241,7 @@ def test_groups_of_another_size_than_the_configuration_says(form: Any, write: An
     for sizes in ({32}, {16, 32}, {}):
         assert form(group_sizes=frozenset(sizes)).resolved(tensors).read(tensors, 16, 64).group_size == 32
     for sizes in ({16}, {64}, {-1}):
-        with pytest.raises(ValueError, match="has groups of 32 inputs, and the configuration says"):
+        with pytest.raises(ValueError, match="has groups of 32, and the configuration says"):
             form(group_sizes=frozenset(sizes)).resolved(tensors).read(tensors, 16, 64)
     channel = random_weight(16, 64, group_size=64, symmetric=False)
     for sizes in ({64}, {-1}, {128}):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.quantization import gptq as module
 from fastgen.quantization.gptq import output_error
-from fastgen.quantization.grouped import dequantized
+from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.rtn import Grid, Kind, best_grid, make_grid, round_to_nearest
 
 
@@ -70,7 +70,7 @@ def test_gptq_is_optimal_brain_quantization(outputs, inputs, group, symmetric, b
     grid = make_grid(weight, Kind(bits, group, symmetric, torch.float32))
     order = torch.argsort(hessian.diagonal(), descending=True).tolist() if ordered else range(inputs)
     found = gptq(weight, hessian, grid, damping=0.01, by_activation=ordered)
-    assert torch.equal(found.numbers, obq(weight, hessian, grid, 0.01, order))
+    assert torch.equal(found.qweight, obq(weight, hessian, grid, 0.01, order))
     assert (found.bits, found.group_size, found.order) == (bits, group, None)
     assert (found.zeros is None) == symmetric
 
@@ -82,7 +82,7 @@ def test_the_comparison_notices_what_is_wrong():
     right = obq(weight, hessian, grid, 0.01, order)
 
     def of(**changes):
-        return gptq(weight, hessian, grid, **({"damping": 0.01} | changes)).numbers
+        return gptq(weight, hessian, grid, **({"damping": 0.01} | changes)).qweight
 
     assert torch.equal(of(), right)
     assert not torch.equal(of(damping=0.05), right)
@@ -91,7 +91,7 @@ def test_the_comparison_notices_what_is_wrong():
     with mock.patch.object(module, "_compensation", lambda *args: inverse(*args).T.contiguous()):
         assert not torch.equal(of(), right)
     with mock.patch.object(module, "_compensation", lambda *args: torch.eye(300, dtype=torch.float64)):
-        assert torch.equal(of(), round_to_nearest(weight, grid).numbers)
+        assert torch.equal(of(), round_to_nearest(weight, grid).qweight)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 128, 1000])
@@ -100,14 +100,14 @@ def test_the_result_does_not_depend_on_the_columns_of_a_block(columns, monkeypat
     grid = make_grid(weight, Kind(4, 16, scale_dtype=torch.float32))
     expected = gptq(weight, hessian, grid)
     monkeypatch.setattr(module, "_COLUMNS", columns)
-    assert torch.equal(gptq(weight, hessian, grid).numbers, expected.numbers)
+    assert torch.equal(gptq(weight, hessian, grid).qweight, expected.qweight)
 
 
 def test_inputs_that_do_not_depend_on_each_other_are_rounded_to_nearest():
     weight, _ = layer(4, 32)
     grid = make_grid(weight, Kind(4, 8))
     hessian = torch.diag(torch.rand(32, dtype=torch.float64) + 0.1)
-    assert torch.equal(gptq(weight, hessian, grid).numbers, round_to_nearest(weight, grid).numbers)
+    assert torch.equal(gptq(weight, hessian, grid).qweight, round_to_nearest(weight, grid).qweight)
 
 
 def test_inputs_that_are_always_zero():
@@ -116,10 +116,10 @@ def test_inputs_that_are_always_zero():
     grid = make_grid(weight, Kind(4, 8))
     found = gptq(weight, hessian, grid)
     nearest = round_to_nearest(weight, grid)
-    assert torch.equal(found.numbers[:, [5, 31]], nearest.numbers[:, [5, 31]])
-    assert not torch.equal(found.numbers, nearest.numbers)
+    assert torch.equal(found.qweight[:, [5, 31]], nearest.qweight[:, [5, 31]])
+    assert not torch.equal(found.qweight, nearest.qweight)
     nothing = torch.zeros(32, 32)
-    assert torch.equal(gptq(weight, nothing, grid).numbers, nearest.numbers)
+    assert torch.equal(gptq(weight, nothing, grid).qweight, nearest.qweight)
     assert output_error(weight, weight, nothing) == 0
 
 
@@ -133,7 +133,7 @@ def test_fewer_samples_than_inputs():
     # Not positive definite, as rounding errors may leave it: the damping grows until it is.
     indefinite = hessian - 1e-5 * hessian.diagonal().mean() * torch.eye(64)
     grown = gptq(weight, indefinite, grid, damping=1e-6)
-    assert torch.equal(grown.numbers, gptq(weight, indefinite, grid, damping=1e-6 * 10 * 10).numbers)
+    assert torch.equal(grown.qweight, gptq(weight, indefinite, grid, damping=1e-6 * 10 * 10).qweight)
 
 
 def test_float32_and_half_weights():
@@ -142,7 +142,7 @@ def test_float32_and_half_weights():
         grid = make_grid(weight.to(dtype), Kind(4, 32))
         one = gptq(weight.to(dtype), hessian.float(), grid)
         other = gptq(weight.to(dtype).double(), hessian, grid)
-        assert (one.numbers != other.numbers).float().mean() < 0.01  # ties in rounding
+        assert (one.qweight != other.qweight).float().mean() < 0.01  # ties in rounding
 
 
 dtypes = st.sampled_from([torch.float16, torch.bfloat16])
@@ -187,7 +187,7 @@ def test_zeros_and_constants():
 
 
 def test_what_cannot_be_on_a_grid():
-    with pytest.raises(ValueError, match="10 inputs are not whole groups of 4"):
+    with pytest.raises(ValueError, match="10 in_features are not whole groups of 4"):
         make_grid(torch.zeros(2, 10), Kind(4, 4))
     with pytest.raises(ValueError, match="the Hessian has elements that are NaN"):
         module.plan(torch.full((2, 2), float("nan")))

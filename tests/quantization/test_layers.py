@@ -1,4 +1,4 @@
-"""Layers on weights of few bits: what they compute, keep, save and load."""
+"""Layers on low-bit weights: what they compute, keep, save and load."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from fastgen.decoding.captured.program import Program
 from fastgen.ops.linear import grouped
-from fastgen.quantization import products
+from fastgen.quantization import layer_weight
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.gptq_format import GPTQ
-from fastgen.quantization.grouped import GroupedWeight, dequantized
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.unpacked import Unpacked
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight
 
 
 def linear(
-    weight: GroupedWeight,
+    weight: QuantizedTensor,
     form: Format | None = None,
     tensors: dict[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -35,7 +35,7 @@ def linear(
     form, tensors = form or GPTQ(symmetric=False), tensors or definitions.gptq(weight)
     meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
     parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    outputs, inputs = weight.numbers.shape
+    outputs, inputs = weight.qweight.shape
     layer = QuantizedLinear(outputs, inputs, form, meta, dtype, parameter)
     assert layer.state_dict().keys() == tensors.keys() | ({"bias"} if bias is not None else set())
     for name, tensor in tensors.items():
@@ -67,17 +67,17 @@ def test_product_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight(24, 32, symmetric=False), torch.randn(3, 32)
     layer = linear(weight, bias=torch.randn(24))
     whole = layer(x)
-    monkeypatch.setattr(products, "_CHUNK", 32 * 5)
+    monkeypatch.setattr(layer_weight, "_CHUNK", 32 * 5)
     torch.testing.assert_close(layer(x), whole)
 
 
 @pytest.mark.parametrize(("inputs", "group_size"), [(13, 13), (9, 3), (2, 1)])
 def test_odd_numbers_of_inputs(inputs: int, group_size: int) -> None:
     weight = random_weight(5, inputs, 4, group_size)
-    assert torch.equal(products.unpack(products.pack(weight)).numbers, weight.numbers)
+    assert torch.equal(layer_weight.unpack(layer_weight.pack(weight)).qweight, weight.qweight)
     x = torch.randn(2, inputs)
     torch.testing.assert_close(
-        products.multiply(x, products.pack(weight), None), F.linear(x, dequantized(weight, torch.float32))
+        layer_weight.linear(x, layer_weight.pack(weight), None), F.linear(x, dequantized(weight, torch.float32))
     )
 
 
@@ -150,7 +150,7 @@ def test_blocks_are_saved_as_an_ordinary_weight() -> None:
     layer, weight = blocks(9)
     saved = layer.state_dict()
     assert saved.keys() == nn.Embedding(9, 64).state_dict().keys()
-    assert type(saved["weight"]) is Unpacked and saved["weight"]._numbers._found is None
+    assert type(saved["weight"]) is Unpacked and saved["weight"]._lazy._found is None
     assert torch.equal(saved["weight"], weight)
     buffer = io.BytesIO()
     torch.save(saved, buffer)
@@ -166,7 +166,7 @@ def test_blocks_take_no_other_numbers() -> None:
     layer, weight = blocks(9)
     assert layer.load_state_dict({"weight": weight.clone()}).missing_keys == []
     for other in (weight + 1, weight[:4]):
-        with pytest.raises(RuntimeError, match="take no other numbers: call model.dequantize"):
+        with pytest.raises(RuntimeError, match="take no other values: call model.dequantize"):
             layer.load_state_dict({"weight": other})
     with pytest.raises(RuntimeError, match="Missing key.*weight"):
         layer.load_state_dict({})
@@ -179,9 +179,9 @@ def test_sharing() -> None:
     head.share(embedding)
     x = torch.randn(2, 64)
     torch.testing.assert_close(head(x), F.linear(x, weight), rtol=1e-5, atol=1e-4)
-    assert head.packed_numbers.data_ptr() == embedding.packed_numbers.data_ptr()
+    assert head.packed_qweight.data_ptr() == embedding.packed_qweight.data_ptr()
     both = nn.ModuleList([embedding, head]).to(torch.bfloat16)
-    assert both[0].packed_numbers.data_ptr() == both[1].packed_numbers.data_ptr()
+    assert both[0].packed_qweight.data_ptr() == both[1].packed_qweight.data_ptr()
 
 
 def test_to_another_type() -> None:
@@ -189,7 +189,7 @@ def test_to_another_type() -> None:
     weight = random_weight(8, 32, dtype=torch.float16)
     layer = linear(weight, PackQuantized(), definitions.pack_quantized(weight), bias=torch.zeros(8))
     layer.to(torch.bfloat16)
-    assert torch.equal(products.unpack(layer.packed).scales, weight.scales)
+    assert torch.equal(layer_weight.unpack(layer.packed).scales, weight.scales)
     assert layer.packed_scales.dtype == torch.float16
     assert layer.bias is not None and layer.bias.dtype == layer.weight.dtype == torch.bfloat16
     embedding, _ = blocks(3)
@@ -205,7 +205,7 @@ def test_copies_and_dequantized() -> None:
     torch.testing.assert_close(plain(x), layer(x))
     duplicate = copy.deepcopy(layer)
     assert torch.equal(duplicate(x), layer(x))
-    assert duplicate.packed_numbers.data_ptr() != layer.packed_numbers.data_ptr()
+    assert duplicate.packed_qweight.data_ptr() != layer.packed_qweight.data_ptr()
     embedding, values = blocks(3)
     assert type(embedding.dequantize()) is nn.Embedding and torch.equal(embedding.dequantize().weight, values)
 
@@ -219,8 +219,8 @@ def test_gradients_of_inputs() -> None:
 def test_code_that_asks_what_a_weight_is_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5 compares the type of a weight with that of its input, in every step."""
     weight = random_weight(24, 32, symmetric=False)
-    layer, unpack, count = linear(weight, dtype=torch.bfloat16), products.unpack, []
-    monkeypatch.setattr(products, "unpack", lambda packed: (count.append(1), unpack(packed))[1])
+    layer, unpack, count = linear(weight, dtype=torch.bfloat16), layer_weight.unpack, []
+    monkeypatch.setattr(layer_weight, "unpack", lambda packed: (count.append(1), unpack(packed))[1])
     found = layer.weight
     assert isinstance(found, Tensor) and found.dtype is torch.bfloat16
     assert (found.shape, found.device.type, found.dim(), found.numel()) == ((24, 32), "cpu", 2, 24 * 32)

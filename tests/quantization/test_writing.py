@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.quantization.calibration import Quantised
-from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.int32_packing import packed
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.rtn import Kind, make_grid, round_to_nearest
-from fastgen.quantization.words import packed
 from fastgen.quantization.writing import config, load_block, save_block, tensors
 
 
@@ -50,10 +50,10 @@ def test_the_library_reads_the_same_weight(bits, symmetric, dtype, outputs):
 
 def test_what_the_format_has_no_place_for():
     one = weight()
-    with pytest.raises(ValueError, match="no minimums"):
+    with pytest.raises(ValueError, match="no mins"):
         tensors(one._replace(order=torch.arange(32)))
-    with pytest.raises(ValueError, match="no minimums"):
-        tensors(one._replace(minimums=one.scales))
+    with pytest.raises(ValueError, match="no mins"):
+        tensors(one._replace(mins=one.scales))
 
 
 def test_the_configuration_names_layers_that_differ():
@@ -83,7 +83,7 @@ def test_a_block_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: b"", lambda data: data[:-20], lambda data: data.replace(b"numbers", b"numbest")]
+    "damage", [lambda data: b"", lambda data: data[:-20], lambda data: data.replace(b"qweight", b"numbest")]
 )
 def test_a_damaged_block_is_refused(tmp_path, damage):
     path = tmp_path / "block"
@@ -99,5 +99,5 @@ def test_a_file_of_somebody_elses_is_no_block(tmp_path):
     save_file({"x": torch.zeros(2)}, tmp_path / "block")
     with pytest.raises(ValueError, match="block is damaged"):
         load_block(tmp_path / "block")
-    with pytest.raises(ValueError, match="numbers are"):
-        tensors(GroupedWeight(torch.zeros(2), torch.zeros(2), None, None, 4, 8, None))
+    with pytest.raises(ValueError, match="qweight is"):
+        tensors(QuantizedTensor(torch.zeros(2), torch.zeros(2), None, None, 4, 8, None))

@@ -1,8 +1,7 @@
-"""A model's own weights in few bits, as the draft of the model itself: the same layers, but for their products.
+"""A self-draft: the model itself drafts with low-bit copies of its weights.
 
 Rounded to 8 bits, a model mostly chooses the tokens that it chooses with its own weights, and a step reads a quarter
-of the bytes. What is drafted is verified with the weights as they are: a copy that is out of date costs time, not
-truth.
+of the bytes. Drafts are verified with the weights themselves: a stale copy costs time, never a token.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from fastgen.locks import forkable_lock
 
 
 class OtherLogits(Exception):
-    """The model makes other logits of its LM head's outputs: what was guessed from these counts for nothing."""
+    """The model changes what its LM head returns: a draft from that is void."""
 
 
 class DraftWeights:
-    """Copies of the weights of a model's linear layers in few bits, which `copy` makes.
+    """Low-bit copies of the weights of a model's linear layers, which `copy` makes.
 
     Args:
         model: weights that are not plain parameters in float32, bfloat16 or float16 are left out.
@@ -68,14 +67,14 @@ class DraftWeights:
         self._left = [module for module in self._weights if module is not head]
         self._draft_head: DraftHead | None = None
         self._used_head: DraftHead | None = None
-        self._head_is_plain = True  # its outputs are the logits, as far as is known
+        self._head_is_plain = True  # what it returns are the logits, as far as is known
         self._is_dropped = False
 
     @classmethod
     def of(
         cls, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> DraftWeights:
-        """Those that are kept with the model, if it has not been changed since."""
+        """The draft weights that are kept with the model, or new ones where it has changed since."""
         format = formats.low_bit(precision, group_size)
         with cls._lock:
             kept = cls._of[model] = {each: of for each, of in cls._of.get(model, {}).items() if of._is_current()}
@@ -85,7 +84,7 @@ class DraftWeights:
 
     @classmethod
     def drop_all(cls) -> None:
-        """Lets go of the weights of all models, which may have others by now."""
+        """Drops the draft weights of all models."""
         with cls._lock:
             cls._of.clear()
 
@@ -107,12 +106,12 @@ class DraftWeights:
             ValueError: there is no weight to copy, or too little memory.
         """
         if not self._weights:
-            raise ValueError("the model has no weights to draft with in few bits")
+            raise ValueError("the model has no weights for a low-bit self-draft")
         for weight in self._weights.values():
             weight.note_use()  # first: making room for the others must not cost one of these
         missing = {weight for weight in map(self._weights.__getitem__, self._left) if weight.current() is None}
         if missing and not cache.has_memory(sum(self._format.nbytes(each.weight) for each in missing), self._device):
-            raise ValueError("too little memory is free for a copy of the weights in few bits")
+            raise ValueError("too little memory is free for low-bit copies of the weights")
         end = time.perf_counter() + seconds
         while self._left and time.perf_counter() < end:
             self._copy(self._left.pop())
@@ -123,16 +122,16 @@ class DraftWeights:
         if copy is not None:
             self._products[module] = partial(_multiply, copy, module)
 
-    def copy_head(self, for_largest: bool = False) -> None:
+    def copy_head(self, for_argmax: bool = False) -> None:
         """Copies the LM head, if need be: before it is `used`, and not while a step is recorded.
 
         Args:
-            for_largest: of the logits nobody wants to know more than the `largest`.
+            for_argmax: of the logits nobody wants to know more than the `argmax`.
         """
         self._used_head = None
         if self._head is None:
             return
-        if for_largest and self._head_is_plain:
+        if for_argmax and self._head_is_plain:
             if self._draft_head is None:
                 self._draft_head = DraftHead.of(self._head, self._weights[self._head].weight)
                 self._head_is_plain = self._draft_head is not None  # without one, it is not tried again
@@ -147,17 +146,17 @@ class DraftWeights:
         """Inside this, the calling thread's forward passes multiply with the copies that there are."""
         if self._used_head is None or self._head is None:
             return layer_forms.override_linear(self._products)
-        return layer_forms.override_linear({**self._products, self._head: self._used_head.estimate})
+        return layer_forms.override_linear({**self._products, self._head: self._used_head.logits})
 
-    def largest(self, logits: Tensor) -> Tensor:
-        """The largest of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The argmax of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
 
         Raises:
-            OtherLogits: they are no outputs of the LM head. After another `copy_head`, that does not matter.
+            OtherLogits: the LM head has not returned them. After another `copy_head`, that does not matter.
         """
         if self._used_head is None:
             return logits.argmax(dim=-1)
-        found = self._used_head.largest(logits)
+        found = self._used_head.argmax(logits)
         if found is None:
             self._head_is_plain = False
             raise OtherLogits

@@ -151,7 +151,7 @@ class StepCache(StaticCache):
         Cache.__init__(self, layers=[*layers])  # StaticCache's makes layers of its own
 
 
-class StoreInCache:
+class ExchangedLayers:
     """Puts `SharedLayer`s into a cache for the length of one `generate` call, and the library's own layers back.
 
     Only `layers` is exchanged, so nothing is lost when the call is given up half-way.
@@ -208,7 +208,7 @@ class StoreInCache:
         return (layer for part in _parts(self.cache) for layer in _shared_layers(part.layers))
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Goes on with the given inputs of those that are there, [n] in ascending order."""
+        """Goes on with the given inputs of the batch, [n] in ascending order."""
         for layer in self._layers():
             layer.kv.keep(inputs)
             layer.translate = translate

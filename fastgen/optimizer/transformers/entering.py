@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastgen import releases
 from fastgen.decoding.kv.cache import Pair
-from fastgen.optimizer.transformers.buckets import DECODERS, PER_POSITION, Pass
-from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.buckets import DECODERS, PER_POSITION, Prefill
+from fastgen.optimizer.transformers.cache import ExchangedLayers
 
 
 @dataclass
@@ -44,7 +44,13 @@ class Entering:
         return is_known and per_position and (is_long or bool(self.beginning))
 
     def prefill(
-        self, store: StoreInCache, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], first: bool
+        self,
+        store: ExchangedLayers,
+        wrapped: Prefill,
+        ids: Tensor,
+        config: Any,
+        model_kwargs: dict[str, Any],
+        first: bool,
     ) -> Any:
         """What the library's `_prefill` gives, which goes on behind what the cache holds."""
         store.begin_with(self.beginning)

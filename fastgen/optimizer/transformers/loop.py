@@ -182,7 +182,7 @@ def _check_weights(model: Any) -> None:
         return
     if model.device.type == "cpu" or formats.unavailable(now.weight_dtype, model.device) is None:
         graph_cache.drop(model)
-        raise CannotBeCaptured('weights in other numbers, which are not kept (packed_weights="keep")')
+        raise CannotBeCaptured('copies of weights that are not kept (packed_weights="keep")')
 
 
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
@@ -193,7 +193,7 @@ def _check_on_cpu(model: Any, tokens: Tensor) -> None:
 
 
 def _size_of_weights(model: Any) -> float:
-    """Numbers of the matrix that one of the model's numbers is in, on the average: small ones hardly count."""
+    """The mean size of a weight matrix, each counted by its elements: so small ones hardly count."""
     sizes = [weight.numel() for weight in model.parameters() if weight.dim() == 2]
     return sum(size * size for size in sizes) / max(sum(sizes), 1)
 

@@ -135,7 +135,7 @@ def has_global_hooks() -> bool:
 
 
 def attention_functions() -> Hashable:
-    """Those that are registered in the library: what a recording has frozen besides the model."""
+    """The functions that are registered in the library: a recording takes them for granted besides the model."""
     return tuple([(name, IdentityGuard.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
 
 

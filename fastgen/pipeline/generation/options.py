@@ -43,7 +43,7 @@ _KINDS: dict[type, set[str]] = {bool: {"bool"}, str: {"str"}, int: {"int", "floa
 # Smaller values make no sense to the library, which does not look at all of them itself.
 _LEAST = dict.fromkeys(["num_beams", "num_return_sequences", "num_beam_groups", "max_new_tokens", "max_length"], 1)
 _LEAST |= dict.fromkeys(["min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"], 0)
-# Those that ask for drafts, which the model then checks several at a time.
+# Those that ask for drafts, which the model verifies several at a time.
 DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 # Fields that describe the file a configuration came from rather than the generation.
 _METADATA = {"transformers_version"}
@@ -104,7 +104,7 @@ class RunOptions(DataOptions):
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)
     self_speculation: str = option(
         lambda: process_settings.current().self_speculation,
-        "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model checks (default: off); "
+        "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model verifies (default: off); "
         "kernels are chosen by measurements then",
         rare=True,
     )

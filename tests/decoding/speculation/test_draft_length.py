@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastgen.decoding.speculation.back_off import BackOff
 from fastgen.decoding.speculation.costs import DRAFT, HOST, Costs
-from fastgen.decoding.speculation.draft_length import MOST_PAUSES, DraftLength, Schedule, can_begin, pauses
+from fastgen.decoding.speculation.draft_length import MOST_CALLS, DraftLength, Schedule, can_begin, of_calls
 
 LENGTHS = (0, 1, 3, 7)
 # Seconds of verifies by positions, relative to a plain step, and of drafting a token (None: it is found in a text):
@@ -349,9 +349,9 @@ def test_places_of_finished_rows_are_used() -> None:
 # ---- back-off
 
 
-def test_pauses_of_calls_double() -> None:
+def test_waits_of_calls_double() -> None:
     """The first call that does not pay may have been disturbed; one that pays ends them."""
-    back_off, said = pauses(), []
+    back_off, said = of_calls(), []
     for _ in range(20):
         said.append(back_off.waits())
         if not said[-1]:
@@ -359,12 +359,12 @@ def test_pauses_of_calls_double() -> None:
     assert "".join("-p"[waits] for waits in said) == "--p-pp-pppp-pppppppp"
     for _ in range(10):
         back_off.fail()
-    assert sum(back_off.waits() for _ in range(100)) == MOST_PAUSES
+    assert sum(back_off.waits() for _ in range(100)) == MOST_CALLS
     back_off.succeed()
     back_off.fail()
     assert not back_off.waits()
     back_off.give_up()
-    assert sum(back_off.waits() for _ in range(100)) == MOST_PAUSES
+    assert sum(back_off.waits() for _ in range(100)) == MOST_CALLS
     assert [BackOff(2, 8).waits() for _ in range(3)] == [True] * 3
 
 

@@ -80,5 +80,5 @@ def test_copies_in_other_numbers_are_others(model: nn.Sequential, packed: list[t
 
 
 def test_a_model_without_weights_to_copy() -> None:
-    with pytest.raises(ValueError, match="no weights to draft with"):
+    with pytest.raises(ValueError, match="no weights for a low-bit self-draft"):
         draft(nn.Sequential(nn.ReLU())).copy()

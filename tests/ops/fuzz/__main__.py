@@ -46,7 +46,7 @@ _CASES = cases.CASES
 
 def operators() -> list[str]:
     """The operators that have kernels in this process."""
-    for module in (*fastgen.ops.OPERATORS, "linear.tune", "_plan", "_team"):
+    for module in (*fastgen.ops.OPERATORS, "linear.tune", "command_list", "thread_pool"):
         __import__(f"fastgen.ops.{module}")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgen::"))
@@ -125,7 +125,7 @@ class Fuzzer:
         self.counts[name]["taken"] += 1
 
     def _called(self, name: str, operator: Any, args: list[Any], in_plan: bool) -> Any:
-        from fastgen.ops._plan import OPERATORS
+        from fastgen.ops.command_list import OPERATORS
 
         schema = operator._schema.arguments
         plain = [arg for arg, each in zip(args, schema, strict=True) if not each.kwarg_only]
@@ -210,7 +210,7 @@ def _bytes_of(x: Tensor) -> set[int]:
 
 
 def _put_back() -> None:
-    """No plan is open, and nobody has the team."""
+    """No command list is open, and nobody has the thread pool."""
     with contextlib.suppress(RuntimeError):  # there was none
         torch.ops.fastgen.close_plan(-1)
     torch.ops.fastgen.give_team_back()

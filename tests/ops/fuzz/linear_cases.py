@@ -199,13 +199,15 @@ def _grouped(rng: random.Random, inputs: int, outputs: int, bits: int, group_siz
     if groups % 8 == 0 and inputs % group_size == 0 and rng.random() < 0.7:
         octets = torch.randint(0, 64, (2, outputs, groups), dtype=torch.uint8)
         units = torch.rand(2, outputs, groups // 8).half() * 0.01
-        return grouped.pack_multiples(numbers, grouped.Multiples(*octets, *units), bits=bits, group_size=group_size)
+        return grouped.pack_super_blocks(
+            numbers, grouped.SuperBlockScales(*octets, *units), bits=bits, group_size=group_size
+        )
     scales = torch.rand(outputs, groups)
     scales = scales.half().float() if rng.random() < 0.5 else scales
     kind = rng.randrange(3)
     zeros = torch.randint(0, 2**bits, (outputs, groups), dtype=torch.uint8) if kind == 1 else None
-    minimums = torch.randn(outputs, groups) if kind == 2 else None
-    return grouped.pack(numbers, scales, zeros, minimums, bits=bits, group_size=group_size)
+    mins = torch.randn(outputs, groups) if kind == 2 else None
+    return grouped.pack(numbers, scales, zeros, mins, bits=bits, group_size=group_size)
 
 
 def _group_sizes(rng: random.Random) -> tuple[int, int, int, bool]:
@@ -297,7 +299,7 @@ def _grouped_layers(rng: random.Random, count: int) -> _Layers:
     order = torch.randperm(inputs) if not rotated and rng.random() < 0.3 else None
     sizes = inputs, bits, group_size, rotated
     weights = [_grouped(rng, inputs, size(rng, 70), *sizes[1:])._replace(order=order) for _ in range(count)]
-    biases = [maybe(rng, torch.randn(weight.outputs).to(rng.choice(_FLOATING))) for weight in weights]
+    biases = [maybe(rng, torch.randn(weight.n).to(rng.choice(_FLOATING))) for weight in weights]
     floats = all(map(grouped.keeps_floats, weights)) and rng.random() < 0.6
     wanted = [_grouped_wanted(x, weight, bias, floats) for weight, bias in zip(weights, biases, strict=True)]
     return _Layers(x, weights, biases, floats, wanted)
@@ -313,9 +315,9 @@ def grouped_linear(rng: random.Random, name: str) -> Case:
     sizes = [weight.bits, weight.group_size, weight.rotated, floats]
     tolerance = max(_tolerance(x.dtype), _ROUNDED)
     if name == "grouped_linear":
-        given = [x, *weight[:5], bias, weight.outputs, *sizes]
+        given = [x, *weight[:5], bias, weight.n, *sizes]
         return Case(given, lambda args, y: near(y, wanted, tolerance))
-    given = [untouched((len(x), weight.outputs), x.dtype), x, *weight[:5], bias, *sizes]
+    given = [untouched((len(x), weight.n), x.dtype), x, *weight[:5], bias, *sizes]
     return Case(given, lambda args, _: near(args[0], wanted, tolerance))
 
 
@@ -323,10 +325,10 @@ def grouped_linear(rng: random.Random, name: str) -> Case:
 def grouped_linear_batch_out(rng: random.Random) -> Case:
     x, weights, biases, floats, wanted = _grouped_layers(rng, rng.choice((1, 2, 3)))
     first = weights[0]
-    # All have minimums and zeros of their own.
+    # All have mins and zeros of their own.
     parts = [[weight[number] for weight in weights] for number in range(4)]
     given = [
-        [untouched((len(x), weight.outputs), x.dtype) for weight in weights], x, *parts, first.order, biases,
+        [untouched((len(x), weight.n), x.dtype) for weight in weights], x, *parts, first.order, biases,
         first.bits, first.group_size, first.rotated, floats,
     ]  # fmt: skip
 

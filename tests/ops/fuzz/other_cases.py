@@ -1,4 +1,4 @@
-"""Elementwise operators, norms, fingerprints, the largest output, plans and the team of threads."""
+"""Elementwise operators, norms, fingerprints, approximate logits, command lists and the thread pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import elementwise, largest_output, rms_norm
+from fastgen.ops import approximate_logits, elementwise, rms_norm
 from fastgen.ops.top_two import MASKED
 from tests.ops.fuzz.cases import Case, maybe, near, of, rows_apart, same, size, untouched
 
@@ -136,10 +136,10 @@ def largest(rng: random.Random) -> Case:
     rows, inputs, outputs = size(rng, 6), size(rng, 100), rng.choice((size(rng, 100), 600))
     x, weight = rows_apart(torch.randn(rows, inputs), rng), torch.randn(outputs, inputs)
     bias = maybe(rng, torch.randn(outputs))
-    copy = largest_output.copy_of(weight)
+    copy = approximate_logits.bounded_copy(weight)
     assert copy is not None
     estimates = torch.empty(rows, outputs)
-    largest_output.estimate_out(estimates, x, bias, copy)
+    approximate_logits.logits_out(estimates, x, bias, copy)
     wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     banned = torch.rand(rows, outputs) < rng.choice((0.0, 0.0, 0.9))
     estimates.masked_fill_(banned, -torch.inf)
@@ -154,12 +154,12 @@ def largest(rng: random.Random) -> Case:
 
     given = [
         untouched((rows,), torch.int64), maybe(rng, untouched((rows,), torch.bool)), estimates, x, weight, bias,
-        copy.sizes, copy.numbers.group_size, 4 * 2.0**-24, MASKED, rng.choice((0.0, 1e-3)),
+        copy.norms, copy.weight.group_size, 4 * 2.0**-24, MASKED, rng.choice((0.0, 1e-3)),
     ]  # fmt: skip
     return Case(given, check)
 
 
-# ---- plans and the team: the state of the process
+# ---- command lists and the thread pool: the state of the process
 
 
 def _planned() -> tuple[Tensor, Tensor]:
@@ -216,13 +216,13 @@ def run_plan(rng: random.Random, name: str) -> Case:
 
 
 @of("take_team", "give_team_back")
-def team(rng: random.Random, name: str) -> Case:
+def thread_pool(rng: random.Random, name: str) -> Case:
     _ops.give_team_back()
     threads = rng.choice((0, 1, 2, 3, 4))
 
-    def check(args: list[Any], has_team: Any) -> None:
+    def check(args: list[Any], has_pool: Any) -> None:
         if name == "take_team":
-            assert has_team == (threads > 1)
+            assert has_pool == (threads > 1)
             scores = torch.randn(64, 2000)
             tokens, is_near = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bool)
             _ops.top_two_out(tokens, is_near, scores, MASKED, 0.0)

@@ -90,7 +90,7 @@ def grouped(outputs, inputs, bits, group_size, form, scales=torch.float16):
     shape = outputs, -(-inputs // group_size)
     numbers, scales = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.zeros(shape, dtype=scales)
     zeros = torch.zeros(shape, dtype=torch.uint8) if form == "zeros" else None
-    return pack(numbers, scales, zeros, scales if form == "minimums" else None, bits=bits, group_size=group_size)
+    return pack(numbers, scales, zeros, scales if form == "mins" else None, bits=bits, group_size=group_size)
 
 
 def lines(dtype, inputs, bits=4, group_size=64, form="middle", which=True):
@@ -111,22 +111,22 @@ PRODUCTS = {
     "int4, 64 rows": (torch.bfloat16, 64, 4096, 14336),
     "int4, groups of 32": (torch.float16, 4, 4096, 4096, 4, 32),
     "int4, groups of 128, zeros": (torch.bfloat16, 16, 4096, 4096, 4, 128, "zeros"),
-    "int4, groups of 32, minimums": (torch.float16, 16, 4096, 4096, 4, 32, "minimums", torch.float32),
-    "int4, groups of 256, minimums, 64 rows": (torch.bfloat16, 64, 4096, 4096, 4, 256, "minimums"),
+    "int4, groups of 32, mins": (torch.float16, 16, 4096, 4096, 4, 32, "mins", torch.float32),
+    "int4, groups of 256, mins, 64 rows": (torch.bfloat16, 64, 4096, 4096, 4, 256, "mins"),
     "int4, groups of 16": (torch.bfloat16, 16, 4096, 4096, 4, 16, "zeros"),
-    "int4, groups of 16, 64 rows": (torch.bfloat16, 64, 4096, 4096, 4, 16, "minimums"),
+    "int4, groups of 16, 64 rows": (torch.bfloat16, 64, 4096, 4096, 4, 16, "mins"),
     "int8, 1 row": (torch.bfloat16, 1, 4096, 4096, 8),
     "int8, 64 rows": (torch.float16, 64, 4096, 4096, 8, 128),
     "int8, 16 rows, channels": (torch.bfloat16, 16, 4096, 4096, 8, 4096, "zeros", torch.bfloat16),
     "int8, the output layer": (torch.bfloat16, 4, 128256, 4096, 8, 32),
     "int4, 1 row, float32": (torch.float32, 1, 4096, 4096),
     "int4, 16 rows, float32": (torch.float32, 16, 4096, 4096, 4, 128, "zeros"),
-    "int4, 64 rows, float32": (torch.float32, 64, 4096, 4096, 4, 32, "minimums"),
+    "int4, 64 rows, float32": (torch.float32, 64, 4096, 4096, 4, 32, "mins"),
     "int8, 64 rows, float32": (torch.float32, 64, 4096, 4096, 8),
 }
 LINES = {
     "int4": (torch.bfloat16, 4096),
-    "int4, minimums": (torch.float16, 4096, 4, 32, "minimums"),
+    "int4, mins": (torch.float16, 4096, 4, 32, "mins"),
     "int8, zeros, all": (torch.float32, 4096, 8, 128, "zeros", False),
 }
 CASES = {

@@ -28,7 +28,7 @@ cases = st.fixed_dictionaries(
         "bits": st.sampled_from([4, 8]),
         # Of tiles of one group; of several in one; of no power of two; more than there are inputs.
         "group_size": st.sampled_from([32, 64, 128, 256, 8, 16, 24, 96, 7, 512]),
-        "form": st.sampled_from(["middle", "zeros", "minimums"]),
+        "form": st.sampled_from(["middle", "zeros", "mins"]),
         "scales": st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
         "ordered": st.booleans(),
         "biased": st.booleans(),
@@ -49,18 +49,18 @@ def weight_of(case, device):
     numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(outputs, groups, generator=generator) * 0.1 + 0.01).to(case["scales"])
     zeros = torch.randint(0, 2**bits, (outputs, groups), generator=generator, dtype=torch.uint8)
-    minimums = (torch.randn(outputs, groups, generator=generator) * 0.1).to(case["scales"])
+    mins = (torch.randn(outputs, groups, generator=generator) * 0.1).to(case["scales"])
     order = torch.randperm(inputs, generator=generator) if case["ordered"] else None
     meant = torch.empty(outputs, inputs, dtype=torch.float64)
     for column in range(inputs):
         number, scale = numbers[:, column].double(), scales[:, column // group_size].double()
         place = column if order is None else int(order[column])
-        if case["form"] == "minimums":
-            meant[:, place] = scale * number + minimums[:, column // group_size].double()
+        if case["form"] == "mins":
+            meant[:, place] = scale * number + mins[:, column // group_size].double()
         else:
             zero = zeros[:, column // group_size].double() if case["form"] == "zeros" else 2.0 ** (bits - 1)
             meant[:, place] = scale * (number - zero)
-    parts = {"middle": (None, None), "zeros": (zeros, None), "minimums": (None, minimums)}[case["form"]]
+    parts = {"middle": (None, None), "zeros": (zeros, None), "mins": (None, mins)}[case["form"]]
     given = [None if part is None else part.to(device) for part in (numbers, scales, *parts)]
     order = None if order is None else order.to(device)
     return operator.pack(*given, bits=bits, group_size=group_size, order=order), meant.to(device)
@@ -93,9 +93,9 @@ def check(case, device, product):
 @given(case=cases)
 @example(case=PLAIN | {"rows": 64, "inputs": 513, "dtype": torch.float16})
 @example(case=PLAIN | {"rows": 1, "inputs": 2049, "outputs": 3, "dtype": torch.bfloat16})  # in parts
-@example(case=PLAIN | {"rows": 2, "inputs": 4000, "outputs": 70, "form": "minimums", "bits": 8})
+@example(case=PLAIN | {"rows": 2, "inputs": 4000, "outputs": 70, "form": "mins", "bits": 8})
 @example(case=PLAIN | {"rows": 2, "inputs": 3000, "outputs": 65, "form": "zeros", "group_size": 3000})
-@example(case=PLAIN | {"rows": 2, "inputs": 2000, "outputs": 65, "form": "minimums", "group_size": 8})
+@example(case=PLAIN | {"rows": 2, "inputs": 2000, "outputs": 65, "form": "mins", "group_size": 8})
 @settings(max_examples=40)
 def test_kernel(case, device, kernels):
     check(case, device, operator.grouped_linear)
@@ -107,7 +107,7 @@ def test_reference(case, device):
     check(case, device, operator.reference)
 
 
-@pytest.mark.parametrize("form", ["middle", "zeros", "minimums"])
+@pytest.mark.parametrize("form", ["middle", "zeros", "mins"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("inputs", [70, 4000])
 @pytest.mark.parametrize("dtype", TYPES)
@@ -168,7 +168,7 @@ def test_packing_loses_nothing(case):
     some = torch.randint(0, case["outputs"], (4,))
     assert torch.equal(operator.unpacked(weight, some)[0], numbers[some])
     if case["inputs"] % 32 == 0:
-        assert weight.numbers.nbytes == case["outputs"] * case["inputs"] * case["bits"] // 8
+        assert weight.qweight.nbytes == case["outputs"] * case["inputs"] * case["bits"] // 8
 
 
 @pytest.mark.skipif(not on_cpu.is_available(), reason="no kernels on the CPU")
@@ -212,12 +212,12 @@ class TestPlan:
 
     def test_a_tile_has_one_group_where_groups_are_large(self):
         for group_size, block_k in ((32, 32), (64, 64), (96, 32), (128, 128), (256, 128), (1024, 128)):
-            plan = operator.plan(4, self.weight(64, 1024, group_size=group_size), 2, 132)
-            assert (plan.block_k, plan.by_number) == (block_k, False)
-        assert operator.plan(4, self.weight(64, 1024, group_size=16), 2, 132).by_number
+            plan = operator.tiling(4, self.weight(64, 1024, group_size=group_size), 2, 132)
+            assert (plan.block_k, plan.by_element) == (block_k, False)
+        assert operator.tiling(4, self.weight(64, 1024, group_size=16), 2, 132).by_element
 
     def test_a_weight_of_few_outputs_is_worked_on_in_parts(self):
         few, many = self.weight(512, 4096, group_size=128), self.weight(50_000, 256, group_size=128)
-        assert operator.plan(1, few, 2, 132).splits == 8  # of four tiles each
-        assert operator.plan(16, few, 2, 132).splits == 2  # more would be written and read than is worth it
-        assert operator.plan(1, many, 2, 132).splits == 1
+        assert operator.tiling(1, few, 2, 132).splits == 8  # of four tiles each
+        assert operator.tiling(16, few, 2, 132).splits == 2  # more would be written and read than is worth it
+        assert operator.tiling(1, many, 2, 132).splits == 1

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops.linear import gemm, grouped
-from fastgen.ops.linear.grouped import Multiples, PackedWeight
+from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
 from tests.ops.instructions import instruction_set, needs_amx
 
 pytestmark = pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
 
-FORMS = ("middle", "zeros", "minimums")
+FORMS = ("middle", "zeros", "mins")
 
 
 # None: with AMX tiles, where the processor has them.
@@ -36,16 +36,16 @@ def _weight(
     numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(outputs, groups, generator=generator) * 0.1 + 0.01).half()
     zeros = torch.randint(0, 2**bits, (outputs, groups), generator=generator, dtype=torch.uint8)
-    minimums = (torch.randn(outputs, groups, generator=generator) * 0.1).half()
+    mins = (torch.randn(outputs, groups, generator=generator) * 0.1).half()
     order = torch.randperm(inputs, generator=generator) if ordered else None
-    parts = {"middle": (None, None), "zeros": (zeros, None), "minimums": (None, minimums)}[form]
+    parts = {"middle": (None, None), "zeros": (zeros, None), "mins": (None, mins)}[form]
     packed = grouped.pack(numbers, scales, *parts, bits=bits, group_size=group_size, order=order)
     meant = torch.empty(outputs, inputs, dtype=torch.float64)
     for column in range(inputs):
         number, scale = numbers[:, column].double(), scales[:, column // group_size].double()
         place = column if order is None else int(order[column])
-        if form == "minimums":
-            meant[:, place] = scale * number + minimums[:, column // group_size].double()
+        if form == "mins":
+            meant[:, place] = scale * number + mins[:, column // group_size].double()
         else:
             zero = zeros[:, column // group_size].double() if form == "zeros" else 2.0 ** (bits - 1)
             meant[:, place] = scale * (number - zero)
@@ -65,7 +65,7 @@ def _weight(
     seed=st.integers(0, 2**30),
 )
 # Two tiles of rows that multiply different numbers of vectors; rows that are laid out in two parts.
-@example(29, 513, 100, 4, 32, "minimums", False, True, torch.float32, 0)
+@example(29, 513, 100, 4, 32, "mins", False, True, torch.float32, 0)
 @example(15, 300, 33, 5, 32, "middle", False, False, torch.float32, 0)
 @example(230, 40, 65, 6, 16, "zeros", True, True, torch.float32, 0)
 def test_floats_have_the_bits_of_gemm(
@@ -217,7 +217,7 @@ def test_rotated_groups_are_the_same_everywhere(bits: int, group_size: int) -> N
             packed = grouped.rounded(weight, bits, group_size, rotated=True)
             y = grouped.grouped_linear(x, packed)
             assert torch.equal(grouped.grouped_linear(x[5:6], packed), y[5:6])
-            found.append((packed.numbers, packed.scales, y))
+            found.append((packed.qweight, packed.scales, y))
     for each in found[1:]:
         assert all(map(torch.equal, each[:2], found[0][:2]))
         torch.testing.assert_close(each[2], found[0][2], rtol=1e-5, atol=1e-5)  # sums without FMA
@@ -311,25 +311,25 @@ def test_amx_gives_the_same_bits(bits: int, form: str) -> None:
         assert y[3].isnan().all() and y[[*range(3), *range(4, 41)]].isfinite().all()
 
 
-# Groups of a block, and whether there are minimums.
+# Groups of a block, and whether there are mins.
 BLOCKS = [(8, True), (16, True), (16, False)]
 
 
-def _multiples(
-    outputs: int, groups: int, seed: int, per_block: int = 8, has_minimums: bool = True
-) -> tuple[Multiples, tuple[Tensor, Tensor | None]]:
-    """Multiples, and the scales and minimums that they are, by the definition."""
+def _super_blocks(
+    outputs: int, groups: int, seed: int, per_block: int = 8, has_mins: bool = True
+) -> tuple[SuperBlockScales, tuple[Tensor, Tensor | None]]:
+    """Scales in super-blocks, and the scales and mins that they are, by the definition."""
     generator = torch.Generator().manual_seed(seed)
     bytes_of = [torch.randint(0, 256, (outputs, groups), generator=generator, dtype=torch.uint8) for _ in range(2)]
     units = [(torch.randn(outputs, groups // per_block, generator=generator) * 1e-3).half() for _ in range(2)]
     meant = [torch.empty(outputs, groups) for _ in range(2)]
     for which in range(2):
         for group in range(groups):
-            each = bytes_of[which][:, group].float() - (0 if has_minimums else 128)
+            each = bytes_of[which][:, group].float() - (0 if has_mins else 128)
             meant[which][:, group] = units[which][:, group // per_block].float() * each
-    if not has_minimums:
-        return Multiples(bytes_of[0], None, units[0], None), (meant[0], None)
-    return Multiples(*bytes_of, *units), (meant[0], meant[1])
+    if not has_mins:
+        return SuperBlockScales(bytes_of[0], None, units[0], None), (meant[0], None)
+    return SuperBlockScales(*bytes_of, *units), (meant[0], meant[1])
 
 
 @given(
@@ -359,15 +359,15 @@ def test_multiples_are_the_scales_that_they_stand_for(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
-    per_block, has_minimums = kind
+    per_block, has_mins = kind
     inputs = blocks * per_block * group_size
     numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    multiples, (scales, minimums) = _multiples(outputs, per_block * blocks, seed, *kind)
-    packed = grouped.pack_multiples(numbers, multiples, bits=bits, group_size=group_size)
-    wide = grouped.pack(numbers, scales, None, minimums, bits=bits, group_size=group_size)
-    found, (scales_back, zeros, minimums_back) = grouped.unpacked(packed)
+    super_blocks, (scales, mins) = _super_blocks(outputs, per_block * blocks, seed, *kind)
+    packed = grouped.pack_super_blocks(numbers, super_blocks, bits=bits, group_size=group_size)
+    wide = grouped.pack(numbers, scales, None, mins, bits=bits, group_size=group_size)
+    found, (scales_back, zeros, mins_back) = grouped.unpacked(packed)
     assert torch.equal(found, numbers) and torch.equal(scales_back, scales) and zeros is None
-    assert (minimums is None and minimums_back is None) or torch.equal(minimums_back, minimums)
+    assert (mins is None and mins_back is None) or torch.equal(mins_back, mins)
     assert torch.equal(grouped.dequantized(packed, dtype), grouped.dequantized(wide, dtype))
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator) if biased else None
@@ -377,32 +377,32 @@ def test_multiples_are_the_scales_that_they_stand_for(
     some = torch.randint(0, outputs, (rows,), generator=generator)
     assert torch.equal(grouped.rows(packed, some, dtype), grouped.dequantized(packed, dtype)[some])
     # Bytes of each group and numbers of each block, and outputs in full panels.
-    sizes = packed.numbers.nbytes + packed.scales.nbytes
-    factors = (2 if has_minimums else 1) * (8 + 16 / per_block)
+    sizes = packed.qweight.nbytes + packed.scales.nbytes
+    factors = (2 if has_mins else 1) * (8 + 16 / per_block)
     assert sizes * 8 == -(-outputs // 32) * 32 * inputs * (bits + factors / group_size)
 
 
 def test_multiples_that_do_not_fit() -> None:
     numbers = torch.zeros(40, 256, dtype=torch.uint8)
-    multiples, _ = _multiples(40, 8, 0)
-    packed = grouped.pack_multiples(numbers, multiples, bits=4, group_size=32)
+    super_blocks, _ = _super_blocks(40, 8, 0)
+    packed = grouped.pack_super_blocks(numbers, super_blocks, bits=4, group_size=32)
     for wrong in (
         packed._replace(scales=packed.scales[:, :, :-1].contiguous()),
         packed._replace(zeros=packed.scales),
-        packed._replace(minimums=packed.scales.half()),
+        packed._replace(mins=packed.scales.half()),
         packed._replace(scales=packed.scales.transpose(0, 2)),
     ):
         with pytest.raises(RuntimeError, match="not packed for this product"):
             grouped.grouped_linear(torch.randn(3, 256), wrong)
-    for given_numbers, given_multiples, group_size in (
-        (numbers[:, :248], multiples, 31),
-        (numbers, multiples._replace(scale_units=multiples.scale_units.float()), 32),
-        (numbers, multiples._replace(scales=multiples.scales[:, :4]), 32),
-        (numbers, multiples._replace(minimum_units=multiples.minimum_units[:-1]), 32),
-        (numbers[:, :128], Multiples(*(each[:, :4] for each in multiples)), 32),
+    for given_numbers, given_scales, group_size in (
+        (numbers[:, :248], super_blocks, 31),
+        (numbers, super_blocks._replace(super_scales=super_blocks.super_scales.float()), 32),
+        (numbers, super_blocks._replace(scales=super_blocks.scales[:, :4]), 32),
+        (numbers, super_blocks._replace(super_mins=super_blocks.super_mins[:-1]), 32),
+        (numbers[:, :128], SuperBlockScales(*(each[:, :4] for each in super_blocks)), 32),
     ):
         with pytest.raises(ValueError):
-            grouped.pack_multiples(given_numbers, given_multiples, bits=4, group_size=group_size)
+            grouped.pack_super_blocks(given_numbers, given_scales, bits=4, group_size=group_size)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
@@ -515,7 +515,7 @@ def test_what_does_not_fit_is_refused() -> None:
     packed, _ = _weight(40, 96, 4, 32, "middle", 2)
     x = torch.randn(3, 96)
     for wrong in (
-        packed._replace(outputs=1000),
+        packed._replace(n=1000),
         packed._replace(bits=8),
         packed._replace(bits=5),
         packed._replace(group_size=64),

@@ -10,14 +10,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastgen.ops import narrow
+from fastgen.ops import exact_cast
 from fastgen.ops.linear import gemm, panels
 from tests.ops.instructions import instruction_set
 
 pytestmark = pytest.mark.skipif(not panels.is_available(), reason="the extension was not built")
 
 INSTRUCTION_SETS = ["avx512", "avx2", "default"]
-TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
 
 
 def check_bits(packed: torch.Tensor, weight: torch.Tensor, rows: int, biased: bool, seed: int) -> None:
@@ -78,7 +78,7 @@ def test_several_weights_with_one_input(threads: int) -> None:
     """Of all types, and one without outputs: the bits of each alone, with any number of threads."""
     before = torch.get_num_threads()
     x, sizes = torch.randn(5, 64), (50, 7, 0, 400, 33)
-    weights = [torch.randn(n, 64).to(narrow.TYPES[n % 2]) for n in sizes]
+    weights = [torch.randn(n, 64).to(exact_cast.TYPES[n % 2]) for n in sizes]
     packed = [*map(panels.pack, weights)]
     biases = [torch.randn(n) if n != 7 else None for n in sizes]
     results = [torch.full((5, n), torch.nan) for n in sizes]

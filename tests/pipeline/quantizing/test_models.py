@@ -78,7 +78,7 @@ def test_an_output_layer_that_is_the_embedding(tied, text, tmp_path, kept, chang
     assert fastgen.stats()["transformers.from_pretrained"] == {"accelerated": 1, "fallback": {}}
     embedding, head = read.get_input_embeddings(), read.get_output_embeddings()
     assert isinstance(embedding, QuantizedWeight) and isinstance(head, QuantizedWeight)
-    assert embedding.packed_numbers.data_ptr() == head.packed_numbers.data_ptr()
+    assert embedding.packed_qweight.data_ptr() == head.packed_qweight.data_ptr()
     with fastgen.disabled(), torch.no_grad():
         torch.testing.assert_close(read(torch.arange(3, 20)[None]).logits, expected)
     read.save_pretrained(tmp_path / "again")

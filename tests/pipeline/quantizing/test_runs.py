@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import calibration
-from fastgen.quantization.grouped import dequantized
+from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.writing import load_block
 from tests.pipeline.quantizing.runs import Stop, run
 

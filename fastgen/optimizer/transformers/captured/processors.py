@@ -151,7 +151,7 @@ def _room(tokens: tuple[int, ...], least: int = _TOKENS) -> int:
 def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: str, *names: str) -> _Reader:
     """Tokens, the first attribute, banned or forced where the position compares so to the sum of the others."""
 
-    # Of one token that is forced, the largest output is found without all of them (`fastgen.decoding.largest_outputs`).
+    # Of one token that is forced, the largest output is found without all of them (`fastgen.decoding.lm_head_pass`).
     least = 1 if kind is rewritten.Force else _TOKENS
 
     def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> _Signed:

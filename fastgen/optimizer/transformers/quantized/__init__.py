@@ -1,1 +1,1 @@
-"""Checkpoints in few bits: `from_pretrained` gets layers that keep their weights as the file has them."""
+"""Low-bit checkpoints: `from_pretrained` gets layers that keep their weights as the file has them."""

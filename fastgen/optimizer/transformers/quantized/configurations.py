@@ -19,7 +19,7 @@ from fastgen.quantization.awq import AWQ
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gptq_format import GPTQ
-from fastgen.quantization.grouped import BITS
+from fastgen.quantization.quantized_tensor import BITS
 
 # What checkpoints are counted under in `fastgen.stats()`.
 ENTRY_POINT = "transformers.from_pretrained"
@@ -122,9 +122,9 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Format:
         if weights.get("strategy") not in ("group", "channel"):
             raise NotServed(f"compressed-tensors: strategy {weights.get('strategy')}")
         if group.get("input_activations") or group.get("output_activations"):
-            raise NotServed("compressed-tensors: activations in few bits")
+            raise NotServed("compressed-tensors: low-bit activations")
     if values.get("kv_cache_scheme"):
-        raise NotServed("compressed-tensors: K/V in few bits")
+        raise NotServed("compressed-tensors: a low-bit KV cache")
     if values.get("transform_config"):
         raise NotServed("compressed-tensors: transformed weights")
     sparsity = values.get("sparsity_config")

@@ -104,7 +104,7 @@ class _File:
         kind = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
         self._processor = kind(config=config)
         self._names = library.get_gguf_hf_weights_map(model, self._processor)
-        self.other_types: set[str] = set()  # weights in few bits that are unpacked
+        self.other_types: set[str] = set()  # low-bit weights that are unpacked
 
     def blocks(self, model: Any) -> dict[str, _Kept]:
         """What can stay in blocks: tensors of known types whose rows become the rows of a layer's weight."""

@@ -1,4 +1,4 @@
-"""Reading GPTQ, AWQ and pack-quantized checkpoints: the files say which layers are in few bits."""
+"""Reading GPTQ, AWQ and pack-quantized checkpoints: the files say which layers are low-bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastgen.quantization import loaded
 from fastgen.quantization.checkpoint import ADVICE, Format
 from fastgen.quantization.compressed_tensors import PackQuantized
 
-# The tensor that makes a layer one in few bits, and all tensors that such a layer can have.
+# The tensor that a low-bit layer has, and all that it can have.
 _NAMES = {
     "gptq": ("qweight", {"qweight", "qzeros", "scales", "g_idx", "bias"}),
     "awq": ("qweight", {"qweight", "qzeros", "scales", "bias"}),
@@ -65,12 +65,12 @@ class StoredQuantizer(HfQuantizer):
         sizes = replacing.sizes(module)
         is_embedding = isinstance(module, nn.Embedding)
         if sizes is None or (is_embedding and not isinstance(self.form, PackQuantized)):
-            raise NotServed(f"{self.form.name}: {type(module).__name__} in few bits")
+            raise NotServed(f"{self.form.name}: a low-bit {type(module).__name__}")
         if _has_short_group(tensors, sizes[1], getattr(self.form, "group_sizes", ())):
             raise NotServed(f"{self.form.name}: a last group that is shorter than the others")
         for other in replacing.tied_to(model, path):
             if others.intersection(_names(model, other)) or replacing.sizes(model.get_submodule(other)) is None:
-                raise NotServed(f"{self.form.name}: weights in few bits that are tied to others")
+                raise NotServed(f"{self.form.name}: low-bit weights that are tied to others")
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         self.replaced.pack(model, self._keep.activations)
@@ -137,7 +137,7 @@ def _has_short_group(tensors: Mapping[str, Tensor], inputs: int, group_sizes: Co
 
 
 def _layers(files: Iterable[str] | None, form: Format) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
-    """{layer: {tensor: its shape and dtype, on "meta"}} of the layers in few bits, and the layers with a plain weight.
+    """{layer: {tensor: its shape and dtype, on "meta"}} of the low-bit layers, and the layers with a plain weight.
 
     Raises:
         NotServed: something about them is not known.

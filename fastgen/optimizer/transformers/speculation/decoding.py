@@ -18,7 +18,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.back_off import BackOff
 from fastgen.decoding.speculation.costs import HOST
-from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_PAUSES, DraftLength, can_begin
+from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
@@ -28,7 +28,7 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.prefill import prefill
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
 from fastgen.optimizer.transformers.speculation.drafts import Draft
@@ -42,12 +42,12 @@ _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
 _MOST_AT_ONCE = 2**16
 
-_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
+_back_offs: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
 
 
-def _pauses_of(model: Any, draft: Draft, rows: int) -> BackOff:
-    """Those of the calls with a draft of this kind and so many rows; found before anything is made for the call."""
-    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), draft_length.pauses())
+def _back_off_of(model: Any, draft: Draft, rows: int) -> BackOff:
+    """Of calls with a draft of this kind and so many rows; found before anything is made for the call."""
+    return _back_offs.setdefault(model, {}).setdefault((type(draft), rows), draft_length.of_calls())
 
 
 def seconds_of_step(model: Any, key: Key) -> float | None:
@@ -70,10 +70,10 @@ class SpeculativeDecoding(Decoding):
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
         self._length = 0  # tokens drafted in the last iteration
-        self._sums = {"checks": 0, "drafted": 0, "accepted": 0}
+        self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
-        self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
-        if draft.schedule is None and self._pauses.waits():
+        self._back_off = _back_off_of(call.model, draft, arguments["input_ids"].shape[0])
+        if draft.schedule is None and self._back_off.waits():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
@@ -104,7 +104,7 @@ class SpeculativeDecoding(Decoding):
         if can_begin(costs, self.prompt.new_tokens):
             return False
         costs.short_calls += 1
-        if costs.short_calls > MOST_PAUSES:
+        if costs.short_calls > MOST_CALLS:
             costs.forget()
             return False
         return True
@@ -221,7 +221,7 @@ class SpeculativeDecoding(Decoding):
         try:
             self._draft.make(0.0)
         except CannotBeCaptured:
-            self._pauses.give_up()
+            self._back_off.give_up()
             raise
         drafting, costs = step.drafting, step.drafting.costs
         has_plain = graph_cache.kept(self.model, self._plain_key) is not None
@@ -241,7 +241,7 @@ class SpeculativeDecoding(Decoding):
             is_ready = self._start(step, make)
             if costs.most_gain() < LEAST_GAIN:
                 costs.forget()  # the machine may have been busy: the next time, they are measured again
-                self._pauses.give_up()
+                self._back_off.give_up()
                 is_ready, reason = False, "drafts would gain nothing"
         if not is_ready:
             graph_cache.give_back(self.model, step)
@@ -261,9 +261,9 @@ class SpeculativeDecoding(Decoding):
         left: list[tuple[DecodeStep, Tensor]] = []
         begun = time.perf_counter()
         while not progress.done:
-            key = self._key_to_leave_for(step, progress)
+            key = self._key_after_compaction(step, progress)
             if key is not None:
-                left.append((step, leaving.staying(step.drafting, key.batch)))
+                left.append((step, batch_compaction.remaining(step.drafting, key.batch)))
                 step = self._smaller(*left[-1], key, policy)
                 progress = step.search.progress()
                 begun = time.perf_counter()
@@ -272,9 +272,9 @@ class SpeculativeDecoding(Decoding):
             progress, begun = self._iterate(step, policy, progress, begun)
         has_paid = policy.pays()
         if policy.cannot_pay:
-            self._pauses.give_up()
+            self._back_off.give_up()
         elif has_paid is not None:
-            (self._pauses.succeed if has_paid else self._pauses.fail)()
+            (self._back_off.succeed if has_paid else self._back_off.fail)()
         counters.add(ENTRY_POINT, near_ties=int(step.drafting.near_ties), **self._sums)
         self._draft.end()
         whole = self._whole(step, left)
@@ -283,23 +283,23 @@ class SpeculativeDecoding(Decoding):
             whole.drafting.costs.forget()
         return whole
 
-    def _key_to_leave_for(self, step: DecodeStep, progress: Progress) -> Key | None:
-        """Of a step with fewer inputs, if those that go on are to leave the others for it."""
+    def _key_after_compaction(self, step: DecodeStep, progress: Progress) -> Key | None:
+        """Of a step with fewer inputs, if the batch is to be compacted now."""
         # What is done at each position, an assistant's step, and a cache that is returned are those of the whole batch.
         if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
             return None
         drafting = step.drafting
-        key = leaving.smaller_key(drafting)
+        key = batch_compaction.smaller_key(drafting)
         if key is None:
             return None
         shortest = min(progress.lengths[row] for row in progress.rows)
         tokens = self.prompt.new_tokens + step.search.prompt_capacity - shortest
-        return key if leaving.pays(self.model, drafting, key, self._length, tokens) else None
+        return key if batch_compaction.pays(self.model, drafting, key, self._length, tokens) else None
 
     def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
         """A step that goes on with these inputs of another one."""
         rows = rows_of(inputs, key.per_input)
-        self._key, self._processors = key, leaving.narrowed(self._processors, rows)
+        self._key, self._processors = key, batch_compaction.selected(self._processors, rows)
         smaller = self._step()
         drafting = smaller.drafting
         drafting.costs.only_timed = False
@@ -367,7 +367,7 @@ class SpeculativeDecoding(Decoding):
         self._start(step, partial(drafting.verify, self.model, drafted))
         begun += drafting.now(waits=True) - before  # what follows waits for the device anyway
         progress = self._follow(step)
-        counts, accepted = self._come_of(drafting, rows, drafted)
+        counts, accepted = self._count_verified(drafting, rows, drafted)
         policy.observe(rows, drafted, counts, accepted)
         if available is not None and not drafted:
             policy.learn(rows, self._draft.hits(rows))
@@ -375,9 +375,9 @@ class SpeculativeDecoding(Decoding):
         drafting.costs.add(HOST, ended - begun)
         return progress, ended
 
-    def _come_of(self, drafting: Drafting, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
-        """Counts what was verified. Returns how many drafted tokens these rows had, and how many were accepted."""
-        self._sums["checks"] += 1
+    def _count_verified(self, drafting: Drafting, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
+        """Counts a verify. Returns how many drafted tokens these rows had, and how many were accepted."""
+        self._sums["verifies"] += 1
         if not drafted:
             return [0] * len(rows), [0] * len(rows)
         of_all = drafting.counts.tolist(), drafting.accepted.tolist()

@@ -292,7 +292,7 @@ class Drafting:
         number = next((n for n in range(len(processors), 0, -1) if not isinstance(processors[n - 1], _SCORES_ALONE)), 0)
         if number:
             positions = [self._processed_at(logits[:, at], at, processors[:number]) for at in range(logits.shape[1])]
-            # One position is not copied: it may be recognised as that of the output layer (`largest_outputs`).
+            # One position is not copied: it may be a greedy LM head (`lm_head_pass`).
             scores = torch.stack(positions, dim=1) if len(positions) > 1 else positions[0].unsqueeze(1)
         found = scores.flatten(0, 1)
         for processor in processors[number:]:

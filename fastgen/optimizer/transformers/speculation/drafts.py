@@ -1,4 +1,4 @@
-"""What drafts tokens: the model itself, with its weights in few bits or with fewer layers, or what is in the prompt."""
+"""What drafts tokens: the model itself, with low-bit weights or fewer layers, or prompt lookup."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Draft:
 
 
 class SelfDraft(Draft):
-    """The model with its own weights in few bits."""
+    """The model with low-bit copies of its weights."""
 
     is_prepared = True
 
@@ -130,10 +130,10 @@ class SelfDraft(Draft):
         weights.copy_head(drafting.takes_largest)
         for _ in range(count):
             try:
-                drafting.draft(model, weights.used, weights.largest)
+                drafting.draft(model, weights.used, weights.argmax)
             except OtherLogits:
                 weights.copy_head(drafting.takes_largest)
-                drafting.draft(model, weights.used, weights.largest)
+                drafting.draft(model, weights.used, weights.argmax)
         drafting.counts.fill_(count)
 
 

@@ -1,4 +1,4 @@
-"""Tiny models whose linear layers are in few bits, written as checkpoints of each format."""
+"""Tiny models with low-bit linear layers, written as checkpoints of each format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight
 
@@ -97,7 +97,7 @@ class Case:
     """A format, with how the weights are drawn and what the configuration says."""
 
     def __init__(
-        self, write: Callable[[GroupedWeight], dict[str, Tensor]], config: dict[str, Any], **drawn: Any
+        self, write: Callable[[QuantizedTensor], dict[str, Tensor]], config: dict[str, Any], **drawn: Any
     ) -> None:
         self.write, self.config, self.drawn = write, config, drawn
 
@@ -129,7 +129,7 @@ CASES = {
 
 
 def quantize(model: PreTrainedModel, case: Case) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """The model with weights as they are in few bits, and the tensors of its checkpoint."""
+    """The model with weights that were quantised and unpacked, and the tensors of its checkpoint."""
     model = copy.deepcopy(model).eval()
     kept = {id(parameter) for parameter in _untied(model).values()}
     stored = {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) in kept}

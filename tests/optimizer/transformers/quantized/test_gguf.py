@@ -173,7 +173,7 @@ def test_tied_weights_are_in_memory_once(tmp_path: Path) -> None:
     model = load(tmp_path / "model.gguf")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert type(embedding) is QuantizedEmbedding and type(head) is QuantizedLinear
-    assert embedding.packed_numbers.data_ptr() == head.packed_numbers.data_ptr()
+    assert embedding.packed_qweight.data_ptr() == head.packed_qweight.data_ptr()
     both = nn.ModuleList([embedding, head])
     held = [*both.parameters(), *both.buffers()]
     assert all(tensor.numel() == 0 or tensor.dtype in (torch.uint8, torch.float16) for tensor in held)

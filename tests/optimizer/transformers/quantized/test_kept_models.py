@@ -88,7 +88,7 @@ def test_state_dict(both: Both) -> None:
     ours.load_state_dict(expected)
     name = next(name for name, tensor in found.items() if type(tensor) is Unpacked)
     other = expected | {name: expected[name] + 1.0}
-    with pytest.raises(RuntimeError, match="take no other numbers: call model.dequantize"):
+    with pytest.raises(RuntimeError, match="take no other values: call model.dequantize"):
         ours.load_state_dict(other)
     check_logits(ours, theirs)
 
@@ -109,9 +109,9 @@ def test_saving(both: Both, tmp_path: Path) -> None:
 def test_to_another_type(both: Both, dtype: torch.dtype) -> None:
     ours, theirs = both
     exact = copy.deepcopy(theirs)
-    numbers = {name: m.packed_numbers for name, m in ours.named_modules() if isinstance(m, QuantizedWeight)}
+    numbers = {name: m.packed_qweight for name, m in ours.named_modules() if isinstance(m, QuantizedWeight)}
     assert ours.to(dtype) is ours and theirs.to(dtype) is theirs
-    assert all(ours.get_submodule(name).packed_numbers is tensor for name, tensor in numbers.items())
+    assert all(ours.get_submodule(name).packed_qweight is tensor for name, tensor in numbers.items())
     assert {tensor.dtype for tensor in ours.state_dict().values()} == {dtype}
     inputs = inputs_of(theirs)
     with torch.no_grad():
@@ -133,8 +133,8 @@ def test_deepcopy(both: Both) -> None:
     twin = copy.deepcopy(ours)
     check_logits(twin, theirs)
     embedding, head = twin.get_input_embeddings(), twin.get_output_embeddings()
-    assert embedding.packed_numbers.data_ptr() == head.packed_numbers.data_ptr()
-    assert embedding.packed_numbers.data_ptr() != ours.get_input_embeddings().packed_numbers.data_ptr()
+    assert embedding.packed_qweight.data_ptr() == head.packed_qweight.data_ptr()
+    assert embedding.packed_qweight.data_ptr() != ours.get_input_embeddings().packed_qweight.data_ptr()
     assert kept(twin.dequantize()) == 0 and kept(ours)
     inputs = inputs_of(theirs)
     options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

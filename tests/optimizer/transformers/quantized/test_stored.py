@@ -22,8 +22,8 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
-from fastgen.quantization.layers import QuantizedProduct
-from fastgen.quantization.products import unpack
+from fastgen.quantization.layer_weight import unpack
+from fastgen.quantization.layers import QuantizedLinearLayer
 from tests.optimizer.transformers.quantized.checkpoints import (
     CASES,
     MODELS,
@@ -54,8 +54,8 @@ def counts() -> dict[str, Any]:
     return fastgen.stats().get(ENTRY_POINT, {"accelerated": 0, "fallback": {}})
 
 
-def few_bits(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, QuantizedProduct)]
+def low_bit_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, QuantizedLinearLayer)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -66,7 +66,7 @@ def test_equal_to_the_model_with_dequantized_weights(name: str, case: str, tmp_p
     model = load(tmp_path, name == "bart")
     assert counts() == {"accelerated": 1, "fallback": {}}
     linear = {n for n, module in reference.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    assert set(few_bits(model)) == linear - {"lm_head"}
+    assert set(low_bit_layers(model)) == linear - {"lm_head"}
     assert not any(parameter.is_meta for parameter in model.parameters())
     inputs = inputs_of(reference)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_dequantized(name: str, tmp_path: Path) -> None:
     reference, tensors = quantize(MODELS[name](), CASES["gptq-act-order"])
     save(tmp_path / "given", reference, tensors, CASES["gptq-act-order"].config)
     model = load(tmp_path / "given", name == "bart").dequantize()
-    assert few_bits(model) == [] and type(model) is type(reference)
+    assert low_bit_layers(model) == [] and type(model) is type(reference)
     model.save_pretrained(tmp_path / "plain")
     plain = load(tmp_path / "plain", name == "bart")
     for key, value in reference.state_dict().items():
@@ -130,10 +130,10 @@ def test_no_floating_copy_is_left(tmp_path: Path) -> None:
     reference, tensors = quantize(llama(), CASES["pack"])
     save(tmp_path, reference, tensors, CASES["pack"].config)
     model = load(tmp_path)
-    for name in few_bits(model):
+    for name in low_bit_layers(model):
         layer = model.get_submodule(name)
         held = [*nn.ModuleList([layer]).parameters(), *layer.buffers()]
-        assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.outputs * layer.inputs / 2  # groups of 16: 5 bits
+        assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.n * layer.k / 2  # groups of 16: 5 bits
     assert model.get_memory_footprint() < 0.5 * reference.get_memory_footprint()
 
 
@@ -227,12 +227,12 @@ def _in_group(**changes: Any) -> dict[str, Any]:
         (pack_config(weights={"type": "float"}), "compressed-tensors: weights of type float"),
         (pack_config(weights={"strategy": "tensor"}), "compressed-tensors: strategy tensor"),
         (pack_config(format="nvfp4-pack-quantized"), "compressed-tensors: format nvfp4-pack-quantized"),
-        (pack_config(kv_cache_scheme={"num_bits": 8}), "compressed-tensors: K/V in few bits"),
+        (pack_config(kv_cache_scheme={"num_bits": 8}), "compressed-tensors: a low-bit KV cache"),
         (pack_config(transform_config={"r1": {}}), "compressed-tensors: transformed weights"),
         (pack_config(sparsity_config={"format": "sparse-24-bitmask"}), "compressed-tensors: sparse weights"),
         (pack_config(config_groups={}), "compressed-tensors: no config_groups"),
         (_in_group(weights=None), "compressed-tensors: a group without weights"),
-        (_in_group(input_activations={"num_bits": 8}), "compressed-tensors: activations in few bits"),
+        (_in_group(input_activations={"num_bits": 8}), "compressed-tensors: low-bit activations"),
     ],
 )
 def test_left_to_the_library(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_files_left_to_the_library(tmp_path: Path) -> None:
     more = {**tensors, f"{layer}.weight_global_scale": torch.ones(1)}
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     for changed, reason in (
-        (embedding, "gptq: Embedding in few bits"),
+        (embedding, "gptq: a low-bit Embedding"),
         (expert, f"{layer}.experts.0 is no layer of LlamaForCausalLM"),
         (activations, "gptq: model.layers.0.mlp.act has scales and no weight"),
         (more, f"gptq: {layer} has weight_global_scale"),
@@ -312,7 +312,7 @@ def test_an_output_layer_beside_an_embedding_of_its_own(tmp_path: Path) -> None:
     save(tmp_path, reference, tensors | head, pack_config())
     with contextlib.suppress(Exception):  # the library may not have the package
         load(tmp_path)
-    reason = "compressed-tensors: weights in few bits that are tied to others"
+    reason = "compressed-tensors: low-bit weights that are tied to others"
     assert counts() == {"accelerated": 0, "fallback": {reason: 1}}
 
 
@@ -337,10 +337,10 @@ LAYER = "model.layers.1.self_attn.k_proj"
     ("tensor", "change", "message"),
     [
         ("g_idx", lambda t: t + 7, "g_idx names groups 7 to 10, and there are 4"),
-        ("g_idx", lambda t: t.clamp(max=2), "group 2 in g_idx has 32 inputs, not 16"),
+        ("g_idx", lambda t: t.clamp(max=2), "group 2 in g_idx has 32 in_features, not 16"),
         ("qzeros", lambda t: t[:-1], r"qzeros is int32 \[3, 4\] and must be int32 \[4, 4\]"),
         ("scales", lambda t: t[:, :-1], r"scales is float16 \[4, 31\]"),
-        ("qweight", lambda t: t[:-1], "qweight has 7 words for 64 numbers"),
+        ("qweight", lambda t: t[:-1], "qweight has 7 words for 64 values"),
         ("scales", None, "scales has 0 groups"),
         ("qzeros", None, "qzeros is missing"),
     ],
@@ -372,7 +372,7 @@ def test_truncated_files(part: float, tmp_path: Path) -> None:
 
 def test_other_checkpoints_are_none_of_its_business(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    assert few_bits(load(tmp_path)) == []
+    assert low_bit_layers(load(tmp_path)) == []
     assert ENTRY_POINT not in fastgen.stats()
 
 
@@ -384,7 +384,7 @@ def test_equal_to_what_compressed_tensors_reads(tmp_path: Path) -> None:
         ours = load(tmp_path)
         with fastgen.disabled():
             theirs = load(tmp_path)
-        assert few_bits(ours) and not few_bits(theirs)
+        assert low_bit_layers(ours) and not low_bit_layers(theirs)
         inputs = inputs_of(ours)
         with torch.no_grad():
             expected = theirs(**inputs).logits  # it rounds weights to the type of the scales

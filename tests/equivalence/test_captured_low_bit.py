@@ -17,10 +17,10 @@ from fastgen.decoding.weights import cache
 from fastgen.ops import gpu as operators
 from fastgen.ops.gpu import grouped_linear
 from fastgen.optimizer.transformers.quantized import replacing
-from fastgen.quantization import products
+from fastgen.quantization import layer_weight
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
-from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.quantized_tensor import QuantizedTensor
 from tests.equivalence.captured import BEAMS, GREEDY, CalledGraph, build, captures, reasons, two
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
@@ -36,7 +36,7 @@ def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each product in few bits."""
+    """The rows of each low-bit product."""
     found: list[int] = []
     product = grouped_linear.grouped_linear
     monkeypatch.setattr(
@@ -45,20 +45,20 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def random_grouped(outputs: int, inputs: int, bits: int, form: str, device: torch.device) -> GroupedWeight:
+def random_grouped(outputs: int, inputs: int, bits: int, form: str, device: torch.device) -> QuantizedTensor:
     size = next(size for size in (32, 16, 8, 1) if inputs % size == 0)
     shape = outputs, inputs // size
     numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
     scales = (torch.rand(shape) + 0.5) * 0.5 / 2**bits
     zeros = torch.randint(0, 2**bits, shape, dtype=torch.uint8) if form == "zeros" else None
-    minimums = -scales * 2 ** (bits - 1) if form == "minimums" else None
+    mins = -scales * 2 ** (bits - 1) if form == "mins" else None
     order = torch.randperm(inputs) if form == "zeros" else None
-    moved = [None if part is None else part.to(device) for part in (numbers, scales, zeros, minimums)]
-    return GroupedWeight(*moved, bits, size, None if order is None else order.to(device))
+    moved = [None if part is None else part.to(device) for part in (numbers, scales, zeros, mins)]
+    return QuantizedTensor(*moved, bits, size, None if order is None else order.to(device))
 
 
-def put_into_few_bits(model: Any, bits: int, form: str) -> None:
-    """Every linear layer, and what is tied to one, gets random weights in few bits."""
+def make_low_bit(model: Any, bits: int, form: str) -> None:
+    """Every linear layer, and what is tied to one, gets random low-bit weights."""
     by_weight: dict[int, Any] = {}
     for name, module in list(model.named_modules()):
         if type(module) not in (nn.Linear, nn.Embedding) or "pos" in name:
@@ -71,7 +71,7 @@ def put_into_few_bits(model: Any, bits: int, form: str) -> None:
             layer.share(by_weight[id(module.weight)])
         else:
             weight = random_grouped(outputs, inputs, bits, form, module.weight.device)
-            layer._keep(products.pack(weight))
+            layer._keep(layer_weight.pack(weight))
             by_weight[id(module.weight)] = layer
         model.set_submodule(name, layer)
 
@@ -85,12 +85,12 @@ def in_floating_point(model: Any) -> Any:
 
 @two
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-@pytest.mark.parametrize(("bits", "form"), [(4, "zeros"), (4, "minimums"), (8, "middle")])
-def test_layers_in_few_bits(
+@pytest.mark.parametrize(("bits", "form"), [(4, "zeros"), (4, "mins"), (8, "middle")])
+def test_low_bit_layers(
     family: Any, options: dict[str, Any], bits: int, form: str, device: torch.device, rows: list[int], replays: list
 ) -> None:
     model, inputs = build(family, device)
-    put_into_few_bits(model, bits, form)
+    make_low_bit(model, bits, form)
     with fastgen.disabled():
         expected = run(in_floating_point(model), inputs, options)
         assert not rows
@@ -104,13 +104,13 @@ def test_models_that_are_moved(device: torch.device, rows: list[int]) -> None:
     if device.type != "cuda":
         pytest.skip("needs another device than the CPU")
     model, inputs = build(BY_NAME["llama"], torch.device("cpu"))
-    put_into_few_bits(model, 4, "zeros")
+    make_low_bit(model, 4, "zeros")
     with fastgen.disabled():
         expected = run(in_floating_point(model), inputs, GREEDY).cpu()
     there = {name: tensor.to(device) for name, tensor in inputs.items()}
     assert_same(expected, run(model.to(device), there, GREEDY).cpu())
     layers_there = replacing.quantized_layers(model).values()
-    assert rows and {layer.packed.sizes.layout for layer in layers_there} == {"lines"}
+    assert rows and {layer.packed.sizes.layout for layer in layers_there} == {"rows"}
     with fastgen.disabled():
         assert_same(expected, run(in_floating_point(model.cpu()), inputs, GREEDY).cpu())
 
@@ -121,7 +121,7 @@ def test_more_rows_than_the_kernel_takes(
     """The weight is unpacked inside the step."""
     monkeypatch.setattr(grouped_linear, "MAX_ROWS", 0)
     model, inputs = build(BY_NAME["llama"], device)
-    put_into_few_bits(model, 4, "zeros")
+    make_low_bit(model, 4, "zeros")
     with fastgen.disabled():
         expected = run(in_floating_point(model), inputs, GREEDY)
     assert_same(expected, run(model, inputs, GREEDY))
@@ -134,7 +134,7 @@ def rounded(model: Any, bits: int, group_size: int) -> Any:
     for module in plain.modules():
         if type(module) is nn.Linear:
             weight = grouped_linear.rounded(module.weight, bits, group_size)
-            every = torch.arange(weight.outputs, device=module.weight.device)
+            every = torch.arange(weight.n, device=module.weight.device)
             # Not in place: it may be the embedding's, too, which is not rounded.
             module.weight = nn.Parameter(grouped_linear.rows(weight, every, module.weight.dtype), requires_grad=False)
     return plain
@@ -180,7 +180,7 @@ def test_with_the_kernels(device: torch.device, kernels: None, rows: list[int], 
         monkeypatch.setattr(graph, "Graph", CalledGraph)
         monkeypatch.setattr(operators, "is_interpreted", lambda: True)
     model, inputs = build(BY_NAME["llama"], device)
-    put_into_few_bits(model, 4, "zeros")
+    make_low_bit(model, 4, "zeros")
     less = {key: value[:1] for key, value in inputs.items()}
     options = {**GREEDY, "max_new_tokens": 9}
     with fastgen.disabled():

@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from fastgen.ops import _library, rms_norm
-from fastgen.ops import _team as team
+from fastgen.ops import _library, rms_norm, thread_pool
 from fastgen.ops.linear import gemm, gemv, panels
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -20,11 +19,11 @@ take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_te
 
 
 @pytest.fixture
-def no_team():
+def no_pool():
     """Nothing is left of a test."""
     yield
     give_back()
-    team._left = 0
+    thread_pool._left = 0
 
 
 def others_time() -> float:
@@ -34,7 +33,7 @@ def others_time() -> float:
 @needs_kernel
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_results_are_those_of_torchs_threads(rows, threads, no_team):
+def test_results_are_those_of_torchs_threads(rows, threads, no_pool):
     torch.manual_seed(rows)
     weight, bias = torch.randn(301, 128), torch.randn(301)
     x, many = torch.randn(rows, 128), torch.randn(rows * 50, 576)
@@ -55,7 +54,7 @@ def test_results_are_those_of_torchs_threads(rows, threads, no_team):
 
 
 @needs_kernel
-def test_work_is_divided(no_team):
+def test_work_is_divided(no_pool):
     x, weight = torch.randn(2000, 576), torch.ones(576)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -71,7 +70,7 @@ def test_work_is_divided(no_team):
 
 
 @needs_kernel
-def test_one_thread_has_it(no_team):
+def test_one_thread_has_it(no_pool):
     assert not take(1)
     assert take(2)
     assert not take(2)  # it has it already
@@ -96,7 +95,7 @@ def test_its_threads_use_the_processors_of_the_thread_that_has_it():
     code = """
 import os, torch
 torch.set_num_threads(1)
-from fastgen.ops import _team as team
+from fastgen.ops import thread_pool
 before = {int(name) for name in os.listdir("/proc/self/task")}
 assert torch.ops.fastgen.take_team(3)
 workers = {int(name) for name in os.listdir("/proc/self/task")} - before
@@ -115,7 +114,7 @@ for processors in ({min(os.sched_getaffinity(0))}, os.sched_getaffinity(0)):
 def test_a_fork_has_threads_of_its_own():
     code = """
 import os, signal, torch
-from fastgen.ops import _team as team
+from fastgen.ops import thread_pool
 from fastgen.ops import rms_norm
 torch.set_num_threads(1)
 x, weight = torch.randn(2000, 64), torch.ones(64)
@@ -136,15 +135,15 @@ for has_it in (True, False):  # the thread that forks
 
 
 @needs_kernel
-@pytest.mark.skipif(team._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
-def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
+@pytest.mark.skipif(thread_pool._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
+def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
     sleeps, threads = 0, torch.get_num_threads()
-    monkeypatch.setattr(team, "_sleeps", lambda: sleeps)
-    monkeypatch.setattr(team, "REPLAYS", 3)
+    monkeypatch.setattr(thread_pool, "_sleeps", lambda: sleeps)
+    monkeypatch.setattr(thread_pool, "REPLAYS", 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: max(threads, 2))
-    monkeypatch.setattr(team, "processors", lambda: max(threads, 2))
+    monkeypatch.setattr(thread_pool, "processors", lambda: max(threads, 2))
 
-    def has_team() -> bool:
+    def has_pool() -> bool:
         taken = take(2)
         if taken:
             give_back()
@@ -152,39 +151,39 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
 
     def replay(slept: int) -> bool:
         nonlocal sleeps
-        with team.for_replay():
+        with thread_pool.for_replay():
             sleeps += slept
-            return has_team()
+            return has_pool()
 
     assert not replay(0)
-    assert not replay(team._MOST_SLEEPS)
-    assert not replay(team._MOST_SLEEPS + 1)
+    assert not replay(thread_pool._MOST_SLEEPS)
+    assert not replay(thread_pool._MOST_SLEEPS + 1)
     assert [replay(0) for _ in range(4)] == [True, True, True, False]
     assert not replay(0)
-    assert not has_team()
+    assert not has_pool()
 
 
 @needs_kernel
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to processors")
-def test_it_has_a_processor_for_each_thread(monkeypatch, no_team):
+def test_it_has_a_processor_for_each_thread(monkeypatch, no_pool):
     """Otherwise they take turns, and each of them looks out for work first."""
     allowed = os.sched_getaffinity(0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        team._left = 2
-        with team.for_replay():
+        thread_pool._left = 2
+        with thread_pool.for_replay():
             assert take(2)  # it was free
     finally:
         os.sched_setaffinity(0, allowed)
 
 
 @needs_kernel
-def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_team):
-    team._left = 2
+def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_pool):
+    thread_pool._left = 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(team, "processors", lambda: 2)
-    with pytest.raises(KeyError), team.for_replay():
+    monkeypatch.setattr(thread_pool, "processors", lambda: 2)
+    with pytest.raises(KeyError), thread_pool.for_replay():
         assert not take(2)  # it has it
         raise KeyError
     assert take(2)

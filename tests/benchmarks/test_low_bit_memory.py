@@ -1,4 +1,4 @@
-"""What the memory of a model in few bits is measured with."""
+"""What the memory of a low-bit model is measured with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import few_bits_memory as measured
+from benchmarks import low_bit_memory as measured
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
 from tests.pipeline import tiny
 from tests.quantization import tiny as families
@@ -55,7 +55,7 @@ def test_a_checkpoint(tmp_path):
     report = quantize_model(
         QuantizeOptions(str(tmp_path / "model"), str(tmp_path / "out"), device="cpu", quiet=True, **options)
     )
-    words = [sys.executable, "-m", "benchmarks.few_bits_memory", tmp_path / "out", "--new-tokens", "4"]
+    words = [sys.executable, "-m", "benchmarks.low_bit_memory", tmp_path / "out", "--new-tokens", "4"]
     command = [str(word) for word in [*words, "--json", tmp_path / "found.json"]]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -65,4 +65,4 @@ def test_a_checkpoint(tmp_path):
     # No weight is there in float32. Outputs are filled up to 32.
     assert found["tensor_bytes"] < 2 * found["file_bytes"]
     assert found["largest_other_float_bytes"] < found["largest_weight_in_float_bytes"]
-    assert f"{len(report.layers)} layers in few bits" in done.stdout
+    assert f"{len(report.layers)} low-bit layers" in done.stdout

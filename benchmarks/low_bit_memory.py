@@ -1,10 +1,10 @@
-"""Memory of a model in few bits beside the size of its weights:
+"""Memory of a low-bit model beside the size of its weights:
 
-    python -m benchmarks.few_bits_memory MODEL [--gguf FILE] [--new-tokens N] [--activations float|int8] [--json FILE]
+    python -m benchmarks.low_bit_memory MODEL [--gguf FILE] [--new-tokens N] [--activations float|int8] [--json FILE]
                                          [--python-allocator]
 
 MODEL is a folder as `fastgen-quantize` writes it, or one with a GGUF file. A process that does nothing else has loaded
-the libraries and generated with a tiny model in few bits. Then it loads MODEL, generates twice, and asks the system
+the libraries and generated with a tiny low-bit model. Then it loads MODEL, generates twice, and asks the system
 what it holds. What has been added is set beside the bytes of the weights as the file has them.
 
 What it holds is private memory of the process (RssAnon of Linux), after the C library has given back what is free, and
@@ -107,8 +107,8 @@ def strangers(model: torch.nn.Module) -> list[Tensor]:
 
 
 def largest_weight(model: torch.nn.Module) -> int:
-    """Bytes that the largest weight in few bits would have in float32."""
-    return max(4 * layer.outputs * layer.inputs for layer in model.modules() if isinstance(layer, QuantizedWeight))
+    """Bytes that the largest low-bit weight would have in float32."""
+    return max(4 * layer.n * layer.k for layer in model.modules() if isinstance(layer, QuantizedWeight))
 
 
 def generate(model: Any, new_tokens: int) -> None:
@@ -144,7 +144,7 @@ def measure(folder: Path, gguf_file: str | None, new_tokens: int) -> dict[str, A
     after = private_bytes() + mapped_bytes(own_tensors(model))
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedWeight)]
     if not layers:
-        raise RuntimeError(f"{folder} has no weights in few bits that FastGen keeps")
+        raise RuntimeError(f"{folder} has no low-bit weights that FastGen keeps")
     others = strangers(model)
     return {
         "layers": len(layers),
@@ -159,7 +159,7 @@ def measure(folder: Path, gguf_file: str | None, new_tokens: int) -> dict[str, A
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
     size = found["file_bytes"]
-    yield f"{found['layers']} layers in few bits; weights in the files: {size / 2**20:.1f} MiB"
+    yield f"{found['layers']} low-bit layers; weights in the files: {size / 2**20:.1f} MiB"
     for name, text in (
         ("tensor_bytes", "the model's tensors"),
         ("added_when_loaded", "memory, loaded"),
@@ -174,7 +174,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.few_bits_memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.low_bit_memory", description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in the folder")
     parser.add_argument("--new-tokens", type=int, default=64)

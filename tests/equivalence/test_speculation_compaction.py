@@ -14,7 +14,7 @@ import transformers
 import fastgen
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, same
@@ -48,7 +48,7 @@ def settings() -> Iterator[None]:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows leave as soon as there is a smaller batch that the others fit into."""
-    monkeypatch.setattr(leaving, "pays", lambda *_: True)
+    monkeypatch.setattr(batch_compaction, "pays", lambda *_: True)
 
 
 def rows_left() -> int:
@@ -214,8 +214,8 @@ def test_that_exchanged_rows_are_found(
     planted: str, at_once: None, any_lengths: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if planted == "rows":
-        staying = leaving.staying
-        monkeypatch.setattr(leaving, "staying", lambda *given: staying(*given).flip(0))
+        remaining = batch_compaction.remaining
+        monkeypatch.setattr(batch_compaction, "remaining", lambda *given: remaining(*given).flip(0))
         put_back = SpeculativeSearch.put_back
         monkeypatch.setattr(SpeculativeSearch, "put_back", lambda self, to, inputs: put_back(self, to, inputs.flip(0)))
     else:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.quantization.grouped import GroupedWeight, check, dequantized
+from fastgen.quantization.quantized_tensor import QuantizedTensor, check, dequantized
 from tests.quantization.definitions import by_definition, random_weight
 
 
@@ -23,8 +23,8 @@ def test_dequantized(
     assert torch.equal(dequantized(weight, dtype), dequantized(weight, torch.float32).to(dtype))
 
 
-def test_minimums() -> None:
-    weight = random_weight(3, 32)._replace(minimums=torch.randn(3, 2).half())
+def test_mins() -> None:
+    weight = random_weight(3, 32)._replace(mins=torch.randn(3, 2).half())
     torch.testing.assert_close(dequantized(weight, torch.float32).double(), by_definition(weight), rtol=1e-5, atol=1e-6)
 
 
@@ -39,22 +39,22 @@ WEIGHT = random_weight(4, 32, symmetric=False, act_order=True)
     ("change", "message"),
     [
         ({"bits": 3}, "3 bits"),
-        ({"numbers": WEIGHT.numbers.int()}, "numbers are int32"),
-        ({"numbers": WEIGHT.numbers[0]}, r"numbers are uint8 \[32\]"),
-        ({"group_size": 12}, "32 inputs are not whole groups of 12"),
+        ({"qweight": WEIGHT.qweight.int()}, "qweight is int32"),
+        ({"qweight": WEIGHT.qweight[0]}, r"qweight is uint8 \[32\]"),
+        ({"group_size": 12}, "32 in_features are not whole groups of 12"),
         ({"group_size": 0}, "not whole groups of 0"),
         ({"scales": WEIGHT.scales[:3]}, r"scales are float16 \[3, 2\]"),
         ({"scales": WEIGHT.scales.double()}, "scales are float64"),
         ({"zeros": WEIGHT.scales}, "zeros are float16"),
-        ({"minimums": WEIGHT.scales}, "zeros or minimums, not both"),
-        ({"zeros": None, "minimums": WEIGHT.scales[:, :1]}, r"minimums are float16 \[4, 1\]"),
+        ({"mins": WEIGHT.scales}, "zeros or mins, not both"),
+        ({"zeros": None, "mins": WEIGHT.scales[:, :1]}, r"mins are float16 \[4, 1\]"),
         ({"order": torch.arange(31)}, r"the order is int64 \[31\]"),
         ({"order": torch.arange(32).int()}, "the order is int32"),
-        ({"order": torch.zeros(32, dtype=torch.int64)}, "does not name each of the 32 inputs once"),
+        ({"order": torch.zeros(32, dtype=torch.int64)}, "does not name each of the 32 in_features once"),
     ],
 )
 def test_refused(change: dict[str, Any], message: str) -> None:
-    broken: GroupedWeight = WEIGHT._replace(**change)
+    broken: QuantizedTensor = WEIGHT._replace(**change)
     for function in (check, lambda weight: dequantized(weight, torch.float32)):
         with pytest.raises(ValueError, match=message) as error:
             function(broken)

@@ -1,4 +1,4 @@
-"""The largest output of a layer against the argmax of all: ties, near ties, bans, numbers that are none, bounds."""
+"""The argmax of a layer against the argmax of all: ties, near ties, bans, numbers that are none, bounds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops import largest_output
+from fastgen.ops import approximate_logits
 from fastgen.ops.linear import gemv
 
-pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
+pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
 
 
 def outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -26,15 +26,15 @@ def found(
     weight: Tensor,
     bias: Tensor | None = None,
     banned: Tensor | None = None,
-    copy: largest_output.Copy | None = None,
+    copy: approximate_logits.ApproximateHead | None = None,
 ) -> tuple[Tensor, int]:
-    copy = copy or largest_output.copy_of(weight)
+    copy = copy or approximate_logits.bounded_copy(weight)
     assert copy is not None
     out, estimates = torch.full((len(x),), -1), torch.full((len(x), len(weight)), math.nan)
-    largest_output.estimate_out(estimates, x, bias, copy)
+    approximate_logits.logits_out(estimates, x, bias, copy)
     if banned is not None:
         estimates.masked_fill_(banned, -math.inf)
-    return out, largest_output.largest_output_out(out, estimates, x, weight, bias, copy)
+    return out, approximate_logits.argmax_out(out, estimates, x, weight, bias, copy)
 
 
 def wanted(x: Tensor, weight: Tensor, bias: Tensor | None = None, banned: Tensor | None = None) -> Tensor:
@@ -83,19 +83,19 @@ def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, 
 
 @given(**sizes, outliers=st.sampled_from([0.0, 0.05]))
 @settings(max_examples=150)
-def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
+def test_approximate_logits_are_within_their_bounds(rows, inputs, count, seed, outliers):
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, count))
     for each in (x, weight):
         each[torch.rand(each.shape, generator=generator) < outliers] *= 100
-    copy = largest_output.copy_of(weight)
+    copy = approximate_logits.bounded_copy(weight)
     estimates = torch.empty(rows, count)
-    largest_output.estimate_out(estimates, x, None, copy)
+    approximate_logits.logits_out(estimates, x, None, copy)
     off = (estimates.double() - x.double() @ weight.double().t()).abs()
-    lengths, errors = copy.sizes[:, :count].double()
+    lengths, errors = copy.norms[:, :count].double()
     assert (lengths >= weight.double().norm(dim=1)).all()
     # A row is rounded by half a 127th of the largest number of each rotated group, at the most.
-    by_rounding = largest_output.grouped.rotated(torch.nn.functional.pad(x, (0, -inputs % 64)), 64) / 8
+    by_rounding = approximate_logits.grouped.rotated(torch.nn.functional.pad(x, (0, -inputs % 64)), 64) / 8
     half = by_rounding.unflatten(1, (-1, 64)).abs().amax(dim=2).double().square().sum(dim=1).sqrt() / 254 * 8
     bound = x.double().norm(dim=1, keepdim=True) * errors + half.unsqueeze(1) * lengths * 1.001
     assert (off <= bound).all()
@@ -113,11 +113,11 @@ def test_a_second_one_that_is_near(rows, inputs, count, seed, apart, share, ban)
     x = torch.randn(rows, inputs, generator=generator)
     weight = torch.randn(inputs, generator=generator) + apart * torch.randn(count, inputs, generator=generator)
     banned = torch.rand(rows, count, generator=generator) < ban
-    copy = largest_output.copy_of(weight)
+    copy = approximate_logits.bounded_copy(weight)
     estimates, out, is_near = torch.empty(rows, count), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows).bool()
-    largest_output.estimate_out(estimates, x, None, copy)
+    approximate_logits.logits_out(estimates, x, None, copy)
     estimates.masked_fill_(banned, -math.inf)
-    largest_output.largest_output_out(out, estimates, x, weight, None, copy, is_near, share=share)
+    approximate_logits.argmax_out(out, estimates, x, weight, None, copy, is_near, share=share)
     scores = outputs(x, weight, None).masked_fill(banned, -math.inf)
     assert torch.equal(out, scores.argmax(dim=-1))
     # The magnitude is that of the estimates; where nothing counts, there is no second one either.
@@ -139,8 +139,8 @@ def test_without_bounds_another_one_is_found():
     generator = torch.Generator().manual_seed(4)
     x, line = torch.randn(200, 64, generator=generator), torch.randn(64, generator=generator)
     weight = line + 0.01 * torch.randn(4000, 64, generator=generator)
-    copy = largest_output.copy_of(weight)
-    spoilt = copy._replace(sizes=torch.zeros_like(copy.sizes))
+    copy = approximate_logits.bounded_copy(weight)
+    spoilt = copy._replace(norms=torch.zeros_like(copy.norms))
     assert torch.equal(found(x, weight, copy=copy)[0], wanted(x, weight))
     assert not torch.equal(found(x, weight, copy=spoilt)[0], wanted(x, weight))
 
@@ -164,7 +164,7 @@ def test_numbers_that_are_none(odd):
     x[1, 5], bias[[7, 300]] = 0.0, odd
     assert torch.equal(found(x, weight, bias)[0], wanted(x, weight, bias))
     weight[4, 4] = odd
-    copy = largest_output.copy_of(weight)
+    copy = approximate_logits.bounded_copy(weight)
     assert (copy is None) == (not math.isfinite(odd))
     if copy is not None:
         assert torch.equal(found(x, weight)[0], wanted(x, weight))
@@ -173,13 +173,13 @@ def test_numbers_that_are_none(odd):
 def test_one_output_that_is_left_may_be_anything():
     generator = torch.Generator().manual_seed(6)
     x, weight = torch.randn(2, 64, generator=generator), torch.randn(600, 64, generator=generator)
-    copy = largest_output.copy_of(weight)
+    copy = approximate_logits.bounded_copy(weight)
     out, estimates = torch.zeros(2, dtype=torch.int64), torch.full((2, 600), -math.inf)
     estimates[:, 417] = torch.tensor([0.0, -1e9])
-    largest_output.largest_output_out(out, estimates, x, weight, None, copy)
+    approximate_logits.argmax_out(out, estimates, x, weight, None, copy)
     assert out.tolist() == [417, 417]
     out.fill_(7)
-    largest_output.largest_output_out(out, torch.full((2, 600), -math.inf), x, weight, None, copy)
+    approximate_logits.argmax_out(out, torch.full((2, 600), -math.inf), x, weight, None, copy)
     assert out.tolist() == [0, 0]
 
 
@@ -192,42 +192,44 @@ def test_lines_of_rows_and_weights_that_are_apart():
 
 def test_what_does_not_fit():
     x, weight = torch.randn(2, 64), torch.randn(300, 64)
-    copy = largest_output.copy_of(weight)
+    copy = approximate_logits.bounded_copy(weight)
     out, estimates = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 300)
-    good = {"out": out, "estimates": estimates, "x": x, "weight": weight, "bias": None, "copy": copy}
+    good = {"out": out, "logits": estimates, "x": x, "weight": weight, "bias": None, "copy": copy}
     for name, bad in (
         ("out", out.int()),
         ("out", out[:1]),
-        ("estimates", estimates.double()),
-        ("estimates", estimates[:, :299].contiguous()),
+        ("logits", estimates.double()),
+        ("logits", estimates[:, :299].contiguous()),
         ("x", x[:, :32]),
         ("x", x.bfloat16()),
         ("weight", weight.t().contiguous().t()),
         ("bias", torch.zeros(299)),
         ("is_near", torch.zeros(2)),
-        ("copy", copy._replace(sizes=copy.sizes[:, 1:].contiguous())),
+        ("copy", copy._replace(norms=copy.norms[:, 1:].contiguous())),
     ):
         with pytest.raises(RuntimeError, match="largest_output"):
-            largest_output.largest_output_out(**{**good, name: bad})
-    assert largest_output.serves(x, weight, None) and not largest_output.serves(x, weight.t().contiguous().t(), None)
-    assert not largest_output.serves(x.bfloat16(), weight, None)
+            approximate_logits.argmax_out(**{**good, name: bad})
+    assert approximate_logits.serves(x, weight, None) and not approximate_logits.serves(
+        x, weight.t().contiguous().t(), None
+    )
+    assert not approximate_logits.serves(x.bfloat16(), weight, None)
 
 
 @pytest.mark.parametrize("inputs, count", [(64, 700), (576, 3000), (200, 1000)])
-def test_a_rough_copy_finds_most_of_them(inputs, count):
+def test_a_likely_copy_finds_most_of_them(inputs, count):
     """And computes few outputs for it. The estimates alone find fewer."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (400, count))
-    copy = largest_output.rough_copy_of(weight)
+    copy = approximate_logits.likely_copy(weight)
     tokens, computed = found(x, weight, copy=copy)
     estimates = torch.empty(len(x), count)
-    largest_output.estimate_out(estimates, x, None, copy)
+    approximate_logits.logits_out(estimates, x, None, copy)
     right = wanted(x, weight)
     assert (tokens == right).float().mean() > 0.995 > (estimates.argmax(dim=-1) == right).float().mean()
     assert computed < len(x) * count / 20
 
 
-def test_no_rough_copy_of_what_is_infinite():
+def test_no_likely_copy_of_what_is_infinite():
     weight = torch.randn(64, 64)
     weight[3, 5] = math.inf
-    assert largest_output.rough_copy_of(weight) is None
+    assert approximate_logits.likely_copy(weight) is None

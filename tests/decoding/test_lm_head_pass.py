@@ -1,4 +1,4 @@
-"""Which products of a recording become estimates, and which stay as they are because somebody sees their outputs."""
+"""Which products of a recording become approximate logits, and which stay exact because somebody reads them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.decoding import lm_head
+from fastgen.decoding import graph_passes, lm_head
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding.largest_outputs import ESTIMATE, LARGEST, TOP_TWO
-from fastgen.decoding.simplified import simplified
-from fastgen.ops import largest_output, top_two
+from fastgen.decoding.lm_head_pass import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
+from fastgen.ops import approximate_logits, top_two
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 
-pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
+pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
 
 ROWS, INPUTS, OUTPUTS = 3, 40, 700
 X, WEIGHT, BIAS = torch.randn(ROWS, INPUTS), torch.randn(OUTPUTS, INPUTS), torch.randn(OUTPUTS)
@@ -41,13 +40,13 @@ def logits() -> Tensor:
 
 
 def is_estimated(function: Callable[[], Any]) -> bool:
-    """Whether the largest outputs are found from estimates; replays find what calls do."""
+    """Whether the argmax is found from approximate logits; replays find what calls do."""
     with torch.inference_mode():
         recording, _ = record(function)
-        names = [each.function for each in simplified(recording).operations]
+        names = [each.function for each in graph_passes.run(recording).operations]
         program = Program()
         program.capture(function)
-    assert (ESTIMATE in names) == (LARGEST in names or TOP_TWO in names)
+    assert (APPROXIMATE_LOGITS in names) == (ARGMAX in names or TOP_TWO in names)
     for due in (False, True, False):
         X.normal_()
         DUE.fill_(due)
@@ -60,7 +59,7 @@ def is_estimated(function: Callable[[], Any]) -> bool:
         WRITTEN.copy_(written)
         function()
         assert torch.equal(found, OUT)
-    return ESTIMATE in names
+    return APPROXIMATE_LOGITS in names
 
 
 def change(scores: Tensor, columns: Tensor, due: Tensor, value: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights of few bits in the layout of the kernels, and which products they have."""
+"""Low-bit weights in the layout of the kernels, and which kernels serve them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import fastgen
 from fastgen import settings
 from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import gemm, grouped
-from fastgen.quantization import products
+from fastgen.quantization import layer_weight
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
-from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from tests.quantization.definitions import random_weight
 from tests.quantization.test_formats import blocks_of
 
@@ -25,27 +25,27 @@ needs_kernels = pytest.mark.skipif(grouped.unavailable() is not None, reason="no
 SHAPES = [(128, 32), (512, 256), (120, 24), (576, 192), (100, 100), (7, 7), (30, 10)]
 
 
-def _weight(inputs: int, group_size: int, bits: int, form: str) -> GroupedWeight:
+def _weight(inputs: int, group_size: int, bits: int, form: str) -> QuantizedTensor:
     weight = random_weight(37, inputs, bits, group_size, symmetric=form != "zeros", act_order=form == "order")
-    if form == "minimums":
-        return weight._replace(zeros=None, minimums=torch.randn(weight.scales.shape).to(weight.scales.dtype))
+    if form == "mins":
+        return weight._replace(zeros=None, mins=torch.randn(weight.scales.shape).to(weight.scales.dtype))
     return weight
 
 
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "minimums", "order"])
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "mins", "order"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_nothing_is_lost(inputs: int, group_size: int, bits: int, form: str) -> None:
     weight = _weight(inputs, group_size, bits, form)
-    found = products.unpack(products.pack(weight))
+    found = layer_weight.unpack(layer_weight.pack(weight))
     assert (found.bits, found.group_size) == (bits, group_size)
-    for name in ("numbers", "scales", "zeros", "minimums", "order"):
+    for name in ("qweight", "scales", "zeros", "mins", "order"):
         ours, theirs = getattr(found, name), getattr(weight, name)
         assert (ours is None) == (theirs is None), name
         assert theirs is None or torch.equal(ours.to(theirs.dtype), theirs), name
     some = torch.tensor([36, 0, 0, 5])
     assert torch.equal(
-        products.rows(products.pack(weight), some, torch.float32), dequantized(weight, torch.float32)[some]
+        layer_weight.rows(layer_weight.pack(weight), some, torch.float32), dequantized(weight, torch.float32)[some]
     )
 
 
@@ -58,18 +58,18 @@ def test_gguf_blocks_keep_their_size(name: str) -> None:
     """In memory they take hardly more than in the file, and stand for the same."""
     kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
     blocks, _ = blocks_of(kind, rows=64, per_row=3)
-    read = Blocks(kind).read({"blocks": blocks}, 64, 3 * kind.numbers)
-    packed = products.pack(read)
+    read = Blocks(kind).read({"blocks": blocks}, 64, 3 * kind.block_size)
+    packed = layer_weight.pack(read)
     size = sum(part.nbytes for part in packed if isinstance(part, Tensor))
     assert size <= SIZES.get(name, 1.0) * blocks.nbytes
     meant = dequantized(read, torch.float32)
-    assert torch.equal(dequantized(products.unpack(packed), torch.float32), meant)
+    assert torch.equal(dequantized(layer_weight.unpack(packed), torch.float32), meant)
     some = torch.tensor([63, 0, 33, 33])
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(products.rows(packed, some, dtype), meant.to(dtype)[some])
-    x = torch.randn(5, 3 * kind.numbers)
+        assert torch.equal(layer_weight.rows(packed, some, dtype), meant.to(dtype)[some])
+    x = torch.randn(5, 3 * kind.block_size)
     exact = x.double() @ meant.double().t()
-    torch.testing.assert_close(products.multiply(x, packed, None).double(), exact, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(layer_weight.linear(x, packed, None).double(), exact, rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def is_served(inputs: int, group_size: int) -> bool:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "minimums", "order"])
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "mins", "order"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_float_activations(
@@ -100,7 +100,7 @@ def test_float_activations(
     """The default: the bits of a packed product with the unpacked weight."""
     weight = _weight(inputs, group_size, bits, form)
     x, bias = torch.randn(2, 3, inputs).to(dtype), torch.randn(37).to(dtype)
-    y = products.multiply(x, products.pack(weight), bias)
+    y = layer_weight.linear(x, layer_weight.pack(weight), bias)
     assert used == [True] * is_served(inputs, group_size) and y.dtype is dtype and y.shape == (2, 3, 37)
     meant = dequantized(weight, torch.float32)
     if not used:
@@ -114,7 +114,7 @@ def test_float_activations(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "minimums", "order"])
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "mins", "order"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_activations_rounded_to_8_bits(
@@ -122,7 +122,7 @@ def test_activations_rounded_to_8_bits(
 ) -> None:
     weight = _weight(inputs, group_size, bits, form)
     x, bias = torch.randn(2, 3, inputs).to(dtype), torch.randn(37).to(dtype)
-    y = products.multiply(x, products.pack(weight), bias, "int8")
+    y = layer_weight.linear(x, layer_weight.pack(weight), bias, "int8")
     exact = F.linear(x.double(), dequantized(weight, torch.float64), bias.double())
     assert used == [False] * is_served(inputs, group_size) and y.dtype is dtype and y.shape == (2, 3, 37)
     size = F.linear(x.double().abs(), dequantized(weight, torch.float64).abs())
@@ -137,13 +137,13 @@ def test_activations_rounded_to_8_bits(
 def test_blocks_have_the_bits_of_packed_products(name: str, used: list[bool]) -> None:
     kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
     blocks, _ = blocks_of(kind, rows=37, per_row=3)
-    read = Blocks(kind).read({"blocks": blocks}, 37, 3 * kind.numbers)
-    packed, meant = products.pack(read), dequantized(read, torch.float32)
+    read = Blocks(kind).read({"blocks": blocks}, 37, 3 * kind.block_size)
+    packed, meant = layer_weight.pack(read), dequantized(read, torch.float32)
     for rows in (1, 5, 29):
-        x = torch.randn(rows, 3 * kind.numbers)
+        x = torch.randn(rows, 3 * kind.block_size)
         expected = gemm.gemm(x, meant, None)
-        assert torch.equal(products.multiply(x, packed, None), expected)
-        rounded = products.multiply(x, packed, None, "int8")
+        assert torch.equal(layer_weight.linear(x, packed, None), expected)
+        rounded = layer_weight.linear(x, packed, None, "int8")
         torch.testing.assert_close(rounded, expected, rtol=0, atol=0.02 * float((x.abs() @ meant.abs().t()).max()))
     assert used == [True, False] * 3
 
@@ -151,27 +151,27 @@ def test_blocks_have_the_bits_of_packed_products(name: str, used: list[bool]) ->
 @needs_kernels
 def test_who_says_what_activations_are(used: list[bool]) -> None:
     """The layer, or the settings; nobody who rounds them where it is not asked for."""
-    packed, x = products.pack(random_weight(24, 32)), torch.randn(3, 32)
-    products.multiply(x, packed, None)
+    packed, x = layer_weight.pack(random_weight(24, 32)), torch.randn(3, 32)
+    layer_weight.linear(x, packed, None)
     with settings.changed(activations="int8"):
-        products.multiply(x, packed, None)
-        products.multiply(x, packed, None, "float")
-    products.multiply(x, packed, None, "int8")
+        layer_weight.linear(x, packed, None)
+        layer_weight.linear(x, packed, None, "float")
+    layer_weight.linear(x, packed, None, "int8")
     with pytest.warns(DeprecationWarning, match="few_bits_inputs is now called activations"):
         asked = settings.changed(few_bits_inputs="exact")
         with asked:
-            products.multiply(x, packed, None)
+            layer_weight.linear(x, packed, None)
     assert used == [True, False, True, False, True]
 
 
 @needs_kernels
 def test_where_no_kernel_multiplies(used: list[bool]) -> None:
     weight = random_weight(24, 32)
-    packed, x = products.pack(weight), torch.randn(3, 32)
+    packed, x = layer_weight.pack(weight), torch.randn(3, 32)
     exact = F.linear(x, dequantized(weight, torch.float32))
     with fastgen.disabled():
-        torch.testing.assert_close(products.multiply(x, packed, None, "int8"), exact)
-    torch.testing.assert_close(products.multiply(x.double(), packed, None).float(), exact)
+        torch.testing.assert_close(layer_weight.linear(x, packed, None, "int8"), exact)
+    torch.testing.assert_close(layer_weight.linear(x.double(), packed, None).float(), exact)
     assert not used
 
 
@@ -179,10 +179,10 @@ def test_where_no_kernel_multiplies(used: list[bool]) -> None:
 def test_zeros_whose_products_float32_does_not_hold(used: list[bool]) -> None:
     """With float activations the result would not be exact: such a weight is unpacked."""
     weight = random_weight(24, 32, 8, 16, symmetric=False, dtype=torch.float32)
-    packed, x = products.pack(weight), torch.randn(3, 32)
-    torch.testing.assert_close(products.multiply(x, packed, None), F.linear(x, dequantized(weight, torch.float32)))
+    packed, x = layer_weight.pack(weight), torch.randn(3, 32)
+    torch.testing.assert_close(layer_weight.linear(x, packed, None), F.linear(x, dequantized(weight, torch.float32)))
     assert not packed.sizes.takes_floats and not used
-    products.multiply(x, packed, None, "int8")
+    layer_weight.linear(x, packed, None, "int8")
     assert used == [False]
 
 
@@ -195,12 +195,12 @@ def _seen(sizes: list[int], tensor: Tensor) -> Tensor:
 def test_gradients_keep_no_floating_weight(used: list[bool]) -> None:
     for form in ("zeros", "order"):
         weight = _weight(128, 32, 4, form)
-        packed, meant = products.pack(weight), dequantized(weight, torch.float32)
+        packed, meant = layer_weight.pack(weight), dequantized(weight, torch.float32)
         x, bias = torch.randn(2, 3, 128, requires_grad=True), torch.randn(37, requires_grad=True)
         sizes: list[int] = []
         hooks = torch.autograd.graph.saved_tensors_hooks(partial(_seen, sizes), lambda tensor: tensor)
         with hooks:
-            y = products.multiply(x, packed, bias, "int8")
+            y = layer_weight.linear(x, packed, bias, "int8")
         assert max(sizes, default=0) < meant.numel()
         found = torch.autograd.grad((y * y.detach()).sum(), (x, bias))
         expected = torch.autograd.grad((F.linear(x, meant, bias) * y.detach()).sum(), (x, bias))
@@ -213,13 +213,13 @@ def test_gradients_keep_no_floating_weight(used: list[bool]) -> None:
 def test_autocast(used: list[bool]) -> None:
     weight, x = random_weight(24, 32), torch.randn(3, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = products.multiply(x, products.pack(weight), torch.randn(24))
+        y = layer_weight.linear(x, layer_weight.pack(weight), torch.randn(24))
     assert y.dtype is torch.bfloat16 and used == [True]
 
 
-@pytest.mark.parametrize("layout", ["panels", "lines"])
+@pytest.mark.parametrize("layout", ["panels", "rows"])
 def test_gradients_of_the_bias_alone(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "is_for", lambda device: layout == "lines")
+    monkeypatch.setattr(lines, "is_for", lambda device: layout == "rows")
     bias = torch.zeros(24, requires_grad=True)
-    products.multiply(torch.randn(3, 32), products.pack(random_weight(24, 32)), bias).sum().backward()
+    layer_weight.linear(torch.randn(3, 32), layer_weight.pack(random_weight(24, 32)), bias).sum().backward()
     assert bias.grad is not None and torch.equal(bias.grad, torch.full((24,), 3.0))

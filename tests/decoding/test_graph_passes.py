@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.decoding import graph_passes
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding.simplified import simplified
 from fastgen.ops import packed_attention
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def left(function: Callable[[], Any]) -> list[str]:
     """The names of the operators that are left of a function; replays do what calls do."""
     with torch.inference_mode():
         recording, _ = record(function)
-        found = [each.function.overloadpacket._qualified_op_name for each in simplified(recording).operations]
+        found = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
         program = Program()
         program.capture(function)
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_random_numbers_are_drawn_though_nobody_reads_them() -> None:
 
     with torch.inference_mode():
         recording, _ = record(steps)
-    names = [each.function.overloadpacket._qualified_op_name for each in simplified(recording).operations]
+    names = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
     assert names == ["aten::rand", "aten::zeros", "aten::uniform_", "aten::copy_"]
 
 
@@ -290,7 +290,7 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> tup
 
     with torch.inference_mode():
         recording, _ = record(steps)
-        names = [each.function.overloadpacket._qualified_op_name for each in simplified(recording).operations]
+        names = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
         program = Program()
         program.capture(steps)
         for part in (query, keys, values):

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.ops import narrow
+from fastgen.ops import exact_cast
 
-pytestmark = pytest.mark.skipif(not narrow.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not exact_cast.is_available(), reason="the extension was not built")
 
-TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
 
 
 def all_of(dtype: torch.dtype) -> torch.Tensor:
@@ -37,12 +37,12 @@ def test_every_number(dtype: torch.dtype) -> None:
 def test_one_bit_more(dtype: torch.dtype, bit: int, place: int, seed: int) -> None:
     """Of one of many numbers, in whatever part of them. What the result is says whether that is none of the type."""
     x = torch.randn(700, 100, generator=torch.Generator().manual_seed(seed)).to(dtype).float()
-    assert narrow.narrowed(x).dtype is dtype
+    assert exact_cast.exact_cast(x).dtype is dtype
     x.view(torch.int32).view(-1)[place] ^= 1 << bit if bit < 31 else -(2**31)
     is_same = torch.equal(x.to(dtype).float().view(torch.int32), x.view(torch.int32))
     out = torch.empty_like(x, dtype=dtype)
     assert torch.ops.fastgen.exact_cast_out.default(out, x) == (is_same or _is_odd(x, dtype))
-    found = narrow.narrowed(x)
+    found = exact_cast.exact_cast(x)
     if is_same and found.dtype is dtype:
         assert torch.equal(found.float().view(torch.int32), x.view(torch.int32))
 
@@ -58,20 +58,20 @@ def _is_odd(x: torch.Tensor, dtype: torch.dtype) -> bool:
 @given(rows=st.integers(1, 40), columns=st.integers(1, 90), seed=st.integers(0, 2**30))
 def test_a_look_at_some_numbers(rows: int, columns: int, seed: int) -> None:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    assert not narrow.types_of_some(x + 1e-7) or x.numel() < 4
-    for dtype in narrow.TYPES:
-        assert dtype in narrow.types_of_some(x.to(dtype).float())
-        assert dtype in narrow.types_of_some(x.t().to(dtype).float())
+    assert not exact_cast.likely_types(x + 1e-7) or x.numel() < 4
+    for dtype in exact_cast.TYPES:
+        assert dtype in exact_cast.likely_types(x.to(dtype).float())
+        assert dtype in exact_cast.likely_types(x.t().to(dtype).float())
 
 
 def test_of_both_types() -> None:
     x = torch.randint(-100, 100, (40, 30)).float()
-    assert narrow.types_of_some(x) == [*narrow.TYPES] and narrow.narrowed(x).dtype is torch.bfloat16
+    assert exact_cast.likely_types(x) == [*exact_cast.TYPES] and exact_cast.exact_cast(x).dtype is torch.bfloat16
     x[1, 5] = 1 + 2**-10
-    assert narrow.types_of_some(x) == [*narrow.TYPES]  # it does not see that one
-    assert torch.equal(narrow.narrowed(x), x.half())
+    assert exact_cast.likely_types(x) == [*exact_cast.TYPES]  # it does not see that one
+    assert torch.equal(exact_cast.exact_cast(x), x.half())
     x[1, 5] = 1 + 2**-11
-    assert narrow.narrowed(x) is None
+    assert exact_cast.exact_cast(x) is None
 
 
 def test_threads_change_nothing() -> None:

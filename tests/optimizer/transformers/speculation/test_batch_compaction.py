@@ -17,7 +17,7 @@ from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ EIGHT = {1: 0.020, 2: 0.025, 4: 0.035, 8: 0.055}  # 8, 16, 32 and 64 tokens: 0.0
 def test_a_step_is_recorded_when_rounds_have_missed_what_that_takes(kept: dict[Any, Any]) -> None:
     """Checks of 32 tokens instead of 64 save 0.02 each, by the table."""
     model, large = Model(), step(8, EIGHT)
-    answers = [leaving.pays(model, large, SmallKey(4), 7, 100) for _ in range(60)]
+    answers = [batch_compaction.pays(model, large, SmallKey(4), 7, 100) for _ in range(60)]
     first = answers.index(True)
     assert first == int(RECORDING / 0.02)  # the 26th
     assert answers.index(True, first + 1) == 2 * first + 1  # from nothing again
@@ -77,18 +77,18 @@ def test_of_each_model_and_batch_it_is_missed_for_itself(kept: dict[Any, Any]) -
     for _ in range(20):
         for model in models:
             for rows in (2, 4):
-                assert not leaving.pays(model, large, SmallKey(rows), 7 if rows == 4 else 1, 100)
+                assert not batch_compaction.pays(model, large, SmallKey(rows), 7 if rows == 4 else 1, 100)
 
 
 def test_a_step_that_is_there_is_used_if_it_saves_more_than_the_way_to_it(kept: dict[Any, Any]) -> None:
     model, large = Model(), step(8, EIGHT)
     kept[SmallKey(4)] = step(4, {8: 0.045})
-    assert leaving.pays(model, large, SmallKey(4), 7, 100)
-    assert not leaving.pays(model, large, SmallKey(4), 7, 10)
+    assert batch_compaction.pays(model, large, SmallKey(4), 7, 100)
+    assert not batch_compaction.pays(model, large, SmallKey(4), 7, 10)
     kept[SmallKey(4)] = step(4, {8: 0.056})
-    assert not leaving.pays(model, large, SmallKey(4), 7, 10**6)
+    assert not batch_compaction.pays(model, large, SmallKey(4), 7, 10**6)
     kept[SmallKey(4)] = step(4, {})  # then the table says it
-    assert leaving.pays(model, large, SmallKey(4), 7, 100)
+    assert batch_compaction.pays(model, large, SmallKey(4), 7, 100)
 
 
 def test_a_step_that_is_being_prepared_is_left_to_the_calls_that_do(kept: dict[Any, Any]) -> None:
@@ -96,24 +96,24 @@ def test_a_step_that_is_being_prepared_is_left_to_the_calls_that_do(kept: dict[A
     model, large = Model(), step(8, EIGHT)
     kept[SmallKey(4)] = step(4, {4: 0.001})
     kept[SmallKey(4)].costs.only_timed = True
-    assert not leaving.pays(model, large, SmallKey(4), 7, 100)
-    assert leaving.pays(model, large, SmallKey(4), 3, 100)
+    assert not batch_compaction.pays(model, large, SmallKey(4), 7, 100)
+    assert batch_compaction.pays(model, large, SmallKey(4), 3, 100)
 
 
 def test_nothing_is_known_or_it_was_refused(kept: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     kept[SmallKey(4)] = step(4, {8: 0.001})
-    assert not leaving.pays(model, step(8, {}), SmallKey(4), 7, 1000)
-    assert not leaving.pays(model, step(8, {1: 0.1}), SmallKey(4), 7, 1000)
+    assert not batch_compaction.pays(model, step(8, {}), SmallKey(4), 7, 1000)
+    assert not batch_compaction.pays(model, step(8, {1: 0.1}), SmallKey(4), 7, 1000)
     fastgen.enable(captured_step="always")
-    assert leaving.pays(model, step(8, {}), SmallKey(4), 7, 1)
+    assert batch_compaction.pays(model, step(8, {}), SmallKey(4), 7, 1)
     monkeypatch.setattr(graph_cache, "is_refused", lambda *_: True)
-    assert not leaving.pays(model, step(8, EIGHT), SmallKey(4), 7, 1000)
+    assert not batch_compaction.pays(model, step(8, EIGHT), SmallKey(4), 7, 1000)
 
 
 def test_nothing_is_recorded_where_a_smaller_batch_saves_nothing(kept: dict[Any, Any]) -> None:
     model, large = Model(), step(8, dict.fromkeys(EIGHT, 0.05))
-    assert not any(leaving.pays(model, large, SmallKey(1), 7, 100) for _ in range(1000))
+    assert not any(batch_compaction.pays(model, large, SmallKey(1), 7, 100) for _ in range(1000))
 
 
 @pytest.mark.parametrize("positions", [(1, 2, 4, 8), ()])
@@ -188,21 +188,21 @@ def _key(batch: int, processors: Any) -> Any:
 )
 def test_inputs_that_stay(unfinished: list[int], batch: int | None, inputs: list[int] | None) -> None:
     of: Any = OfSearch([[bool(each)] for each in unfinished])
-    key = leaving.smaller_key(of)
+    key = batch_compaction.smaller_key(of)
     assert (key and key.batch) == batch
     if batch is not None:
-        assert leaving.staying(of, batch).tolist() == inputs
+        assert batch_compaction.remaining(of, batch).tolist() == inputs
 
 
 def test_an_input_stays_with_all_of_its_rows() -> None:
     of: Any = OfSearch([[False, False], [True, False], [False, False]])
-    assert leaving.smaller_key(of).batch == 1 and leaving.staying(of, 1).tolist() == [1]
+    assert batch_compaction.smaller_key(of).batch == 1 and batch_compaction.remaining(of, 1).tolist() == [1]
 
 
 @pytest.mark.parametrize("kind, leaves", [(NoRepeatNGram, True), (EncoderNoRepeatNGram, False)])
 def test_processors_that_have_the_source_of_each_row(kind: Any, leaves: bool) -> None:
     of: Any = OfSearch([[True], [False]], processors=((kind, 2),))
-    assert (leaving.smaller_key(of) is not None) == leaves
+    assert (batch_compaction.smaller_key(of) is not None) == leaves
 
 
 def test_processors_that_have_a_number_of_each_row() -> None:
@@ -211,7 +211,7 @@ def test_processors_that_have_a_number_of_each_row() -> None:
         transformers.RepetitionPenaltyLogitsProcessor(1.2, 2),
         transformers.NoRepeatNGramLogitsProcessor(2),
     ]
-    found = leaving.narrowed(given, torch.tensor([0, 2]))
+    found = batch_compaction.selected(given, torch.tensor([0, 2]))
     assert found[0].prompt_ignore_length.tolist() == [3, 5] and given[0].prompt_ignore_length.tolist() == [3, 0, 5]
     assert found[1:] == given[1:]
 
