@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from fastgen import counters, patching
-from fastgen.engine import ENTRY_POINT, requests
+from fastgen.engine import ENTRY_POINT, foreground, requests
 from fastgen.engine.engine import ROWS
 from fastgen.engine.executor import StaticBatches, written
 from fastgen.engine.options import has_own_generate
@@ -81,18 +81,13 @@ def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
 
 def _run(executor: StaticBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
     """Runs the requests in this thread."""
-    created, spans, left = time.perf_counter(), dict[Request, tuple[float, float]](), made
+    created, spans = time.perf_counter(), dict[Request, tuple[float, float]]()
+    begin = created
     with tqdm(total=len(made), disable=not shows_progress, desc=f"Solving {len(made)} requests", unit="request") as bar:
-        while left:
-            batch, begin = executor.choose(left), time.perf_counter()
-            executor.run(batch, can_stop=False)
-            for request in batch:
-                error = request.future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                spans[request] = begin, time.perf_counter()
-            left = [request for request in left if request not in spans]
-            bar.update(len(batch))
+        for turn in foreground.turns(executor, made):
+            spans |= dict.fromkeys(turn.finished, (begin, time.perf_counter()))
+            bar.update(len(turn.finished))
+            begin = time.perf_counter()
     outputs: dict[str, GenerationOutput] = {}
     for number, request in enumerate(made):
         of_request = _outputs(f"req_{number}", request, created, spans[request])

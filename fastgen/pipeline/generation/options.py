@@ -101,6 +101,12 @@ class RunOptions(DataOptions):
         least=0,
         most=1024,
     )
+    batching: str = option(
+        "auto",
+        "static; continuous: a record that is done makes room for the next one; or auto: continuous where the model "
+        "runs in slots (default: auto)",
+        free=True,
+    )
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)
     self_speculation: str = option(
         lambda: process_settings.current().self_speculation,
@@ -121,6 +127,9 @@ class RunOptions(DataOptions):
     def __post_init__(self) -> None:
         check_types(self)
         among("detokenizer", self.detokenizer or "none", ("moses", "none"))
+        among("batching", self.batching, ("auto", "static", "continuous"))
+        if self.batching == "continuous" and self.max_tokens is not None:
+            raise SetupError("max-tokens cuts static batches: leave it out, or choose --batching static")
         for metric in self.metrics:
             among("metrics", metric, METRICS)
         if self.reference and self.reference_column:
