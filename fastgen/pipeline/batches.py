@@ -291,6 +291,16 @@ class BatchStage(ABC, Generic[Output]):
             self._fail(done, rows[0], made)
         return done
 
+    def adopt(self, done: BatchResult[Output], seconds: float, out_of_memory: int) -> BatchResult[Output]:
+        """Counts a batch that another process has run, in so many seconds."""
+        self.seconds += seconds
+        self.out_of_memory += out_of_memory
+        self._succeeded |= bool(done.outputs)
+        failures, done.failures = done.failures, []
+        for row, problem in failures:
+            self._fail(done, row, problem)
+        return done
+
     def _fail(self, done: BatchResult[Output], row: Record, problem: Problem) -> None:
         done.failures.append((row, problem))
         self._failures += 1

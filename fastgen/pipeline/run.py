@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -259,9 +259,8 @@ class DataRun(Run):
         self.stage.tell = self._advance
 
     def process(self) -> Timing:
-        planned = plan(self.inputs, self.tokenise, self._rules, self._resumed, self._check_strict)
         try:
-            timing = run_stages(planned, self._compute, self._post, self._record, self._handed_on)
+            timing = run_stages(self.planned(), self._compute, self._post, self._record, self._handed_on)
             self.stage.finish()
         except SetupError:
             if self._is_new and not self.samples:
@@ -272,10 +271,14 @@ class DataRun(Run):
         self.model_seconds = self.stage.seconds
         return timing
 
+    def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
+        """The windows and their batches that are to be done, or have been done by other processes."""
+        return plan(self.inputs, self.tokenise, self._rules, self._resumed, self._check_strict)
+
     # The stages. A window goes through all of them as it is.
 
-    def _compute(self, item: Window | Batch) -> Window | BatchResult[Any]:
-        return item if isinstance(item, Window) else self.stage.run(item)
+    def _compute(self, item: Window | Batch | BatchResult[Any]) -> Window | BatchResult[Any]:
+        return self.stage.run(item) if isinstance(item, Batch) else item
 
     def _handed_on(self, item: Window | BatchResult[Any]) -> None:
         if isinstance(item, BatchResult):

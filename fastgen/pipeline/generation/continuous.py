@@ -35,6 +35,10 @@ def is_continuous(loaded: LoadedModel, settings: RunOptions) -> bool:
     return Engine(loaded.model).stats()["executor"] == SLOTS
 
 
+def stage_for(loaded: LoadedModel, settings: RunOptions, continuous: bool) -> ModelStage:
+    return ContinuousStage(loaded, settings) if continuous else ModelStage(loaded, settings)
+
+
 class ContinuousStage(ModelStage):
     """Puts batches through the model as requests of the engine."""
 

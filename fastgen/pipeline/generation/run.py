@@ -6,17 +6,19 @@ import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.batches import BatchResult, one_by_one
-from fastgen.pipeline.generation.continuous import ContinuousStage, is_continuous
+from fastgen.pipeline.batches import Batch, BatchResult, Window, one_by_one
+from fastgen.pipeline.errors import SetupError, check_installed
+from fastgen.pipeline.generation import on_ray
+from fastgen.pipeline.generation.continuous import is_continuous, stage_for
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding, load, prepare
-from fastgen.pipeline.generation.model import ModelStage, RawOutput
+from fastgen.pipeline.generation.model import RawOutput
 from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.layouts import Generation
 from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
@@ -71,13 +73,17 @@ class Generate(DataRun):
         detokenizer = None if settings.detokenizer == "none" else settings.detokenizer
         self._job = PostprocessJob(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
         self._job.check()
+        if settings.ray:
+            check_installed("ray", "--ray", "pip install 'fastgen-transformers[ray]'")
+            if self.model is not None:
+                raise SetupError("a model in memory is not sent to the workers of Ray: give its folder")
 
     def check(self) -> None:
         super().check()
         settings = self.settings
         has_reference = bool(settings.reference or settings.reference_column)
         self.layout = Generation(self.inputs.kept, settings.output_column, has_reference, settings.token_ids)
-        workers = default_workers() if settings.workers is None else settings.workers
+        workers = default_workers() if settings.workers is None or settings.ray else settings.workers
         # They start while the model is loaded.
         workers = workers if self._job.any else 0
         self._workers = self.closing.enter_context(closing(PostProcessor(partial(Processor, self._job), workers)))
@@ -86,11 +92,18 @@ class Generate(DataRun):
         settings = self.settings
         loaded = load(settings) if self.model is None else prepare(self.model, self.tokenizer, settings)
         self.loaded, self.tokenise = loaded, Encoder(loaded, settings)
-        if is_continuous(loaded, settings):
-            self.stage, self.rules = ContinuousStage(loaded, settings), {"continuous": True}
-        else:
-            self.stage, self.rules = ModelStage(loaded, settings), {"equal_lengths": depends_on_padding(loaded)}
+        continuous = is_continuous(loaded, settings)
+        self.stage = stage_for(loaded, settings, continuous)
+        self.rules = {"continuous": True} if continuous else {"equal_lengths": depends_on_padding(loaded)}
         self._decode, self.results = Decoder(loaded, settings), self._texts
+
+    def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
+        planned, settings = super().planned(), self.settings
+        if settings.ray is None or settings.workers is None:
+            return planned
+        self.closing.enter_context(on_ray.cluster(settings.ray, settings.workers))
+        job = on_ray.Job.of(settings, self.loaded, "continuous" in self.rules)
+        return on_ray.computed(planned, job, settings.workers, self.stage)
 
     def _texts(self, batch: BatchResult[RawOutput]) -> Results:
         """What `generate` returned, as texts, and through the worker processes."""
