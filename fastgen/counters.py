@@ -178,6 +178,19 @@ def _new_entry() -> _Counts:
     return _Counts(accelerated=0, fallback={})
 
 
+def merge(stats: Mapping[str, Any]) -> None:
+    """Adds what another process has counted: its snapshot."""
+    with _lock:
+        for name, entry in stats.items():
+            for what, found in entry.items():
+                if what == "accelerated":
+                    _counts[name, what, ""] += found
+                elif isinstance(found, Mapping):
+                    _counts.update({(name, what, reason): calls for reason, calls in found.items()})
+                else:
+                    _sums[name, what] += found
+
+
 def reset() -> None:
     """Sets every count to zero."""
     with _lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.executor import CHANGED, StaticBatches, alone_for_model, pads, state_of
 from fastgen.engine.kv_budget import RESERVED, KVBudget
+from fastgen.engine.planning import Costs
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
@@ -54,7 +55,8 @@ class ContinuousBatches:
     Args:
         most_rows: slots.
         cache_bytes: of K and V of requests in slots, at the most; None for any number.
-        max_stall: seconds that requests in slots may wait for the prefill of others.
+        max_stall: seconds that requests in slots may wait for the prefill of others; None for any number.
+        costs: of prefills; by default, those that are measured.
 
     Attributes:
         static: what runs the others, and counts.
@@ -62,9 +64,16 @@ class ContinuousBatches:
             "preempted", requests that have left for want of memory, and begun again.
     """
 
-    def __init__(self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float = 0.25) -> None:
+    def __init__(
+        self,
+        model: Any,
+        most_rows: int,
+        cache_bytes: int | None = None,
+        max_stall: float | None = 0.25,
+        costs: Costs | None = None,
+    ) -> None:
         self.model, self.most_rows = model, most_rows
-        self.static = StaticBatches(model, most_rows)
+        self.static = StaticBatches(model, most_rows, costs)
         self.counts: Counter[str] = Counter(steps=0, row_steps=0, busy_row_steps=0, preempted=0)
         self.budget = KVBudget(cache_bytes)
         self.prefills = Prefills(pads(model) and not model.config.is_encoder_decoder, max_stall)
@@ -146,19 +155,25 @@ class ContinuousBatches:
 
     def run(self, requests: list[Request], more: Callable[[], list[Request]] = list) -> None:
         """Runs requests, and those that `more` gives meanwhile, and settles their futures."""
+        for _ in self.steps(requests, more):
+            pass
+
+    def steps(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
+        """As `run`, step by step."""
         if self._runs_static(requests[0]):
             self.static.run(requests)
+            yield
             return
         while requests or self._running or self._preempted:
             with slots.running(self.model.device):
-                self._take_turn(requests, more)
+                yield from self._take_turn(requests, more)
             requests = []
 
     def stop(self) -> None:
         """Ends the static call that runs. Another thread calls this."""
         self.static.stop()
 
-    def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> None:
+    def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
         until = time.monotonic() + _TURN
         while True:
             while requests:
@@ -166,6 +181,7 @@ class ContinuousBatches:
                 for step in [step for step in self._in_use.values() if step.is_new]:
                     self._advance(step)  # whether it can be captured is known then
                 requests = self._again() or more()
+            yield
             if not (self._running or self._preempted) or time.monotonic() > until:
                 return
             for step in list(self._in_use.values()):

@@ -40,11 +40,11 @@ class StaticBatches:
 
     name = "static batches"
 
-    def __init__(self, model: Any, most_rows: int) -> None:
+    def __init__(self, model: Any, most_rows: int, costs: Costs | None = None) -> None:
         self.model, self.most_rows = model, most_rows
         self.counts: Counter[str] = Counter()
         self.alone: Counter[str] = Counter()
-        self._costs = Costs()
+        self._costs = costs or Costs()
         self._criterion: MaxTimeCriteria | None = None
 
     # ---- which requests share a batch

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from fastgen import counters, patching
-from fastgen.engine import ENTRY_POINT, requests
+from fastgen.engine import ENTRY_POINT, foreground, requests
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import ROWS
 from fastgen.engine.executor import written
@@ -82,29 +82,13 @@ def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
 
 def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
     """Runs the requests in this thread."""
-    created, begun, ended, left = time.perf_counter(), dict[Any, float](), dict[Any, float](), list(made)
-
-    def more() -> list[Request]:
-        chosen = executor.choose(left) if left else []
-        for request in chosen:
-            left.remove(request)
-            begun[request.future] = time.perf_counter()
-        return chosen
-
-    def note(future: Any) -> None:
-        ended[future] = time.perf_counter()
-        bar.update()
-
+    created, begun = time.perf_counter(), dict[Request, float]()
+    spans: dict[Request, tuple[float, float]] = {}
     with tqdm(total=len(made), disable=not shows_progress, desc=f"Solving {len(made)} requests", unit="request") as bar:
-        for request in made:
-            request.future.add_done_callback(note)
-        while left:
-            executor.run(more(), more)
-    for request in made:
-        error = request.future.exception()
-        if error is not None and not isinstance(error, Exception):
-            raise error
-    spans = {request: (begun[request.future], ended[request.future]) for request in made}
+        for turn in foreground.turns(executor, made):
+            begun |= dict.fromkeys(turn.begun, time.perf_counter())
+            spans |= {request: (begun[request], time.perf_counter()) for request in turn.finished}
+            bar.update(len(turn.finished))
     outputs: dict[str, GenerationOutput] = {}
     for number, request in enumerate(made):
         of_request = _outputs(f"req_{number}", request, created, spans[request])

@@ -34,7 +34,7 @@ class Prefills:
         chunks: passes after which requests in slots have gone on before the prefill was over.
     """
 
-    def __init__(self, shares: bool, max_stall: float) -> None:
+    def __init__(self, shares: bool, max_stall: float | None) -> None:
         self.max_stall, self.chunks = max_stall, 0
         self.prefixes = PrefixCache(int(SHARE_OF_MEMORY * free_host_memory())) if shares else None
         self._state: Any = None  # of the model that they are of
@@ -86,7 +86,7 @@ class Prefills:
             take(decoding)
 
         chunk = None
-        if others_wait and self._seconds is not None:
+        if others_wait and self._seconds is not None and self.max_stall is not None:
             chunk = max(int(self.max_stall / self._seconds), LEAST_CHUNK)
         return Entering(taken, beginning, chunk, between)
 

@@ -94,12 +94,25 @@ class RunOptions(DataOptions):
 
     workers: int | None = option(
         None,
-        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)",
+        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4); with --ray, "
+        "processes that hold the model",
         group="running",
         free=True,
         rare=True,
         least=0,
         most=1024,
+    )
+    ray: str | None = option(
+        None,
+        "address of a Ray cluster whose workers run the model, or local for one on this machine; needs --workers",
+        free=True,
+        rare=True,
+    )
+    batching: str = option(
+        "auto",
+        "static; continuous: a record that is done makes room for the next one; or auto: continuous where the model "
+        "runs in slots (default: auto)",
+        free=True,
     )
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)
     self_speculation: str = option(
@@ -121,8 +134,13 @@ class RunOptions(DataOptions):
     def __post_init__(self) -> None:
         check_types(self)
         among("detokenizer", self.detokenizer or "none", ("moses", "none"))
+        among("batching", self.batching, ("auto", "static", "continuous"))
+        if self.batching == "continuous" and self.max_tokens is not None:
+            raise SetupError("max-tokens cuts static batches: leave it out, or choose --batching static")
         for metric in self.metrics:
             among("metrics", metric, METRICS)
+        if self.ray and not self.workers:
+            raise SetupError("ray needs workers that hold the model: give --workers and their number")
         if self.reference and self.reference_column:
             raise SetupError("give either a reference file or a reference column, not both")
         if (self.metrics or self.score_path) and not (self.reference or self.reference_column):
