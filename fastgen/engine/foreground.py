@@ -59,6 +59,7 @@ def turns(executor: ContinuousBatches, requests: Sequence[Request]) -> Iterator[
 
     def more() -> list[Request]:
         nonlocal rows
+        _pass_on_interrupts(finished)
         chosen = executor.choose(left) if left else []
         for request in chosen:
             left.remove(request)
@@ -70,15 +71,19 @@ def turns(executor: ContinuousBatches, requests: Sequence[Request]) -> Iterator[
         request.future.add_done_callback(partial(_note, finished, request))
     while left:
         for _ in executor.steps(more(), more):
-            for request in finished:
-                error = request.future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
+            _pass_on_interrupts(finished)
             if begun or finished:
-                yield Turn([*begun], [*finished], rows, len(left))
+                yield Turn([*begun], [*finished], min(rows, executor.most_rows), len(left))
             rows -= sum(request.rows for request in finished)
             begun.clear()
             finished.clear()
+
+
+def _pass_on_interrupts(finished: list[Request]) -> None:
+    for request in finished:
+        error = request.future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
 
 def _note(finished: list[Request], request: Request, future: Any) -> None:
