@@ -299,7 +299,7 @@ def test_the_last_line_where_fastgen_is_not_hooked(bart, inputs, tmp_path, capsy
 
 
 def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, one_line, monkeypatch):
-    from fastgen.pipeline.generation.run import ModelStage
+    from fastgen.pipeline.generation.model import ModelStage
 
     run = ModelStage.run
     done = []

@@ -12,7 +12,7 @@ from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.ops import quantized_linear
 from fastgen.pipeline import SetupError, generate_dataset
-from fastgen.pipeline.generation.run import ModelStage
+from fastgen.pipeline.generation.model import ModelStage
 from fastgen_cli.generate import main, parse
 
 FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4", "--quiet"]

@@ -644,7 +644,7 @@ def test_weights_in_other_numbers_that_are_kept(
 
 
 @pytest.mark.parametrize("kept_weights", ["int4"], indirect=True)
-def test_products_in_few_bits_with_one_input_are_one_call(kept_weights: str) -> None:
+def test_low_bit_products_of_one_input_are_one_call(kept_weights: str) -> None:
     model, inputs = build(KNOWN["llama"], CPU)
     run(model, inputs, GREEDY)
     (step,) = graph_cache._models[model].steps.values()

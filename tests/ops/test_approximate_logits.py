@@ -1,4 +1,4 @@
-"""The largest output of a layer against the argmax of all: ties, near ties, bans, numbers that are none, bounds."""
+"""The argmax of a layer against the argmax of all: ties, near ties, bans, numbers that are none, bounds."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_what_does_not_fit():
 
 
 @pytest.mark.parametrize("inputs, count", [(64, 700), (576, 3000), (200, 1000)])
-def test_a_rough_copy_finds_most_of_them(inputs, count):
+def test_a_likely_copy_finds_most_of_them(inputs, count):
     """And computes few outputs for it. The estimates alone find fewer."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (400, count))
@@ -213,7 +213,7 @@ def test_a_rough_copy_finds_most_of_them(inputs, count):
     assert computed < len(x) * count / 20
 
 
-def test_no_rough_copy_of_what_is_infinite():
+def test_no_likely_copy_of_what_is_infinite():
     weight = torch.randn(64, 64)
     weight[3, 5] = math.inf
     assert approximate_logits.likely_copy(weight) is None

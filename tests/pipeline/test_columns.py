@@ -178,7 +178,7 @@ def test_a_kept_column_named_as_one_of_the_output(bart: Path, tmp_path: Path) ->
 def test_a_run_is_not_resumed_with_other_columns(
     bart: Path, tmp_path: Path, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastgen.pipeline.generation.run import ModelStage
+    from fastgen.pipeline.generation.model import ModelStage
 
     source, target = write(table(), tmp_path / "in.csv"), tmp_path / "out.csv"
     options: dict[str, Any] = {**OPTIONS, "input_column": "article", "keep": ("key",), "generation": SHORT}
@@ -256,7 +256,7 @@ def test_what_is_no_conversation_is_skipped(chatting: tuple[Any, Any], tmp_path:
 def test_a_run_is_not_resumed_with_another_template(
     chatting: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastgen.pipeline.generation.run import ModelStage
+    from fastgen.pipeline.generation.model import ModelStage
 
     model, tokenizer = chatting
     source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"

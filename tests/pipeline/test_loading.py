@@ -15,7 +15,7 @@ import pytest
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.generation.run import ModelStage
+from fastgen.pipeline.generation.model import ModelStage
 from fastgen.pipeline.identity import _code, content
 from fastgen.pipeline.loading import _check_tokenizer, quiet_transformers
 

@@ -14,7 +14,7 @@ import pytest
 import fastgen
 from fastgen import settings
 from fastgen.pipeline import PipelineError, SetupError, StrictError, generate_dataset, writers
-from fastgen.pipeline.generation.run import ModelStage
+from fastgen.pipeline.generation.model import ModelStage
 from fastgen.pipeline.journal import Journal
 from tests.pipeline import tiny
 

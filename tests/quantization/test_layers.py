@@ -20,6 +20,7 @@ from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.gptq_format import GPTQ
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.unpacked import Unpacked
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight

@@ -350,7 +350,7 @@ def test_places_of_finished_rows_are_used() -> None:
 # ---- back-off
 
 
-def test_pauses_of_calls_double() -> None:
+def test_waits_of_calls_double() -> None:
     """The first call that does not pay may have been disturbed; one that pays ends them."""
     back_off, said = of_calls(), []
     for _ in range(20):
