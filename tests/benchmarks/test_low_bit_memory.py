@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import few_bits_memory as measured
+from benchmarks import low_bit_memory as measured
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no Linux")
 

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.decoding import lm_head
+from fastgen.decoding import graph_passes, lm_head
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.lm_head_pass import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
-from fastgen.decoding import graph_passes
 from fastgen.ops import approximate_logits, top_two
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 

@@ -86,7 +86,7 @@ def in_floating_point(model: Any) -> Any:
 @two
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize(("bits", "form"), [(4, "zeros"), (4, "mins"), (8, "middle")])
-def test_layers_in_few_bits(
+def test_low_bit_layers(
     family: Any, options: dict[str, Any], bits: int, form: str, device: torch.device, rows: list[int], replays: list
 ) -> None:
     model, inputs = build(family, device)

@@ -214,8 +214,8 @@ def test_that_exchanged_rows_are_found(
     planted: str, at_once: None, any_lengths: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if planted == "rows":
-        staying = batch_compaction.remaining
-        monkeypatch.setattr(batch_compaction, "remaining", lambda *given: staying(*given).flip(0))
+        remaining = batch_compaction.remaining
+        monkeypatch.setattr(batch_compaction, "remaining", lambda *given: remaining(*given).flip(0))
         put_back = SpeculativeSearch.put_back
         monkeypatch.setattr(SpeculativeSearch, "put_back", lambda self, to, inputs: put_back(self, to, inputs.flip(0)))
     else:

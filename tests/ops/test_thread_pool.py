@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from fastgen.ops import _library, rms_norm
-from fastgen.ops import thread_pool
+from fastgen.ops import _library, rms_norm, thread_pool
 from fastgen.ops.linear import gemm, gemv, panels
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")

@@ -18,7 +18,6 @@ from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.gptq_format import GPTQ
-from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.unpacked import Unpacked

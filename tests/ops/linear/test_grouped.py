@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops.linear import gemm, grouped
-from fastgen.ops.linear.grouped import SuperBlockScales, PackedWeight
+from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
 from tests.ops.instructions import instruction_set, needs_amx
 from tests.quantization.definitions import by_definition, random_weight
 
