@@ -1,4 +1,4 @@
-"""Encoders with and without padding: seconds of Transformers, FastGen and others, in turn, and whether they agree.
+"""Encoders with and without padding: seconds of Transformers, FastGen and others, interleaved, and whether they agree.
 
     python -m benchmarks.encoders [--model FOLDER] [--only NAME ...] [--sides NAME ...] [--texts N] [--help]
 

@@ -72,7 +72,7 @@ def alternate(
     log: Callable[[str], None] = lambda line: None,
     failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[tuple[float, T]]]:
-    """Makes the runs in turn, A B A B ..., so that a machine that gets slower or faster does so for every backend.
+    """Makes interleaved runs, A B A B ..., so that a machine that gets slower or faster does so for every backend.
 
     Args:
         runs: for each backend what makes one run; returns its seconds and anything else.

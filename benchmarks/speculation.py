@@ -1,4 +1,4 @@
-"""Speculative decoding: seconds of FastGen without a draft and with one, in turn, on real weights.
+"""Speculative decoding: seconds of FastGen without a draft and with one, interleaved, on real weights.
 
     python -m benchmarks.speculation FOLDER [--only NAME ...] [--repetitions N] [--new-tokens N] [--transformers]
 
@@ -137,7 +137,7 @@ def row(case: Case, options: argparse.Namespace) -> tuple[str, bool]:
     counts = fastgen.stats().get("transformers.speculation", {})
     drafted = medians.pop("with a draft")
     gains = ", ".join(f"{median / drafted:.2f} x {name}" for name, median in medians.items())
-    accepted = counts.get("accepted", 0) / max(counts.get("checks", 0), 1)
+    accepted = counts.get("accepted", 0) / max(counts.get("verifies", 0), 1)
     times = " / ".join(f"{each:.2f}" for each in (*medians.values(), drafted))
     return f"| {case.name} | {times} | {gains} | {accepted:.2f} accepted |", same
 

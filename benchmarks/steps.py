@@ -31,7 +31,7 @@ from fastgen.decoding.captured.program import Program
 PRODUCTS, SEARCH = "products with weights", "search and the rest"
 # By a part of the operator's name; those of torch are "addmm" and "mm".
 _KINDS = {
-    **dict.fromkeys(("gemv", "gemm", "linear", "mm.", "Step.estimate"), PRODUCTS),
+    **dict.fromkeys(("gemv", "gemm", "linear", "mm.", "Head.multiply"), PRODUCTS),
     "attention": "attention",
     "elementwise": "small operators",
 }

@@ -325,7 +325,7 @@ def time_backends(
     record: Record,
     peaks: memory.DevicePeaks | None = None,
 ) -> dict[str, list[Outcome]]:
-    """Runs the backends in turn, puts their times into the record, and returns what they did."""
+    """Interleaves runs of the backends, puts their times into the record, and returns what they did."""
     peaks = peaks or memory.DevicePeaks(context.device)
 
     def one_run(name: str, backend: Backend) -> tuple[float, Outcome]:

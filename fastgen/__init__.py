@@ -9,6 +9,7 @@ Transformers itself is imported. `python -m fastgen` says whether this installat
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +25,24 @@ if TYPE_CHECKING:
     from fastgen.comparison import Comparison
     from fastgen.engine.engine import Engine as Engine
     from fastgen.engine.engine import EngineFull as EngineFull
+    from fastgen.optimizer.transformers.generate import decode as decode
     from fastgen.report import Status
 
 __all__ = [
-    "Engine", "EngineFull", "FallbackError", "KeepBits", "__version__", "compare", "disable", "disabled", "enable",
-    "reset_stats", "stats", "status",
+    "Engine", "EngineFull", "FallbackError", "KeepBits", "__version__", "compare", "decode", "disable", "disabled",
+    "enable", "reset_stats", "stats", "status",
 ]  # fmt: skip
 
 _patches = patching.all_patches(lambda: [*_transformers.patches(), *_engine_patches(), *_fairseq.patches()])
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("Engine", "EngineFull"):  # which import torch and Transformers
-        from fastgen.engine import engine
+# Names whose modules import torch and Transformers.
+_LAZY = {"Engine": "engine.engine", "EngineFull": "engine.engine", "decode": "optimizer.transformers.generate"}
 
-        return getattr(engine, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"fastgen.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -74,7 +78,7 @@ def enable(
             where that serves, "always", or "never".
         padding: what the results of encoders hold in the place of padding: "exact" (the default), what the library
             gives, or "zero", zeros, with which padding is always left out of the computation.
-        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model verifies
             several at a time; "off" by default. In float32, greedy tokens stay the same.
         assisted_sampling: who draws in assisted generation with sampling: "library" (the default), as Transformers
             does, or "fastgen", faster, with other tokens of the same distribution.
@@ -123,7 +127,7 @@ def stats() -> Stats:
         {entry point: {"accelerated": calls, "fallback": {reason: calls}}}, a dict. "fallback" counts calls that went to
         the original code. An entry point that calls can do without, such as "transformers.captured_step", also has "not
         used": {reason: calls}, for calls that did without it and were accelerated all the same. Speculative decoding
-        adds sums of tokens: "drafted", "accepted", "checks", "near_ties", "rows_left".
+        adds sums of tokens: "drafted", "accepted", "verifies", "near_ties", "rows_left".
     """
     return counters.snapshot()
 
@@ -136,8 +140,8 @@ def reset_stats() -> None:
 def compare(model: Any, inputs: Any, *, tokenizer: Any = None, **generate_kwargs: Any) -> Comparison:
     """Generates with the original code and with FastGen, and compares the results, the times and the memory.
 
-    Each side has a first call, after a short warm-up, and later ones, both sides in turn, once FastGen's calls capture
-    nothing more. All start from the same random state. There are five calls at least, and a warm-up.
+    Each side has a first call, after a short warm-up, and later ones, both sides interleaved, once FastGen's calls
+    capture nothing more. All start from the same random state. There are five calls at least, and a warm-up.
 
     Args:
         model: a Transformers model, or a pipeline that generates.

@@ -162,7 +162,7 @@ class _Side:
             self._work.warm_up()
 
     def call(self) -> None:
-        """One that is measured, from the random state that all have."""
+        """A measured call, from the random state that all start with."""
         with self._context():
             seconds, peak, result = self._called()
         self._seconds.append(seconds)
@@ -301,7 +301,7 @@ def _count(stats: dict[str, Any], entry_point: str, what: str) -> Any:
 
 
 def _reasons(before: dict[str, Any], after: dict[str, Any], entry_point: str, what: str) -> str | None:
-    """Those that have been counted in between."""
+    """The reasons that were counted in between."""
     known, found = (_count(stats, entry_point, what) or {} for stats in (before, after))
     return "; ".join(reason for reason, calls in found.items() if calls > known.get(reason, 0)) or None
 

@@ -116,7 +116,26 @@ def level_of_caller() -> int:
     return level
 
 
-class Stats(dict[str, dict[str, Any]]):
+# What counts were called in earlier releases.
+_FORMER_NAMES = {"checks": "verifies", "weights read in fewer bits": "weights read in 16 bits"}
+
+
+class _Counts(dict[str, Any]):
+    """A dict that also answers to former names, with a DeprecationWarning."""
+
+    def __missing__(self, name: str) -> Any:
+        new = _FORMER_NAMES.get(name)
+        if new is None or new not in self:
+            raise KeyError(name)
+        warnings.warn(f"{name!r} is now called {new!r}", DeprecationWarning, stacklevel=level_of_caller())
+        return self[new]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `dict.get`."""
+        return self[name] if name in self or _FORMER_NAMES.get(name) in self else default
+
+
+class Stats(_Counts):
     """Counts by entry point. A dict; `print` gives a table with a line for each reason."""
 
     def __str__(self) -> str:
@@ -145,14 +164,31 @@ def snapshot() -> Stats:
     found = Stats()
     with _lock:
         for (name, outcome, reason), calls in sorted(_counts.items()):
-            entry = found.setdefault(name, {"accelerated": 0, "fallback": {}})
+            entry = found.setdefault(name, _new_entry())
             if outcome == "accelerated":
                 entry[outcome] = calls
             else:
                 entry.setdefault(outcome, {})[reason] = calls
         for (name, what), amount in sorted(_sums.items()):
-            found.setdefault(name, {"accelerated": 0, "fallback": {}})[what] = amount
+            found.setdefault(name, _new_entry())[what] = amount
     return found
+
+
+def _new_entry() -> _Counts:
+    return _Counts(accelerated=0, fallback={})
+
+
+def merge(stats: Mapping[str, Any]) -> None:
+    """Adds what another process has counted: its snapshot."""
+    with _lock:
+        for name, entry in stats.items():
+            for what, found in entry.items():
+                if what == "accelerated":
+                    _counts[name, what, ""] += found
+                elif isinstance(found, Mapping):
+                    _counts.update({(name, what, reason): calls for reason, calls in found.items()})
+                else:
+                    _sums[name, what] += found
 
 
 def reset() -> None:
@@ -182,19 +218,19 @@ class Drafts:
 
     drafted: int
     accepted: int
-    checks: int
-    """Forward passes that checked some."""
+    verifies: int
+    """Forward passes that verified some."""
 
     @classmethod
     def between(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Drafts | None:
         """What two snapshots differ by; None if nothing was drafted in between."""
         old, new = (stats.get(DRAFTS, {}) for stats in (before, after))
-        found = cls(*(new.get(name, 0) - old.get(name, 0) for name in ("drafted", "accepted", "checks")))
+        found = cls(*(new.get(name, 0) - old.get(name, 0) for name in ("drafted", "accepted", "verifies")))
         return found if found.drafted else None
 
     def __str__(self) -> str:
-        share, each = f"{100 * self.accepted / self.drafted:.1f} %", f"{self.accepted / self.checks:.2f}"
-        return f"{self.drafted} tokens drafted, {share} of them accepted, {each} in each of {self.checks} checks"
+        share, each = f"{100 * self.accepted / self.drafted:.1f} %", f"{self.accepted / self.verifies:.2f}"
+        return f"{self.drafted} tokens drafted, {share} of them accepted, {each} in each of {self.verifies} verifies"
 
 
 @dataclass(frozen=True)
@@ -203,13 +239,13 @@ class Outcome:
 
     accelerated: int
     captured: int
-    """Those of them that had a captured step."""
+    """How many of these had a captured step."""
     reasons: Mapping[str, int]
-    """Of the other calls, with their number."""
+    """Why the others were not, with the number of calls."""
 
     @classmethod
     def of(cls, stats: Mapping[str, Any], entry_point: str) -> Outcome:
-        """Of the calls that a snapshot counts under an entry point and its parts, which are named behind a comma."""
+        """The outcome of an entry point and its parts, which are named behind a comma, in a snapshot."""
         accelerated, reasons = 0, Counter[str]()
         for name, entry in stats.items():
             if name.partition(",")[0] == entry_point:

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,11 +34,18 @@ _MISSING = object()
 
 _enabled = False
 _suspended: ContextVar[bool] = ContextVar("fastgen_suspended", default=False)
+# Targets that have their wrappers in the call that runs, by their qualified names, whatever is patched.
+_in_place: ContextVar[frozenset[str]] = ContextVar("fastgen_in_place", default=frozenset())
 
 
 def is_active() -> bool:
-    """Whether wrappers may accelerate: FastGen is enabled, and this thread is not inside `suspended`."""
-    return _enabled and not _suspended.get()
+    """Whether wrappers may accelerate: FastGen is enabled, or `in_place`, and this thread is not inside `suspended`."""
+    return (_enabled or bool(_in_place.get())) and not is_suspended()
+
+
+def is_suspended() -> bool:
+    """Whether this thread is inside `suspended`."""
+    return _suspended.get()
 
 
 @contextlib.contextmanager
@@ -52,6 +59,11 @@ def held(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 def suspended() -> AbstractContextManager[None]:
     """Inside this block wrappers pass every call of this thread through to the original code."""
     return held(_suspended, True)
+
+
+def in_place(targets: Iterable[str]) -> AbstractContextManager[None]:
+    """Inside this block the calls of this thread have the wrappers of these targets without patches."""
+    return held(_in_place, frozenset(targets))
 
 
 def has(parameters: str) -> Condition:
@@ -108,6 +120,8 @@ def original_of(function: Any) -> Any:
 
 def stands_for(name: str) -> bool:
     """Whether a function stands for the target of this qualified name. Others may have put theirs around it since."""
+    if not _enabled:
+        return name in _in_place.get()
     return any(getattr(original, "__qualname__", None) == name for original in list(_originals.values()))
 
 

@@ -32,7 +32,7 @@ class Status:
     strict: bool
     """Whether a fallback raises."""
     versions: dict[str, str]
-    """Of fastgen, python, torch, transformers and fairseq, by name; "not installed" where missing."""
+    """Versions of fastgen, python, torch, transformers and fairseq, by name; "not installed" where missing."""
     patches: dict[str, str]
     """{target: "applied", "waiting for import", "not enabled" or "not applied: <reason>"}."""
     operators: dict[str, str]

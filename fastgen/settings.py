@@ -60,8 +60,8 @@ class Settings:
             (the default), or with the model ("keep": a call that follows need not make them again, but weights must not
             be written to through `parameter.data`). "never": linear layers run on torch's own products, and no weight
             is copied but for a draft (FASTGEN_PACKED_WEIGHTS). Otherwise, captured greedy steps keep a copy of the
-            output layer in 8 bits, and captured steps of up to 16 rows one of each weight in float32 whose numbers are
-            all numbers of 16 bits. Whether such a copy stands for the weight is looked at in each call.
+            output layer in 8 bits, and captured steps of up to 16 rows one of each float32 weight that 16
+            bits represent exactly. Such a copy is validated in each call.
         weight_dtype: the type that linear layers multiply with: that of the weights, "fp32", or copies in "int8",
             "int4" or "bf16", which change the results and are used for every linear layer: "bf16" of a model in
             float32, the others in half precision, too (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights
@@ -83,7 +83,7 @@ class Settings:
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
             padding is always left out.
-        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens that the model then checks
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model verifies
             several at a time, where steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
             those weights.
         assisted_sampling: who draws where a call of `generate` asks for assisted generation with sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -91,6 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (one_in,) = item.get_closest_marker("sampled").args
             if number % one_in:
                 item.add_marker("long")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: looking through it would be most of the time of each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -234,7 +234,7 @@ def test_why_nothing_was_drafted(model, captures):
     assert f"drafts: none ({result.not_drafted})" in str(result)
 
 
-def test_layers_that_keep_few_bits_are_named(model, monkeypatch):
+def test_low_bit_layers_are_named(model, monkeypatch):
     """The original code of these is no model that anybody has: it unpacks FastGen's own layers."""
     plain = fastgen.compare(model, torch.arange(3, 13)[None], max_new_tokens=4)
     assert not plain.keeps_bits and "low-bit" not in str(plain)

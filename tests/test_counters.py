@@ -72,3 +72,12 @@ def test_the_outcome_has_all_parts_of_an_entry_point_and_captured_steps():
     counters.count_not_used(counters.CAPTURED_STEP, "too few steps")
     found = str(counters.Outcome.of(counters.snapshot(), counters.GENERATE))
     assert found == "accelerated by FastGen: all 2 calls, 1 with captured steps"
+
+
+def test_what_another_process_has_counted_is_added() -> None:
+    counters.reset()
+    counters.count_accelerated("a")
+    counters.count_fallback("a", "why")
+    counters.add("a", drafted=3)
+    counters.merge(counters.snapshot())
+    assert counters.snapshot() == {"a": {"accelerated": 2, "fallback": {"why": 2}, "drafted": 6}}

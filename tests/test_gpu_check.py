@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -99,14 +98,6 @@ class TestWithAnImaginedGpu:
         table = (tmp_path / "a-gpu" / "gpu-check.md").read_text()
         assert "| build | FAILED | 0 | no compiler |" in table and table in capsys.readouterr().out
 
-    def test_only_some_stages(self, check, capsys):
-        stages = [Stage("memcheck", 100, lambda seconds: Outcome(SKIPPED, "not installed")), passing("times")]
-        assert check(stages)[0] == 0
-        status, written = check(stages, "--only", "times")
-        assert status == 0 and list(written["stages"]) == ["times"]
-        assert check(stages, "--only", "nonsense")[0] == 2
-        assert "the stages are memcheck, times" in capsys.readouterr().out
-
     def test_an_interruption(self, check):
         assert check([failing("times", KeyboardInterrupt())])[0] == 130
 
@@ -166,14 +157,6 @@ class TestProcesses:
             time.sleep(0.1)
         pytest.fail("the child is still there")
 
-    def test_what_changes_the_tests_is_not_passed_on(self, monkeypatch):
-        for name in ("FASTGEN_NO_EXT", "CI", "TRITON_INTERPRET", "FASTGEN_CAPTURED_STEP"):
-            monkeypatch.setenv(name, "1")
-        environment = gpu_check.environment_of_stages()
-        assert not [name for name in environment if name.startswith("FASTGEN_") or name in ("CI", "TRITON_INTERPRET")]
-        assert environment["HF_HUB_OFFLINE"] == "1"
-        assert str(ROOT) in environment["PYTHONPATH"].split(os.pathsep)
-
 
 class TestShares:
     """The tests of a stage, shared out to processes by the plugin."""
@@ -209,24 +192,6 @@ def test_left_out():
         counts = [outcome.data[name] for name in ("chosen", "passed", "failed", "skipped")]
         assert counts == [13, 11, 1, 1] and outcome.data["skips"] == {"for a reason": 1}
         assert len(outcome.data["failures"]) == 1 and "test_number[3]" in outcome.data["failures"][0]
-
-    @pytest.mark.long
-    def test_on_a_gpu_those_that_do_something_there(self, judged):
-        text = (
-            "import pytest\n"
-            "@pytest.fixture\ndef device(request):\n    return request.config.getoption('--device')\n"
-            "def test_here():\n    pass\n"
-            "def test_there(device):\n    assert device == 'a-gpu'\n"
-        )
-        outcome = judged(text=text, device="a-gpu")
-        assert outcome.state == PASSED and (outcome.data["chosen"], outcome.data["passed"]) == (1, 1)
-
-    @pytest.mark.long
-    def test_the_time_is_over(self, judged):
-        outcome = judged(seconds=3.0, least=0.1, budget=14.0)
-        assert outcome.state == PASSED and 0 < outcome.data["passed"] < 12
-        assert "left out at the end of the time" in outcome.detail
-        assert judged(seconds=2.0, least=0.9, budget=7.0).state == NOT_PASSED
 
     @pytest.mark.long
     @pytest.mark.parametrize(
@@ -282,21 +247,6 @@ class TestEquivalence:
         outcome = gpu_check.judge_tests(reports, dict.fromkeys(reports, Finished(0, False, "")), 1.0, 7)
         assert outcome.data["captured"] == 4 and outcome.data["left_out"] == {"a streamer": 6}
         assert "4 calls with a captured step" in outcome.detail
-
-    def test_the_plugin_counts_them(self, monkeypatch):
-        from fastgen import counters
-        from tools import pytest_share
-
-        for name in ("count_accelerated", "count_not_used"):
-            monkeypatch.setattr(counters, name, getattr(counters, name))
-        pytest_share._take_captured()
-        pytest_share.watch_captured_steps()
-        counters.count_accelerated("transformers.captured_step")
-        counters.count_accelerated("transformers.generate")
-        counters.reset()
-        counters.count_not_used("transformers.captured_step", "a streamer")
-        assert pytest_share._take_captured() == {"captured": 1, "left_out": {"a streamer": 1}}
-        assert pytest_share._take_captured() == {}
 
     def test_the_files_are_there(self):
         for path in (*gpu_check.KERNEL_TESTS, *gpu_check.EQUIVALENCE_TESTS):

@@ -19,13 +19,16 @@ from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests.equivalence.models import BY_NAME
 from tests.recorded_graph import RecordedGraph
 
-MODES = [torch.no_grad, torch.inference_mode]
 
-
-@pytest.fixture(params=MODES, ids=["no_grad", "inference_mode"], autouse=True)
+@pytest.fixture(autouse=True)
 def grad_mode(request: pytest.FixtureRequest) -> Any:
-    with request.param():
+    with getattr(request, "param", torch.inference_mode)():
         yield
+
+
+both_modes = pytest.mark.parametrize(
+    "grad_mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"], indirect=True
+)
 
 
 def captured(function: Callable[[], Any]) -> tuple[RecordedGraph, Any]:
@@ -76,6 +79,7 @@ def test_a_counter_counts() -> None:
     assert written.tolist() == [10, 11, 12, 13, 0, 0]
 
 
+@both_modes
 def test_capture_changes_nothing_but_host_state() -> None:
     x, calls = torch.arange(6.0), []
     state = torch.get_rng_state()
@@ -139,6 +143,7 @@ def test_empty_memory_is_poisoned_at_every_replay() -> None:
     assert result[:2].tolist() == [1, 1] and result[2:].isnan().all()
 
 
+@both_modes
 def test_views_alias() -> None:
     x = torch.zeros(2, 3, 4)
 
@@ -153,6 +158,7 @@ def test_views_alias() -> None:
     agrees(step, [x], lambda: x.normal_())
 
 
+@both_modes
 def test_in_place_out_and_writes_by_index() -> None:
     x, tokens, out = torch.randn(3, 5), torch.tensor([[1], [3], [0]]), torch.zeros(3, 5)
     rows = torch.tensor([2, 0, 1])
@@ -235,6 +241,7 @@ def test_custom_operator() -> None:
     assert no_repeat_ngram_(scores, tokens, 2, lengths).isinf().any()  # or nothing would have been compared
 
 
+@both_modes
 def test_a_decoder_layer_and_its_weights() -> None:
     layer = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True)  # training: one way to compute it
     x, memory = torch.randn(2, 3, 16), torch.randn(2, 7, 16)
@@ -246,6 +253,7 @@ def test_a_decoder_layer_and_its_weights() -> None:
     agrees(lambda: layer(x, memory), [x, memory], refill)
 
 
+@both_modes
 def test_a_subclass_that_unwraps_itself() -> None:
     prefix, suffix, query = torch.randn(2, 2, 5, 4), torch.randn(4, 2, 3, 4), torch.randn(4, 2, 1, 4)
 
@@ -257,8 +265,10 @@ def test_a_subclass_that_unwraps_itself() -> None:
     agrees(step, [prefix, suffix, query], lambda: prefix.normal_())
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "llama"])
+@both_modes
+@pytest.mark.parametrize(
+    ("name", "attention"), [("bart", "sdpa"), ("t5", "eager"), ("gpt2", "eager"), ("llama", "sdpa")]
+)
 def test_forward_of_a_model_with_a_static_cache(name: str, attention: str) -> None:
     """Greedy decoding: replays give the logits of calls, and go on from token to token."""
     model, capacity = BY_NAME[name].build(attention), 16

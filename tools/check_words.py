@@ -34,6 +34,17 @@ WORDS = {
     r"LayerKV|StaticKV|SharedKV|RaggedKV": "GrowingKV, FixedKV, KVView",
     r"CapturedStep|SpeculativeStep|RaggedStep|AssistantStep": "DecodeStep, Drafting",
     r"panel_copies|weight_copies|output_layer\.Step": "panel_ops, weights.cache, lm_head",
+    r"GroupedWeight|LinedWeight|TiledWeight|NarrowLines|NarrowPanels": "QuantizedTensor, PackedWeight",
+    r"minimums|pack_multiples|scale_units|minimum_units": "mins, super-block scales",
+    r"SIGNED_MIDDLE|unless_middle": "zero point",
+    r"packed_numbers": "packed_qweight",
+    r"[Ff]ew bits|put_into_few_bits": "low-bit",
+    r"weights in other numbers": "copies of weights",
+    r"rough_copy_of|largest_outputs|largest_output\.\w+\(": "approximate_logits, lm_head_pass",
+    r"fastgen[./]ops[./]_(?:plan|team)(?![a-z])": "command_list, thread_pool",
+    r"MOST_PAUSES|_pauses_of": "back-off",
+    r"QuantizedProduct|quantization[./](?:words|products)(?![a-z])": "layer_weight, int32_packing",
+    r"StoreInCache": "ExchangedLayers",
 }
 _PATTERN = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(WORDS)})")
 

@@ -57,7 +57,7 @@ class Job:
 
 
 class Backend(ABC):
-    """One way to do the work. It is set up once, run a few times in turn with the others, and closed.
+    """One way to do the work. It is set up once, run a few times interleaved with the others, and closed.
 
     Attributes:
         name: how the options and the results call it.

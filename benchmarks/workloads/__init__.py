@@ -17,6 +17,7 @@ _MODULES = (
     "half_precision",
     "smollm2_chat",
     "ordinary_session",
+    "continuous",
     "models",
     "fairseq_shapes",
     "fairseq_command",

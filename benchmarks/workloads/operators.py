@@ -41,7 +41,7 @@ class Operator(Workload):
     group = "operator"
 
     def compare(self, context: Context, record: Record, work: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Calls in turn, and the ratio of their medians."""
+        """Interleaved calls, and the ratio of their medians."""
         runs = {name: _sampler(call, context.device) for name, call in work.items()}
         samples = alternate(runs, self.repetitions_in(context), context.log)
         record.backends = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}

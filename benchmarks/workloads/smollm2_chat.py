@@ -127,7 +127,7 @@ def _workload(batch: int, beams: int, dtype: str, times: float, than_openvino: f
     )
 
 
-def _in_few_bits(work: Chat, *targets: Target) -> Chat:
+def _low_bit(work: Chat, *targets: Target) -> Chat:
     """Also with weights in 8 or 4 bits: the backends are those that the targets compare."""
     further = [name for target in targets for name in target.metric.split("/")]
     names = tuple(dict.fromkeys((*work.further_backends, *further)))
@@ -148,15 +148,15 @@ def _from_bfloat16(work: Chat, times: float, than_openvino: float) -> Chat:
 _ONE, _FOUR = _workload(1, 1, "float32", 3.0, 1.5), _workload(4, 1, "float32", 4.2, 1.35)
 _SIXTEEN, _BEAMS = _workload(16, 1, "float32", 3.4, 1.5), _workload(4, 4, "float32", 5.5, 1.6)
 WORKLOADS = [
-    _in_few_bits(
+    _low_bit(
         _ONE,
         faster_than("openvino-int8", 1.5, "fastgen-int8"),
         faster_than("llama.cpp-q8_0", 1.3, "fastgen-int8"),
         faster_than("openvino-int4", 1.8, "fastgen-int4"),
         faster_than("llama.cpp-q4_1", 1.3, "fastgen-int4"),
     ),
-    _in_few_bits(_FOUR, faster_than("openvino-int8", 1.3, "fastgen-int8")),
-    _in_few_bits(_SIXTEEN, faster_than("openvino-int8", 1.1, "fastgen-int8")),
+    _low_bit(_FOUR, faster_than("openvino-int8", 1.3, "fastgen-int8")),
+    _low_bit(_SIXTEEN, faster_than("openvino-int8", 1.1, "fastgen-int8")),
     _BEAMS,
     _from_bfloat16(_ONE, 3.5, 1.5),
     _from_bfloat16(_FOUR, 4.5, 1.35),

@@ -1,10 +1,9 @@
-"""Guards: what a recording takes for granted of a model, checked before the recording is repeated.
+"""Guards: what a recording takes for granted of a model, checked before the recording is replayed.
 
 A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
-register hooks, exchange forward passes and functions. What is written into the memory of a parameter needs no look: a
-recording reads it there. An attribute that no code of the model's names changes nothing. What is more than the
-libraries' own code has no recording at all (`fastgen.decoding.library_code`). docs/architecture.md says what is not
-seen.
+register hooks, exchange forward passes and functions. The contents of a parameter need no guard: a recording reads them
+from memory. An attribute that the model's code does not name changes nothing. A model with third-party code has no
+recording at all (`fastgen.decoding.library_code`). docs/architecture.md says which changes are not noticed.
 """
 
 from __future__ import annotations
@@ -67,28 +66,23 @@ def state_of(model: Any, names: Container[str] = _EVERYTHING) -> ModelState:
     """What a recording takes for granted: modules, their settings and code, and where parameters and buffers are.
 
     Args:
-        names: those of attributes that count.
+        names: of the attributes that are guarded.
     """
-    found, look = modules_of(model), _Look(model.config)
-    modules = tuple(
-        [
-            (id(module), type(module), module.training, _forward(module), _settings(module, look, names))
-            for module in found
-        ]
-    )
+    found, describer = modules_of(model), _Describer(model.config)
+    modules = tuple([(id(m), type(m), m.training, _forward(m), _settings(m, describer, names)) for m in found])
     held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
     tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
     code = _code_of(_classes_of(map(type, found)))
-    return ModelState(modules, tensors, code, _settings(model.config, look, names), _chosen())
+    return ModelState(modules, tensors, code, _settings(model.config, describer, names), _chosen())
 
 
 def _classes_of(types: Iterable[type]) -> list[Any]:
-    """What is defined in these types and those that they are made of, each once."""
+    """The namespaces of these types and their bases, each once."""
     return list(map(vars, {base: None for kind in dict.fromkeys(types) for base in kind.__mro__}))
 
 
 def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
-    """Their forward passes, which somebody may exchange for all modules of a class."""
+    """Their forward passes, which a user may exchange for all modules of a class."""
     return tuple([IdentityGuard.of(each.get("forward")) for each in classes])
 
 
@@ -102,14 +96,14 @@ def _memory(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _settings(owner: Any, look: _Look, names: Container[str]) -> Hashable:
+def _settings(owner: Any, describer: _Describer, names: Container[str]) -> Hashable:
     """What a forward pass reads of an object besides modules, parameters and buffers, by name.
 
     Adapters are switched on and off in this way, scales are set, and implementations chosen.
     """
     return tuple(
         [
-            (name, value if type(value) in _ATOMS else look.guarded(value))
+            (name, value if type(value) in _ATOMS else describer.describe(value))
             for name, value in vars(owner).items()
             if name not in _OF_TORCH and name in names
         ]
@@ -117,7 +111,7 @@ def _settings(owner: Any, look: _Look, names: Container[str]) -> Hashable:
 
 
 class IdentityGuard:
-    """Equals what stands for the same object, as long as that is there. The object is not held."""
+    """Equals a guard of the same object, as long as that lives. It holds no reference to it."""
 
     __slots__ = ("_number", "_object")
 
@@ -126,7 +120,7 @@ class IdentityGuard:
 
     @classmethod
     def of(cls, value: Any) -> Hashable:
-        """Of what no weak reference can be made, the type."""
+        """The type, of an object that has no weak references."""
         try:
             return cls(value)
         except TypeError:
@@ -141,8 +135,8 @@ class IdentityGuard:
         return self._number
 
 
-class _Look:
-    """What values are, none of which is held. An object that comes again is named by its number.
+class _Describer:
+    """Describes values, and holds none of them. An object that comes again is described by its index.
 
     Args:
         known: objects that are described elsewhere.
@@ -151,21 +145,22 @@ class _Look:
     def __init__(self, *known: Any) -> None:
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
-    def guarded(self, value: Any) -> Any:
-        """A copy of numbers, words and tensors' memory, also in collections; of anything else what `about` says."""
+    def describe(self, value: Any) -> Any:
+        """A copy of atoms and of where tensors are, also in collections; anything else as `identify` does."""
         if type(value) in _ATOMS:
             return value
         if isinstance(value, dict):
-            return tuple((str(key), self.guarded(part)) for key, part in value.items()) if value else None
+            return tuple((str(key), self.describe(part)) for key, part in value.items()) if value else None
         if isinstance(value, (list, tuple)):
-            return tuple(map(self.guarded, value))
+            return tuple(map(self.describe, value))
         if isinstance(value, (set, frozenset)):
-            return frozenset(map(self.guarded, value))
-        return _memory(value) if isinstance(value, Tensor) else self.about(value)
+            return frozenset(map(self.describe, value))
+        return _memory(value) if isinstance(value, Tensor) else self.identify(value)
 
-    def about(self, value: Any) -> Hashable:
-        """Which function, module or member of an enumeration it is; what can be called, with what it computes with; the
-        contents of configurations; of anything else the type."""
+    def identify(self, value: Any) -> Hashable:
+        """The identity of functions, modules and members of enumerations; of other callables also what they compute
+        with; the contents of configurations; of anything else the type.
+        """
         if isinstance(value, Enum):
             return value
         if isinstance(value, (type, nn.Module)):
@@ -181,25 +176,25 @@ class _Look:
 
     def _parts(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, partial):
-            return self.about(value.func), self.guarded(value.args), self.guarded(value.keywords)
+            return self.identify(value.func), self.describe(value.args), self.describe(value.keywords)
         if isinstance(value, MethodType):
-            return IdentityGuard.of(value.__func__), self.about(value.__self__)
+            return IdentityGuard.of(value.__func__), self.identify(value.__self__)
         if isinstance(value, FunctionType):
             cells = [_contents(cell) for cell in value.__closure__ or ()]
-            return IdentityGuard.of(value), *map(self.guarded, (cells, value.__defaults__, value.__kwdefaults__))
+            return IdentityGuard.of(value), *map(self.describe, (cells, value.__defaults__, value.__kwdefaults__))
         if isinstance(value, BuiltinFunctionType):
             return (IdentityGuard.of(value),)
         if hasattr(type(value), "model_type"):
-            return (self.guarded(vars(value)),)
-        # Numbers and tensors alone: a tokenizer can be called, too, and has a vocabulary.
+            return (self.describe(vars(value)),)
+        # Atoms and tensors alone: a tokenizer is callable, too, and has a vocabulary.
         parts = getattr(value, "__dict__", {}).items()
         return IdentityGuard.of(value), *[
-            (name, self.guarded(part)) for name, part in parts if type(part) in (*_ATOMS, Tensor)
+            (name, self.describe(part)) for name, part in parts if type(part) in (*_ATOMS, Tensor)
         ]
 
 
 def _contents(cell: Any) -> Any:
-    """None for a variable that has no value."""
+    """None for a variable without a value."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -207,16 +202,15 @@ def _contents(cell: Any) -> Any:
 
 
 def _forward(module: Any) -> Any:
-    """A forward pass of a module's own; of one of FastGen's, which comes and goes with each call, what is captured.
-
-    What it keeps for itself does not count: somebody counts calls there, or measures time.
+    """The identity of a module's own forward pass; of a form of FastGen's, which comes and goes with each call, what is
+    captured. Its attributes are not guarded: a user may count calls there, or time.
     """
     forward = vars(module).get("forward")
-    if forward is None:  # as one of FastGen's that has nothing to say
+    if forward is None:
         return None
     if isinstance(forward, Replacement):
         return forward.guarded()
-    if isinstance(forward, MethodType):  # made anew whenever it is asked for
+    if isinstance(forward, MethodType):  # a new object at each access
         return IdentityGuard.of(forward.__func__), IdentityGuard.of(forward.__self__)
     return IdentityGuard.of(forward)
 
@@ -224,12 +218,12 @@ def _forward(module: Any) -> Any:
 class Guards:
     """The guards of a model as it is now. Checking them takes a fraction of `state_of`'s time.
 
-    The attributes of all modules are compared with a copy of theirs, which Python does in one go. A model with a tensor
-    among its attributes is never taken for unchanged, nor is one whose modules might know it: modules are held, and
-    their model must go when its user lets go of it.
+    The attributes of all modules are compared with a copy, which Python does in one go. These guards never hold for a
+    model with a tensor among its attributes, nor for one whose modules might refer to it: modules are referenced here,
+    and must not keep their model alive.
 
     Args:
-        names: those of attributes that count.
+        names: of the attributes that are guarded.
     """
 
     def __init__(self, model: Any, names: Container[str] = _EVERYTHING) -> None:
@@ -254,16 +248,13 @@ class Guards:
         ]
         self._tensors = [tensor for *_, tensor in held]
         self._memory = _memory_of_all(self._tensors)
-        # Another tensor of one number equals the one that was there if that number does: these are looked at by name.
+        # Two tensors of one element are equal if their elements are: the identity of these is compared.
         self._single = [each for each in held if each[-1].numel() == 1]
         self._config = {name: _copy(value) for name, value in vars(model.config).items()}
         self._chosen = _chosen()
 
     def hold(self, model: Any) -> bool:
-        """Whether nothing has changed that `state_of` looks at, there are no hooks, and no module is in another mode.
-
-        If this is False, something may have changed.
-        """
+        """Whether nothing of `state_of` has changed, and there are no hooks. False: something may have changed."""
         if not self._is_comparable:
             return False
         everything = [model, *self._others]
@@ -279,7 +270,7 @@ class Guards:
                 and self._are_alike(vars(model.config), self._config)
                 and _chosen() == self._chosen
             )
-        except Exception as error:  # another tensor, say, whose numbers have been compared
+        except Exception as error:  # another tensor, say, whose elements were compared
             interrupts.pass_on(error)
             return False
 
@@ -288,15 +279,15 @@ class Guards:
         return self._attributes == now or all(map(self._are_alike, now, self._attributes))
 
     def _are_alike(self, now: dict[str, Any], before: dict[str, Any]) -> bool:
-        """Whether attributes that count are as they were, in an object that may have got others."""
-        if before == now:  # in this order: what stands for a value is asked first
+        """Whether the guarded attributes are as they were, in an object that may have got others."""
+        if before == now:  # in this order: the copy's `__eq__` comes first
             return True
-        counting = [name for name in {*now, *before} if _counts(name, self._names)]
-        return all(name in now and name in before and before[name] == now[name] for name in counting)
+        guarded = [name for name in {*now, *before} if _is_guarded(name, self._names)]
+        return all(name in now and name in before and before[name] == now[name] for name in guarded)
 
 
 def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:
-    """The names of what each holds, in the order in which a Sequential runs them: equal dictionaries may differ."""
+    """The names of the children of each, in order: a Sequential runs them so, and equal dictionaries may differ."""
     return [list(each._modules) for each in modules]
 
 
@@ -309,18 +300,18 @@ def _memory_of_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
 
 
 def _copy_of_module(module: nn.Module, config: Any, names: Container[str]) -> dict[str, Any]:
-    """The attributes of a module, to be compared with what they are later; without hooks. Of those that do not count,
-    none is looked into that may lead to the model.
+    """The attributes of a module, to be compared later; without hooks, and without what may refer to the model, unless
+    it is guarded.
     """
     return {
         name: _copy_of_attribute(name, value, config)
-        if _counts(name, names) or _is_harmless(name, value, config)
+        if _is_guarded(name, names) or _is_harmless(name, value, config)
         else None
         for name, value in vars(module).items()
     }
 
 
-def _counts(name: str, names: Container[str]) -> bool:
+def _is_guarded(name: str, names: Container[str]) -> bool:
     return name in names or name in _HOOKS or name in _OF_TORCH
 
 
@@ -333,13 +324,9 @@ def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
 
 
 def _is_harmless(name: str, value: Any, config: Any) -> bool:
-    """Whether an attribute of a module certainly does not lead to the model that it is in."""
-    if (
-        name in _HELD
-        or value is config
-        or type(value) in _ATOMS
-        or isinstance(value, (Tensor, Enum, BuiltinFunctionType))
-    ):
+    """Whether an attribute of a module certainly does not refer to the model that it is in."""
+    is_leaf = type(value) in _ATOMS or isinstance(value, (Tensor, Enum, BuiltinFunctionType))
+    if is_leaf or name in _HELD or value is config:
         return True
     if isinstance(value, dict):
         return all(_is_harmless("", part, config) for part in value.values())
@@ -352,7 +339,7 @@ def _is_harmless(name: str, value: Any, config: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """What equals a value only as long as `_Look.guarded` gives the same for it."""
+    """Equals a value only as long as `_Describer.describe` gives the same for it."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -362,49 +349,47 @@ def _copy(value: Any) -> Any:
         return kind(map(_copy, value))
     if kind in (set, frozenset):
         return kind(value) if all(type(part) in _ATOMS for part in value) else _NOTHING
-    return _NOTHING if isinstance(value, Tensor) else _Alike(value)
+    return _NOTHING if isinstance(value, Tensor) else _IdentityCopy(value)
 
 
 # Equals nothing that an attribute may be.
 _NOTHING = object()
 
 
-class _Alike:
-    """Equals what `_Look.about` does not tell from a value, if that leaves it to this. The value may hold the model: it
-    is not held.
-    """
+class _IdentityCopy:
+    """Equals what has the same `_Describer.identify`. It does not hold the value, which may refer to the model."""
 
     __hash__ = None  # type: ignore[assignment]  # how Python says that there is none
 
     def __init__(self, value: Any) -> None:
-        self._about = _Look().about(value)
+        self._identity = _Describer().identify(value)
 
     def __eq__(self, other: object) -> bool:
-        return _Look().about(other) == self._about
+        return _Describer().identify(other) == self._identity
 
 
-# A model that has changed before so many looks is left alone for a while, for so many calls at the most.
-_PATIENCE, _LONGEST_PAUSE = 4, 64
-# One that has been found to be more than the libraries' own code may be so for a while only.
-_PAUSE_OF_FOREIGN = 2
-# States that a model may go back to: adapters that are used in turn.
+# A model that has changed this often in a row is not checked for a while, for so many calls at the most.
+_MOST_CHANGES, _MOST_CALLS = 4, 64
+# One with third-party code may have it for a while only.
+_MOST_CALLS_OF_FOREIGN = 2
+# States that a model may go back to: adapters that alternate.
 _KEPT = 4
 
 
 class GuardedModel:
-    """What one model is from call to call: the one place that says whether there may be recordings of it, and which.
+    """The guarded states of one model: the one place that says whether there may be recordings of it, and which.
 
-    A look at a model that has not changed takes a fraction of the time of one that has. Where each look finds another
-    model, the next calls do without.
+    Checking a model that has not changed takes a fraction of the time of `state_of`. Where each check finds another
+    state, the next calls are not captured (back-off).
     """
 
     _of: weakref.WeakKeyDictionary[Any, GuardedModel] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._known: OrderedDict[GuardedState, tuple[Guards, Reached]] = OrderedDict()
-        self._changes = 0  # looks one after the other that have found a model that was not known
-        self._reason = ""  # why there is no recording in the next calls
-        self._pause = self._length = 0
+        self._changes = 0  # checks in a row that have found an unknown state
+        self._reason = ""  # why the next calls are not captured
+        self._left = self._length = 0  # of the back-off, in calls
 
     @classmethod
     def of(cls, model: Any) -> GuardedModel:
@@ -424,16 +409,16 @@ class GuardedModel:
                 self._known.move_to_end(state)
                 self._changes = self._length = 0
                 return state
-        return self._looked_into(model)
+        return self._new_state(model)
 
-    def _looked_into(self, model: Any) -> GuardedState:
-        if self._pause:
-            self._pause -= 1
+    def _new_state(self, model: Any) -> GuardedState:
+        if self._left:
+            self._left -= 1
             raise CannotBeCaptured(self._reason)
         reason = library_code.foreign(model)
         if reason is not None:
             self._known.clear()
-            self._leave_alone(reason, _PAUSE_OF_FOREIGN)
+            self._back_off(reason, _MOST_CALLS_OF_FOREIGN)
             raise CannotBeCaptured(reason)
         reached = Reached.of(model)
         state = GuardedState(state_of(model, reached.names), reached.functions)
@@ -444,11 +429,11 @@ class GuardedModel:
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
         self._changes = self._changes + 1 if is_new else 0
-        if self._changes >= _PATIENCE:
-            self._leave_alone("the model changes from call to call")
+        if self._changes >= _MOST_CHANGES:
+            self._back_off("the model changes from call to call")
         return state
 
-    def _leave_alone(self, reason: str, longest: int = _LONGEST_PAUSE) -> None:
-        """The next calls do without a look, which takes longer the more is new: first none, then twice as many."""
-        self._reason, self._pause = reason, self._length
-        self._length = min(max(2 * self._length, 1), longest)
+    def _back_off(self, reason: str, most: int = _MOST_CALLS) -> None:
+        """The next calls are not captured: none after the first time, then 1, 2, 4 and so on."""
+        self._reason, self._left = reason, self._length
+        self._length = min(max(2 * self._length, 1), most)

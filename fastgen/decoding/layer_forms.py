@@ -53,7 +53,7 @@ def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> 
 def weight_of(module: nn.Module) -> Tensor:
     """The parameter of a linear layer that has one."""
     weight = module._parameters["weight"]
-    assert weight is not None  # whoever asks has looked
+    assert weight is not None  # the caller has checked
     return weight
 
 
@@ -61,7 +61,7 @@ class Replacement:
     """What stands for the `forward` of a layer while the model generates.
 
     Attributes:
-        active: the model generates. Somebody who has wrapped this `forward` meanwhile keeps it.
+        active: the model generates. A user who has wrapped this `forward` meanwhile keeps it.
     """
 
     __slots__ = ("_module", "_plain", "active")
@@ -80,15 +80,15 @@ class Replacement:
         return None
 
     def _input(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The layer's input, if that is all that there is; None for a call that is left to the layer itself.
+        """The layer's input, if it is the only argument; None for a call that is left to the layer itself.
 
-        The input by its name would be as good, but what its name is differs between classes.
+        An input by keyword is left, too: its name differs between classes.
         """
         return arguments[0] if self.active and len(arguments) == 1 and not named else None
 
 
 class FunctionForm(Replacement):
-    """A function for what the layer spells out, where it serves the layer's input."""
+    """One function in place of the operators of a layer, where it serves the layer's input."""
 
     __slots__ = ("_function", "_serves")
 
@@ -104,7 +104,7 @@ class FunctionForm(Replacement):
 
 
 class _LinearForm(Replacement):
-    """A linear layer with a product of FastGen's, where `_product` has one."""
+    """A linear layer with a kernel of FastGen's, where `_product` has one."""
 
     __slots__ = ("_device", "_dtype", "_failed")
 
@@ -136,39 +136,39 @@ class _LinearForm(Replacement):
         raise NotImplementedError
 
     def _can_do_without(self) -> bool:
-        """Called where `_product` fails. Whatever it is, the layer can do what it always did."""
+        """Whether torch's product may stand in where `_product` fails."""
         return True
 
     def _is_exact(self) -> bool:
-        """Whether the layer's weight is multiplied with as it is, or a copy of the same numbers."""
+        """Whether the layer reads its own weight, or an exact copy."""
         return True
 
 
 class FloatLinear(_LinearForm):
-    """A linear layer on its weight as it is, with the kernel that `fastgen.ops.linear.choose` names."""
+    """A linear layer on its unpacked weight, with the kernel that `fastgen.ops.linear.choose` names."""
 
-    __slots__ = ("_looked_at", "_transposed")
+    __slots__ = ("_checked", "_transposed")
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         super().__init__(module)
         self._transposed = transposed
-        # Weight and bias, and whether the layer is these and nothing else. Replaced as one: other threads read it.
-        self._looked_at: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
+        # Weight and bias, and whether the layer is plain. Replaced as one: other threads read it.
+        self._checked: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
 
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters
-        if "bias" not in parameters:  # somebody has made it an attribute
+        if "bias" not in parameters:  # a user has made it an attribute
             return None
         weight, bias = parameters.get("weight"), parameters["bias"]
-        former, former_bias, plain = self._looked_at
+        former, former_bias, plain = self._checked
         if weight is not former or bias is not former_bias:
             plain = is_plain(self._module, self._dtype, self._device)
-            self._looked_at = weight, bias, plain
+            self._checked = weight, bias, plain
         if weight is None or not plain:
             return None
-        by_outputs = weight.t() if self._transposed else weight
-        kernel = choose.kernel_for(x, by_outputs, bias)
-        return None if kernel is None else kernel.multiply(x, by_outputs, bias)
+        rows = weight.t() if self._transposed else weight  # [N, K]
+        kernel = choose.kernel_for(x, rows, bias)
+        return None if kernel is None else kernel.multiply(x, rows, bias)
 
 
 class QuantizedLinear(_LinearForm):
@@ -185,7 +185,7 @@ class QuantizedLinear(_LinearForm):
         self.form = form
         self.used = False
         self._transposed = transposed
-        self._since = cache.now()  # what a draft has made before, of the weight as it was then, does not count
+        self._since = cache.now()  # an older copy, which a draft has made, does not count
         self._weight: cache.DerivedWeight | None = None
 
     def _is_exact(self) -> bool:
@@ -198,7 +198,7 @@ class QuantizedLinear(_LinearForm):
         return weight.number
 
     def begin_call(self) -> None:
-        """A copy that was made before does not count. Products under way are not disturbed."""
+        """A copy that was made before does not count. Running products are not disturbed."""
         self._since = cache.now()
 
     def end_call(self) -> None:
@@ -208,7 +208,7 @@ class QuantizedLinear(_LinearForm):
             self._weight = None
 
     def _can_do_without(self) -> bool:
-        """The result would not be the one that the user asks for."""
+        """It may not: the result would not be the one that the user asks for."""
         return False
 
     def _product(self, x: Tensor) -> Tensor | None:
@@ -223,7 +223,7 @@ class QuantizedLinear(_LinearForm):
                 return None
             weight = self._weight = cache.of(parameter.t() if self._transposed else parameter, self.form, parameter)
         if x.shape[-1] != parameter.shape[0 if self._transposed else 1]:
-            return None  # of an input that does not fit, torch says so
+            return None  # torch raises for an input that does not fit
         copy = weight.required(self._since)
         self.used = True
         return formats.multiply_low_bit(x, copy, parameters["bias"])

@@ -33,7 +33,7 @@ from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops.linear import choose
 
-# Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
+# Linear layers whose weights are [N, K]; with True: [K, N].
 Kinds = Mapping[type[nn.Module], bool]
 LINEAR: Kinds = {nn.Linear: False}
 
@@ -41,10 +41,10 @@ LINEAR: Kinds = {nn.Linear: False}
 Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 
 HALF = (torch.float16, torch.bfloat16)
-# Weights of fewer numbers stay with torch: they are in the processor's caches, and calling FastGen's kernel takes as
-# long as it saves.
+# Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's kernel takes as long as it
+# saves.
 MIN_WEIGHT = 2**18
-# In fewer bits they take less memory, too, and so less time when the cache holds other things as well.
+# Low-bit weights take less memory, too, and so less time when the cache holds other things as well.
 MIN_QUANTISED = 2**16
 
 

@@ -1,6 +1,6 @@
-"""Inputs of about the same length, to run together: padding behind them, or in front of them, costs little then.
+"""Length buckets: inputs of about the same length run as one batch, with little padding.
 
-Inputs are sorted by length and cut into the groups that cost least (`fastgen.partition`), each as long as its own
+Inputs are sorted by length and divided into the buckets that cost least (`fastgen.partition`), each as long as its own
 longest input.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastgen.partition import cheapest
 
-# What a further pass costs, in positions.
-PASS = 256
-# Groups are used when they save so large a part of the positions.
+# What a further bucket costs, in positions.
+BUCKET_COST = 256
+# Buckets are used when they save so large a part of the positions.
 MIN_SAVING = 0.1
 
 
@@ -29,10 +29,10 @@ def lengths(mask: Tensor) -> Tensor:
     return torch.where((mask == behind).all(dim=1), found, longest)
 
 
-def groups(mask: Tensor, in_front: bool = False, cost: int | None = None) -> list[tuple[Tensor, slice]]:
-    """Which inputs run together, by a mask [batch, longest] of ones and zeros, and the positions that they take.
+def by_mask(mask: Tensor, in_front: bool = False, cost: int | None = None) -> list[tuple[Tensor, slice]]:
+    """The inputs of each bucket, by a mask [batch, longest] of ones and zeros, and the positions that they take.
 
-    None if groups do not pay. `in_front` tells where the padding is, `cost` what a further pass costs, in positions.
+    None if buckets do not pay. `in_front` tells where the padding is, `cost` what a further bucket costs, in positions.
     """
     longest = mask.shape[1]
     found = by_length(lengths(mask.flip(1) if in_front else mask).tolist(), longest, cost)
@@ -40,9 +40,9 @@ def groups(mask: Tensor, in_front: bool = False, cost: int | None = None) -> lis
     return positions if len(positions) > 1 else []
 
 
-def by_length(lengths: list[int], longest: int, cost_of_pass: int | None = None) -> list[tuple[Tensor, int]]:
-    """Which inputs of these lengths run together, and how long they are at the most; none if groups do not pay."""
-    further = PASS if cost_of_pass is None else cost_of_pass
+def by_length(lengths: list[int], longest: int, bucket_cost: int | None = None) -> list[tuple[Tensor, int]]:
+    """The inputs of each bucket, by their lengths, and how long it is; none if buckets do not pay."""
+    further = BUCKET_COST if bucket_cost is None else bucket_cost
     if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < MIN_SAVING * len(lengths) * longest:
         return []
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
@@ -52,7 +52,7 @@ def by_length(lengths: list[int], longest: int, cost_of_pass: int | None = None)
     def cost(start: int, end: int) -> float:
         return (end - start) * lengths[order[start]] + further
 
-    total, groups = cheapest(bounds[1:], lambda end: itertools.takewhile(end.__gt__, bounds), cost)
+    total, buckets = cheapest(bounds[1:], lambda end: itertools.takewhile(end.__gt__, bounds), cost)
     if total > (1 - MIN_SAVING) * len(lengths) * longest:
         return []
-    return [(torch.tensor(sorted(order[start:end])), lengths[order[start]]) for start, end in reversed(groups)]
+    return [(torch.tensor(sorted(order[start:end])), lengths[order[start]]) for start, end in reversed(buckets)]

@@ -1,4 +1,4 @@
-"""Linear ops of a captured step: what a recorded product becomes, and several of the same input as one call.
+"""Linear ops of a captured step: what a recorded product becomes, and the batching of those with one input.
 
 The kernel is chosen by `fastgen.ops.linear.choose`.
 """
@@ -19,7 +19,7 @@ from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose, grouped
 from fastgen.ops.linear.choose import GEMM, Kernel
 
-# Those of torch that layers multiply with.
+# Torch's operators of linear layers.
 OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _GROUPED = grouped.OPERATOR
 
@@ -35,7 +35,7 @@ class LinearOp(NamedTuple):
 
 
 class GroupedLinearOp(NamedTuple):
-    """The same with a low-bit weight in groups: its parts, and numbers that are the same for ops with the same x."""
+    """A linear op on a group-quantised weight."""
 
     result: Tensor
     x: Tensor
@@ -49,14 +49,15 @@ AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
 
 
 def input_of(operation: Operation) -> Any:
-    """Where the input of a linear op lies; None for an operator that is none."""
+    """Where the input of a linear op lies; None for any other operator."""
     if operation.function in OPERATORS:
         return operation.leaves[-2]
     return operation.leaves[0] if operation.function is _GROUPED else None
 
 
 def of(operation: Operation, args: Sequence[Any], result: Tensor, written: frozenset[int]) -> AnyLinearOp | None:
-    """The linear op of a recorded product that writes its result there; None for what is none, or stays torch's.
+    """The linear op of a recorded product, which writes to `result`; None for any other operator, or one that stays
+    torch's.
 
     Args:
         args: of the operator.
@@ -77,7 +78,7 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
 
 def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOp | None:
     """The op of a kernel of FastGen's, if one serves: x is [M, K], the weight [N, K], the result [M, N]."""
-    if settings.current().packed_weights == "never":  # which says that products are torch's own
+    if settings.current().packed_weights == "never":  # the user asks for torch's own products
         return None
     if x.stride(1) != 1:
         return None
@@ -86,7 +87,7 @@ def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
-    """What executes linear ops of one input, of which none reads what another one writes; anything else unchanged."""
+    """The calls of linear ops of one input, of which none reads what another one writes; anything else unchanged."""
     panels = [op for op in ops if isinstance(op, PanelOp)]
     if panels:
         rest = [op for op in ops if not isinstance(op, PanelOp)]

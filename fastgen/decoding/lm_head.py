@@ -1,8 +1,8 @@
-"""The LM head of a greedy step: the argmax from approximate logits, which a copy of its weight in few bits gives.
+"""The LM head of a greedy step: the argmax from approximate logits, which a low-bit copy of its weight gives.
 
-Only outputs that could be the largest are computed from the weight itself (`fastgen.ops.largest_output`). In a captured
-step the copy has 8 bits and the argmax is exact; `fastgen.decoding.largest_outputs` says which products of a recording
-are such a head. The head of a draft has 4 bits, and its argmax is likely.
+Only logits that could be the largest are computed from the weight itself (`fastgen.ops.approximate_logits`). In a
+captured step the copy has 8 bits and the argmax is exact; `fastgen.decoding.lm_head_pass` says which products of a
+recorded graph are such a head. The head of a draft has 4 bits, and its argmax is likely.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from torch import Tensor, nn
 from fastgen import settings
 from fastgen.decoding import linear_ops
 from fastgen.decoding.weights import cache, formats
-from fastgen.ops import largest_output
+from fastgen.ops import approximate_logits
 from fastgen.ops.linear import as_rows, choose, grouped
 from fastgen.ops.linear.choose import Kernel
 
 _aten = torch.ops.aten
-# With more rows, computing all outputs is no longer bound by reading the weight.
+# With more rows, an exact product is no longer bound by reading the weight.
 _MOST_ROWS = 16
 # A copy is not worth it for less than that.
 _LEAST_BYTES = 2**22
-# If more than this part of all outputs is computed over so many steps, the logits are too flat to be approximated.
+# If more than this part of all logits is computed exactly over so many steps, they are too flat to be approximated.
 _MOST_COMPUTED, _STEPS = 1 / 16, 16
 
 
 class GreedyHead:
-    """A product of which the largest output of each row is asked for, with or without a copy of the weight.
+    """A product of which only the argmax of each row is read, with or without a copy of the weight.
 
     Args:
-        outputs: [M, N], float32: memory for all outputs or approximate ones.
+        logits: [M, N], float32: memory for the logits, exact or approximate.
         x, weight, bias: [M, K], [N, K] and [N] or None, float32.
     """
 
-    def __init__(self, outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._outputs, self._x, self._bias = outputs, x, bias
-        # With the copy, outputs have the bits of GEMV. A result must not depend on whether there is one.
+    def __init__(self, logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._logits, self._x, self._bias = logits, x, bias
+        # With the copy, logits have the bits of GEMV. A result must not depend on whether there is one.
         may_have_copy = _may_have_copy(x, weight, bias)
-        self._multiply = _product(outputs, x, weight, bias, choose.GEMV if may_have_copy else None)
+        self._multiply = _product(logits, x, weight, bias, choose.GEMV if may_have_copy else None)
         self._weight = cache.of(weight, formats.LM_HEAD) if may_have_copy else None
-        self._copy: largest_output.Copy | None = None  # that these outputs are from, until they are used
+        self._copy: approximate_logits.ApproximateHead | None = None  # whose logits wait for `find`
         self._computed, self._steps = 0.0, 0
 
-    def estimate(self) -> None:
-        """Writes all outputs, or approximate ones."""
+    def multiply(self) -> None:
+        """Writes the logits, or approximate ones."""
         self._copy = None if self._weight is None else self._weight.in_step()
         if self._copy is None:
             self._multiply()
         else:
-            largest_output.estimate_out(self._outputs, self._x, self._bias, self._copy)
+            approximate_logits.logits_out(self._logits, self._x, self._bias, self._copy)
 
     def find(self, out: Tensor) -> None:
-        """Writes the number of the largest output of each row, [M], int64; those that are -inf by now are banned."""
+        """Writes the argmax of each row, [M], int64; a logit that is -inf by now is banned."""
         if not self._found(out):
-            _aten.argmax.out(self._outputs, -1, False, out=out)
+            _aten.argmax.out(self._logits, -1, False, out=out)
 
     def find_two(self, out: Tensor, is_near: Tensor, masked: float, share: float) -> None:
         """The same, and whether another one is about as large, [M], bool (`fastgen.ops.top_two`)."""
         if not self._found(out, is_near, masked, share):
-            torch.ops.fastgen.top_two_out(out, is_near, self._outputs, masked, share)
+            torch.ops.fastgen.top_two_out(out, is_near, self._logits, masked, share)
 
     def _found(self, out: Tensor, *near: Any) -> bool:
-        """Writes what is asked for, if the outputs are approximate; with more arguments of `largest_output_out`."""
+        """Finds it where the logits are approximate; `near` are more arguments of `argmax_out`."""
         copy, self._copy = self._copy, None
         if copy is None or self._weight is None:
             return False
         weight, rows = self._weight.weight, self._x.shape[0]
-        computed = largest_output.largest_output_out(out, self._outputs, self._x, weight, self._bias, copy, *near)
+        computed = approximate_logits.argmax_out(out, self._logits, self._x, weight, self._bias, copy, *near)
         self._computed, self._steps = self._computed + computed / rows, self._steps + 1
         if self._steps == _STEPS:
             if self._computed > _MOST_COMPUTED * _STEPS * weight.shape[0]:
@@ -81,15 +81,15 @@ class GreedyHead:
 
 
 def _product(
-    outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel | None
+    logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel | None
 ) -> Callable[[], Any]:
-    """What computes all outputs: with this kernel, or the one that serves them."""
-    op = linear_ops.linear_op(outputs, x, weight, bias)
+    """What computes all logits: with this kernel, or the one that serves them."""
+    op = linear_ops.linear_op(logits, x, weight, bias)
     if op is not None:
         return linear_ops.single(op if kernel is None else op._replace(kernel=kernel))
     if bias is None:
-        return partial(_aten.mm.out, x, weight.t(), out=outputs)
-    return partial(_aten.addmm.out, bias, x, weight.t(), out=outputs)
+        return partial(_aten.mm.out, x, weight.t(), out=logits)
+    return partial(_aten.addmm.out, bias, x, weight.t(), out=logits)
 
 
 def _may_have_copy(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -97,7 +97,7 @@ def _may_have_copy(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # "never" says that products are torch's own, and that nothing is copied.
     return (
         settings.current().packed_weights != "never"
-        and largest_output.serves(x, weight, bias)
+        and approximate_logits.serves(x, weight, bias)
         and x.shape[0] <= _MOST_ROWS
         and weight.nbytes >= _LEAST_BYTES
         and choose.kernel_for(x, weight, bias) is not None
@@ -111,39 +111,41 @@ class DraftHead:
         weight: that of the layer, [N, K], in `formats.DRAFT_HEAD`.
     """
 
-    def __init__(self, module: nn.Module, weight: cache.DerivedWeight, copy: largest_output.Copy) -> None:
+    def __init__(
+        self, module: nn.Module, weight: cache.DerivedWeight, copy: approximate_logits.ApproximateHead
+    ) -> None:
         self.weight = weight
         self._module, self._copy = module, copy
         self._x: Tensor | None = None
-        self._outputs: Tensor | None = None
+        self._logits: Tensor | None = None
 
     @staticmethod
     def of(module: nn.Module, weight: Tensor) -> DraftHead | None:
         """That of a layer of this weight, [N, K]; None where no kernel serves it, or it has no copy."""
-        if not largest_output.serves(weight[:1], weight, module._parameters.get("bias")):
+        if not approximate_logits.serves(weight[:1], weight, module._parameters.get("bias")):
             return None
         derived = cache.of(weight, formats.DRAFT_HEAD, module._parameters["weight"])
         copy = derived.optional()
         return None if copy is None else DraftHead(module, derived, copy)
 
-    def estimate(self, x: Tensor) -> Tensor:
-        """The approximate outputs for x, [..., K]: [..., N]."""
+    def logits(self, x: Tensor) -> Tensor:
+        """The approximate logits for x, [..., K]: [..., N]."""
         self._x = as_rows(x)
-        self._outputs = grouped.grouped_linear(x, self._copy.numbers, self._module._parameters.get("bias"))
-        return self._outputs
+        self._logits = grouped.grouped_linear(x, self._copy.weight, self._module._parameters.get("bias"))
+        return self._logits
 
-    def largest(self, logits: Tensor) -> Tensor | None:
-        """The largest output of each row, [M], most of the time; None if these are not the outputs of `estimate`."""
-        x, outputs, self._x, self._outputs = self._x, self._outputs, None, None
-        if x is None or outputs is None or not _are_same(logits, outputs):
+    def argmax(self, logits: Tensor) -> Tensor | None:
+        """The argmax of each row, [M], most of the time; None if these are not what `logits` has returned."""
+        x, ours, self._x, self._logits = self._x, self._logits, None, None
+        if x is None or ours is None or not _are_same(logits, ours):
             return None
         found = torch.empty(len(x), dtype=torch.int64, device=x.device)
         bias = self._module._parameters.get("bias")
-        largest_output.largest_output_out(found, logits, x, self.weight.weight, bias, self._copy)
+        approximate_logits.argmax_out(found, logits, x, self.weight.weight, bias, self._copy)
         return found
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same numbers in the same memory, in one order."""
+    """Whether two tensors have the same elements in the same memory, in one order."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata and one.dtype is other.dtype
     return same and one.numel() == other.numel() and one.is_contiguous() and other.is_contiguous()

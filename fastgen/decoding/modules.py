@@ -1,4 +1,4 @@
-"""The modules of a model, which each call looks at more than once, and what a layer is."""
+"""The modules of a model, which each call walks more than once, and what a plain layer is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from torch.nn.utils import parametrize
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Those of `model.modules()`, each once, in an order of its own. That method takes several times as long, because
-    it makes their names.
-    """
+    """The modules of `model.modules()`, each once, in another order, and several times as fast: without names."""
     found: dict[nn.Module, None] = {model: None}
     left = [model]
     while left:
@@ -22,16 +20,16 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its first parameter is: the device of a model that is on one. The CPU for a model without any."""
+    """The device of its first parameter; the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
-    """Whether a layer is its weight and bias and nothing else, of this type on this kind of device."""
+    """Whether a layer has a weight and maybe a bias, of this type on this kind of device, and nothing else."""
     for name in ("weight", "bias"):
         parameter = module._parameters.get(name)
         if parameter is None:
-            # An attribute of that name is the work of a hook or a parametrisation.
+            # A hook or a parametrisation has made an attribute of that name.
             if name == "weight" or getattr(module, name, None) is not None:
                 return False
             continue

@@ -1,8 +1,8 @@
 """RMS norm layers as one kernel, inside a captured step.
 
-Every model has a class of its own for it. So which form of it a layer computes is found out by running the layer on
-made-up numbers with a made-up weight: its results must be those of one form. That holds for the layers of a class that
-have the same width and the same attributes: some have a size of groups.
+Every model has a class of its own for it. So the form that a layer computes is found by probing: the layer runs on
+pseudo-random values with a pseudo-random weight, and its results must be those of one form. A probe holds for the
+layers of a class that have the same width and the same attributes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Form(NamedTuple):
 
 _inside: ContextVar[bool] = ContextVar("fastgen_fused_norms", default=False)
 _forms: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, Form | None]] = weakref.WeakKeyDictionary()
-# What a layer may have besides its weight: what running it cannot change, and what may be compared.
+# Attributes that a layer may have besides its weight: immutable and comparable.
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def fused() -> AbstractContextManager[None]:
-    """Inside this, RMS norms run as one kernel: a step that is captured starts it for nothing."""
+    """Inside this, RMS norms run as one kernel, which a captured step starts at no cost."""
     return patching.held(_inside, True)
 
 
 def serves(module: nn.Module, x: Any) -> bool:
-    """Whether the kernel takes a layer's input here and now."""
-    if not _inside.get():  # first: outside of a captured step nothing else is asked
+    """Whether the kernel serves a layer's input now."""
+    if not _inside.get():  # first: outside of a captured step nothing else counts
         return False
     weight = module._parameters.get("weight")
     return (
@@ -66,7 +66,7 @@ def normalise(module: nn.Module, form: Form, x: Tensor) -> Tensor:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """None if it is no RMS norm, or no kernel is there for its weight."""
+    """None if it is no RMS norm, or there is no kernel for its weight."""
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.numel() == 0:
         return None
@@ -75,13 +75,13 @@ def form_of(module: nn.Module) -> Form | None:
     if not available(weight):
         return None
     attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-    numbers = [name for name, value in attributes.items() if type(value) is float]
-    if len(numbers) != 1 or not _PLAIN_TYPES.issuperset(map(type, attributes.values())):
+    floats = [name for name, value in attributes.items() if type(value) is float]
+    if len(floats) != 1 or not _PLAIN_TYPES.issuperset(map(type, attributes.values())):
         return None
     forms = _forms.setdefault(type(module), {})
     key = weight.dtype, weight.numel(), module.training, *attributes.items()
     if key not in forms:
-        forms[key] = _probed(module, weight, attributes, numbers[0])
+        forms[key] = _probed(module, weight, attributes, floats[0])
     return forms[key]
 
 
@@ -90,23 +90,23 @@ def _probed(module: nn.Module, of: Tensor, attributes: dict[str, Any], eps: str)
     """The form whose results are those of the layer, to the last bit in half precision.
 
     Args:
-        of: its weight, of which the width, the type and the device are asked.
+        of: its weight, for the width, the type and the device.
     """
     width, device = of.numel(), of.device
-    numbers = torch.arange(4 * width, dtype=torch.float32, device=device)
-    numbers = numbers.mul(12.9898).sin().view(4, width)  # as good as random, and no draw
-    numbers[1:] *= torch.tensor([[1.0], [30.0], [0.1]], dtype=torch.float32, device=device)
-    numbers = numbers.to(of.dtype)
-    weight, x = numbers[0], numbers[None, 1:]  # [1, 3, width], as in a model
+    values = torch.arange(4 * width, dtype=torch.float32, device=device)
+    values = values.mul(12.9898).sin().view(4, width)  # pseudo-random without torch's generator
+    values[1:] *= torch.tensor([[1.0], [30.0], [0.1]], dtype=torch.float32, device=device)
+    values = values.to(of.dtype)
+    weight, x = values[0], values[None, 1:]  # [1, 3, width], as in a model
     try:
-        # Not a copy: what hooks hold would be copied too.
+        # Not a copy, which would copy what hooks hold.
         layer = type(module).__new__(type(module))
         nn.Module.__init__(layer)
         vars(layer).update(attributes, training=module.training)
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        setattr(layer, eps, 0.01)  # one that counts, most of all in the last row; its own may be too small to be seen
+        setattr(layer, eps, 0.01)  # its own may be too small to matter
         expected = type(layer).forward(layer, x)
-    except Exception as error:  # it wants something else than a norm does: it is none
+    except Exception as error:  # it is no norm
         interrupts.pass_on(error)
         return None
     if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:

@@ -118,7 +118,7 @@ class Recording:
 
 @cache
 def with_out(function: Any, results: int) -> tuple[Any, list[str]] | None:
-    """The form of an operator that writes its results to memory that is there, and the names of those arguments."""
+    """The overload of an operator that writes its results to preallocated memory, and the names of those arguments."""
     wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         other = getattr(function.overloadpacket, name)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.decoding.weights import cache, formats
 from fastgen.interrupts import undoing
-from fastgen.ops import _plan
+from fastgen.ops import command_list
 
 _is_suspended: ContextVar[bool] = ContextVar("fastgen_panels_suspended", default=False)
 
@@ -47,14 +47,14 @@ class PanelOp(NamedTuple):
 
 
 class PanelOps(NamedTuple):
-    """Those of one input, of which none reads what another one writes."""
+    """Panel ops of one input, of which none reads what another one writes."""
 
     ops: Sequence[PanelOp]
-    unpacked: Sequence[Callable[[], object]]  # what does the same without copies, all together
+    unpacked: Sequence[Callable[[], object]]  # the calls without copies, batched
     each: Sequence[Callable[[], object]]  # and one by one
 
     def calls(self, copies: Sequence[Tensor | None]) -> Sequence[Callable[[], object]]:
-        """Those that write the results, with a copy of each weight or None."""
+        """The calls that write the results, with a copy of each weight or None."""
         found = [(op.result, copy, op.bias) for op, copy in zip(self.ops, copies, strict=True)]
         packed = [each for each in found if each[1] is not None]
         if not packed:
@@ -65,11 +65,11 @@ class PanelOps(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """The calls of a program with some copies: one by one, and with plans in the place of several."""
+    """The calls of a program with some copies: one by one, and in command lists."""
 
     copies: Sequence[Tensor | None]  # of all weights, in order
     calls: Sequence[Callable[[], object]]
-    planned: Sequence[Callable[[], object]]
+    in_lists: Sequence[Callable[[], object]]
 
 
 class Calls:
@@ -93,8 +93,8 @@ class Calls:
         """A copy has gone: what reads it holds it no longer."""
         self._now, self._packed, self._settled_in = self._unpacked, None, None
 
-    def now(self, planned: bool) -> Sequence[Callable[[], object]]:
-        """Those of this step: one by one, or with plans in the place of several (`fastgen.ops._plan`)."""
+    def now(self, in_lists: bool) -> Sequence[Callable[[], object]]:
+        """The calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
         chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
             call = cache.current_call()
@@ -102,12 +102,12 @@ class Calls:
                 copies = {weight: weight.in_step() for weight in dict.fromkeys(self._weights)}  # each once in a step
                 chosen = self._now = self._choose([copies[weight] for weight in self._weights])
                 self._settled_in = call if all(weight.is_settled for weight in self._weights) else None
-        return chosen.planned if planned else chosen.calls
+        return chosen.in_lists if in_lists else chosen.calls
 
     def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
         if all(copy is None for copy in copies):
             return self._unpacked
-        # The first step of a call reads none or a part of them. What the others read is kept, and planned once.
+        # The first step of a call reads none or a part of them. The calls of the others are kept.
         if not _are_same(copies, [weight.copy for weight in self._weights]):
             return self._with(copies)
         packed = self._packed
@@ -123,7 +123,7 @@ class Calls:
                 calls += each.calls(list(itertools.islice(left, len(each.ops))))
             else:
                 calls.append(each)
-        return _Chosen(copies, calls, _plan.planned(calls))
+        return _Chosen(copies, calls, command_list.with_command_lists(calls))
 
 
 def _are_same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:

@@ -1,4 +1,4 @@
-"""The engine: any thread submits requests, one thread runs them in batches."""
+"""The engine: any thread submits requests, one thread runs them with continuous batching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fastgen.engine import requests, streams
-from fastgen.engine.executor import StaticBatches
+from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import EngineFull, Request, RequestFuture
 from fastgen.engine.waiting import Waiting
 
@@ -22,26 +22,41 @@ ROWS = 64
 
 
 class Engine:
-    """Runs requests for a model, in batches of what waits, each with options of its own.
+    """Runs requests for a model, each with options of its own: one enters as soon as others have left their slots.
 
     Its thread begins with the first request. A model can be used by others meanwhile.
 
     Args:
         model: a model of Transformers that generates.
-        slots: rows of a batch: a request takes as many as it has beams, or sequences to return. "auto": 64.
+        slots: rows of a decode step: a request takes as many as it has beams, or sequences to return. "auto": 64.
         max_waiting: requests that may wait: `submit` waits for room then.
+        cache_gib: GiB of K and V that requests in slots may have stored; None for any number. A request enters where
+            there is room for its prompt and some tokens. Where memory gets short, the last ones begin again later.
+        max_stall_ms: milliseconds that requests in slots may wait for a prefill: longer prompts are read in chunks.
 
     Raises:
-        ValueError: slots or max_waiting is not a positive number.
+        ValueError: one of these is not a positive number.
     """
 
-    def __init__(self, model: Any, *, slots: int | str = "auto", max_waiting: int = 1024) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int | str = "auto",
+        max_waiting: int = 1024,
+        cache_gib: float | None = None,
+        max_stall_ms: float = 250.0,
+    ) -> None:
         rows = ROWS if slots == "auto" else slots
         for name, number in (("slots", rows), ("max_waiting", max_waiting)):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}: give a positive number")
+        for name, value in (("cache_gib", 1.0 if cache_gib is None else cache_gib), ("max_stall_ms", max_stall_ms)):
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name} is {value!r}: give a positive number")
         self._model, self._rows = model, int(rows)
-        self._executor = StaticBatches(model, self._rows)
+        cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
+        self._executor = ContinuousBatches(model, self._rows, cache_bytes, max_stall_ms / 1000)
         self._waiting = Waiting(max_waiting, self._executor.choose, self._executor.stop)
         # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
         weakref.finalize(self, self._waiting.close).atexit = False
@@ -55,7 +70,7 @@ class Engine:
         seed: int | None = None,
         **generate_kwargs: Any,
     ) -> RequestFuture:
-        """A request, to be run as soon as there is room for it in a batch.
+        """A request, to be run as soon as there are slots for it.
 
         Args:
             inputs: token ids (a list, or a tensor [length] or [1, length]), or a mapping of the model's inputs of one
@@ -72,6 +87,7 @@ class Engine:
 
         Raises:
             EngineFull: no room within `timeout`; in a callback of the engine's own thread at once.
+            MemoryError: from `result()`: it may need more K and V than `cache_gib`.
             ValueError: what `generate` would refuse, an empty input, one with more tokens than the model has positions,
                 more beams than rows, or a closed engine.
         """
@@ -82,7 +98,7 @@ class Engine:
     def generate(
         self, inputs: Iterable[Any], generation_config: Any = None, *, seed: int | None = None, **generate_kwargs: Any
     ) -> list[Any]:
-        """The results of several requests with the same options, in order. Other requests may share their batches.
+        """The results of several requests with the same options, in order. Others may be in slots beside them.
 
         Raises:
             ValueError: as `submit`; none of them runs then.
@@ -109,7 +125,7 @@ class Engine:
     ) -> Iterator[int]:
         """The generated tokens of a request as they come. It is cancelled when the iterator is closed, or gone.
 
-        Such a request runs in a call of its own, without beams. Arguments and what is raised: as `submit`; what the
+        Such a request has no beams. Arguments and what is raised: as `submit`; what the
         request fails with is raised by the iterator.
         """
         streamer, tokens = streams.queued()
@@ -188,21 +204,30 @@ class Engine:
         """What has been done so far.
 
         Returns:
-            "executor", what runs requests, and "why"; numbers of requests: "submitted", "waiting", "running",
-            "finished", "failed", "cancelled"; "batches" (calls of `generate`), their "rows", the "tokens" that they
-            have generated, and calls that were "repeated" after a failure or a change of the model; "alone": requests
-            that had a call of their own, by reason.
+            "executor": "slots", or "static batches", and "why"; "slots", and how many of them are "busy".
+            Requests: "submitted", "waiting", "running", "finished", "failed", "cancelled"; and "repeated": begun again
+            after a failure, or as the model has changed.
+            "steps": decode steps; "row_steps": slots in them; "busy_row_steps": those that were taken.
+            "batches": prefills, and calls of static batches; their "rows"; "tokens" that were generated; "alone":
+            requests that had a call of their own, by reason.
+            "kv_bytes": the most K and V of requests in slots at a time; "preempted": requests that have begun again for
+            want of room; "shared_positions": positions of prompts that others had prefilled; "chunks": parts of
+            prefills after which the others went on.
         """
-        counts, waiting = self._executor.counts, self._waiting
+        executor, waiting = self._executor, self._waiting
+        counts = executor.static.counts
         return {
-            "executor": self._executor.name,
-            "why": self._executor.why(),
+            "executor": executor.name,
+            "why": executor.why(),
             "submitted": waiting.submitted,
             "waiting": len(waiting.requests),
             "running": sum(not request.future.done() for request in list(waiting.running)),
             "cancelled": waiting.cancelled,
             **{name: counts[name] for name in ("finished", "failed", "batches", "rows", "tokens", "repeated")},
-            "alone": dict(self._executor.alone),
+            "alone": dict(executor.static.alone),
+            "slots": self._rows,
+            "busy": executor.busy,
+            **executor.stats(),
         }
 
     # ---- inside
@@ -222,11 +247,12 @@ class Engine:
             raise
 
 
-def _serve(waiting: Waiting, executor: StaticBatches) -> None:
+def _serve(waiting: Waiting, executor: ContinuousBatches) -> None:
     """What the thread of an engine does. It does not hold the engine, which may go while requests run."""
     try:
         while batch := waiting.take():
-            executor.run(batch)
+            executor.run(batch, waiting.take_more)
+            waiting.settle_running()
             del batch  # and the results, while nothing is to do
     except BaseException as error:
         waiting.fail(error)

@@ -24,6 +24,7 @@ from fastgen.optimizer.transformers import buckets, models
 
 # So often a call is made again because the model has changed while it ran.
 _MOST_REPEATS = 3
+CHANGED = "the model has changed while the request ran: its weights, modules or training mode"
 
 
 class StaticBatches:
@@ -39,11 +40,11 @@ class StaticBatches:
 
     name = "static batches"
 
-    def __init__(self, model: Any, most_rows: int) -> None:
+    def __init__(self, model: Any, most_rows: int, costs: Costs | None = None) -> None:
         self.model, self.most_rows = model, most_rows
         self.counts: Counter[str] = Counter()
         self.alone: Counter[str] = Counter()
-        self._costs = Costs()
+        self._costs = costs or Costs()
         self._criterion: MaxTimeCriteria | None = None
 
     # ---- which requests share a batch
@@ -55,15 +56,13 @@ class StaticBatches:
         if reason is not None:
             self.alone[reason] += 1
             return [first]
-        one_length = not pads(self.model)
-        fitting = [
-            request
-            for request in waiting
-            if request.alone is None
-            and request.group == first.group
-            and (request.length == first.length or not one_length)
-        ]
-        return next_batch(fitting, self.most_rows, self._costs)
+        return self.together([request for request in waiting if request.group == first.group], self.most_rows)
+
+    def together(self, waiting: Sequence[Request], most_rows: int) -> list[Request]:
+        """Those that are cheapest in one batch with the first one, of requests that may share it by their options."""
+        one_length = None if pads(self.model) else waiting[0].length
+        fitting = [each for each in waiting if each.alone is None and one_length in (None, each.length)]
+        return next_batch(fitting, most_rows, self._costs)
 
     # ---- running them
 
@@ -81,10 +80,10 @@ class StaticBatches:
             results = self._tried(batch, can_stop) if batch else []
             if not isinstance(results, BaseException):
                 for request, result in zip(batch, results, strict=True):
-                    self._settle(request, result)
+                    self.settle(request, result)
             elif len(batch) == 1 or not isinstance(results, Exception):
                 for request in batch:
-                    self._settle(request, results)
+                    self.settle(request, results)
             else:
                 results = None  # with the tensors of the frames that it came through
                 self.counts["repeated"] += 1
@@ -104,7 +103,14 @@ class StaticBatches:
         if criterion is not None:
             criterion.max_time = -math.inf
 
-    def _settle(self, request: Request, result: Any) -> None:
+    def attempt(self, batch: list[Request]) -> Any:
+        """The results of a batch in one call, or what was raised."""
+        try:
+            return self._run(batch, can_stop=True)
+        except BaseException as error:  # whatever the user's code raises: nothing ends the thread of the engine
+            return error
+
+    def settle(self, request: Request, result: Any) -> None:
         if request.future.settle(result):
             self.counts["failed" if isinstance(result, BaseException) else "finished"] += 1
 
@@ -112,14 +118,14 @@ class StaticBatches:
         """The results of a batch, or what was raised."""
         try:
             for _ in range(_MOST_REPEATS):
-                before = _state(self.model)
+                before = state_of(self.model)
                 results = self._run(batch, can_stop)
-                if _state(self.model) == before:
+                if state_of(self.model) == before:
                     return results
                 if any(request.runs_user_code for request in batch):
                     break
                 self.counts["repeated"] += 1
-            raise RuntimeError("the model has changed while the request ran: its weights, modules or training mode")
+            raise RuntimeError(CHANGED)
         except BaseException as error:  # whatever the user's code raises: nothing ends the thread of the engine
             return error
 
@@ -130,7 +136,8 @@ class StaticBatches:
         first = batch[0]
         if first.alone is None:
             longest, rows = max(request.length for request in batch), sum(request.rows for request in batch)
-            self._costs.note(longest, rows, first.new_tokens or 0, time.perf_counter() - start)
+            most = max(request.new_tokens or 0 for request in batch)
+            self._costs.note(longest, rows, most, time.perf_counter() - start)
         self.counts.update(batches=1, rows=sum(request.rows for request in batch))
         return results
 
@@ -161,8 +168,12 @@ class StaticBatches:
             result = self.model.generate(**request.inputs, **{**request.options, **options})
         sequences = result if isinstance(result, Tensor) else getattr(result, "sequences", None)
         if request.config is not None and isinstance(sequences, Tensor) and sequences.dim() == 2:
-            self.counts["tokens"] += sum(written(sequences[:, request.prompt :], request.config))
+            self.count(request, sequences)
         return result
+
+    def count(self, request: Request, sequences: Tensor) -> None:
+        """Counts what a request has generated."""
+        self.counts["tokens"] += sum(written(sequences[:, request.prompt :], request.config))
 
     def _together(self, batch: list[Request], options: dict[str, Any]) -> list[Tensor]:
         """The sequences of each request [rows, length], as a call of its own returns them."""
@@ -178,7 +189,7 @@ class StaticBatches:
         made = self.model.generate(
             input_ids=ids.to(self.model.device),
             attention_mask=pad_sequence(masks, True, 0, side).to(self.model.device),
-            **_options(first, prompt),
+            **_options(first, prompt, max(request.new_tokens or 0 for request in batch)),
             **options,
         )
         counts = written(made[:, prompt:], first.config)
@@ -213,16 +224,18 @@ def alone_for_model(model: Any) -> str | None:
     return reason
 
 
-def _options(first: Request, prompt: int) -> dict[str, Any]:
-    """The options of a batch whose prompts, padding included, have so many tokens.
+def _options(first: Request, prompt: int, new_tokens: int) -> dict[str, Any]:
+    """The options of a batch whose prompts, padding included, have so many tokens, and get as many new ones.
 
     All of them, by name: in a generation config, the library would take the model's own for those that are None.
     """
     config, least = first.config, least_new_tokens(first.config, first.prompt)
     # With a number of new tokens the library would warn of another length.
-    longest = prompt + (first.new_tokens or 0) if config.max_new_tokens is None else None
-    shortest = (prompt + least if least else 0) if config.min_new_tokens is None else None
-    return {**options_of(config), "max_length": longest, "min_length": shortest}
+    lengths: dict[str, Any] = {"max_length": prompt + new_tokens}
+    if config.max_new_tokens is not None:
+        lengths = {"max_length": None, "max_new_tokens": new_tokens}
+    lengths["min_length"] = (prompt + least if least else 0) if config.min_new_tokens is None else None
+    return {**options_of(config), **lengths}
 
 
 def _ends(config: Any) -> list[int]:
@@ -238,11 +251,11 @@ def _padding(config: Any) -> int:
 def written(generated: Tensor, config: Any) -> list[int]:
     """How many tokens [rows, longest] the model has written in each row, the end included: behind it is padding."""
     ends = torch.isin(generated.cpu(), torch.tensor(_ends(config), dtype=torch.long))
-    first = ends.int().argmax(dim=1) + 1 if generated.shape[1] else torch.zeros(len(generated))
+    first = ends.int().argmax(dim=1) + 1 if generated.shape[1] else torch.zeros(len(generated), dtype=torch.long)
     return torch.where(ends.any(dim=1), first, generated.shape[1]).tolist()
 
 
-def _state(model: Any) -> list[tuple[Any, ...]]:
+def state_of(model: Any) -> list[tuple[Any, ...]]:
     """What a call must not mix: an equal list as long as nobody changes the model's weights, modules or mode."""
     found: list[tuple[Any, ...]] = []
     for module in modules_of(model):

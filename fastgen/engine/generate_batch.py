@@ -14,9 +14,10 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from fastgen import counters, patching
-from fastgen.engine import ENTRY_POINT, requests
+from fastgen.engine import ENTRY_POINT, foreground, requests
+from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import ROWS
-from fastgen.engine.executor import StaticBatches, written
+from fastgen.engine.executor import written
 from fastgen.engine.options import has_own_generate
 from fastgen.engine.requests import Request
 
@@ -45,7 +46,7 @@ def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
         return wrapped(*args, **kwargs)
     rows = max(ROWS, *(_option(model, config, options, name) or 1 for name in ("num_beams", "num_return_sequences")))
     made = [requests.make(model, each, config, options, None, rows) for each in inputs]
-    outputs = _run(StaticBatches(model, rows), made, bool(given.get("progress_bar")))
+    outputs = _run(ContinuousBatches(model, rows), made, bool(given.get("progress_bar")))
     counters.count_accelerated(ENTRY_POINT)
     return outputs
 
@@ -79,20 +80,15 @@ def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _run(executor: StaticBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
+def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
     """Runs the requests in this thread."""
-    created, spans, left = time.perf_counter(), dict[Request, tuple[float, float]](), made
+    created, begun = time.perf_counter(), dict[Request, float]()
+    spans: dict[Request, tuple[float, float]] = {}
     with tqdm(total=len(made), disable=not shows_progress, desc=f"Solving {len(made)} requests", unit="request") as bar:
-        while left:
-            batch, begin = executor.choose(left), time.perf_counter()
-            executor.run(batch, can_stop=False)
-            for request in batch:
-                error = request.future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                spans[request] = begin, time.perf_counter()
-            left = [request for request in left if request not in spans]
-            bar.update(len(batch))
+        for turn in foreground.turns(executor, made):
+            begun |= dict.fromkeys(turn.begun, time.perf_counter())
+            spans |= {request: (begun[request], time.perf_counter()) for request in turn.finished}
+            bar.update(len(turn.finished))
     outputs: dict[str, GenerationOutput] = {}
     for number, request in enumerate(made):
         of_request = _outputs(f"req_{number}", request, created, spans[request])

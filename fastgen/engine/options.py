@@ -26,6 +26,8 @@ _SHARED = (
 # The same where no row has padding. These look at the encoder's tokens, or at a prompt's where there is no encoder.
 _READ_SOURCE = "encoder_repetition_penalty encoder_no_repeat_ngram_size".split()
 _READ_PROMPT = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias forced_bos_token_id".split()
+# Those that count from the end of the prompt.
+_OF_ONE_LENGTH = ("exponential_decay_length_penalty",)
 # For these a batch has its own values, from the most and the fewest new tokens of its requests, in which they agree.
 _LENGTHS = "max_length max_new_tokens min_length min_new_tokens".split()
 # Without effect where nothing is drawn, nothing is drafted, and only tokens are returned.
@@ -141,8 +143,22 @@ class Resolved:
         own = options_of(self.config)
         reads = _READ_SOURCE if self.has_encoder else (*_READ_SOURCE, *_READ_PROMPT)
         needs_one_length = any(_is_on(name, own.get(name)) for name in reads)
-        options = tuple((name, repr(own.get(name))) for name in (*_SHARED, *_READ_SOURCE, *_READ_PROMPT))
-        return options, new_tokens, least_new_tokens(self.config, prompt), length if needs_one_length else None
+        return self._shared, new_tokens, least_new_tokens(self.config, prompt), length if needs_one_length else None
+
+    @property
+    def _shared(self) -> tuple[tuple[str, str], ...]:
+        own = options_of(self.config)
+        return tuple((name, repr(own.get(name))) for name in (*_SHARED, *_READ_SOURCE, *_READ_PROMPT))
+
+    def prefill_group(self, length: int, prompt: int) -> Hashable | None:
+        """What requests agree in that are prefilled together, and go on each for itself; None for one alone."""
+        own = options_of(self.config)
+        if any(_is_on(name, own.get(name)) for name in (*_READ_SOURCE, *_OF_ONE_LENGTH)):
+            return None
+        least = least_new_tokens(self.config, prompt)
+        reads = () if self.has_encoder else _READ_PROMPT
+        needs_one_length = any(_is_on(name, own.get(name)) for name in reads)
+        return self._shared, least, length if needs_one_length else None
 
 
 def options_of(config: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,12 +73,14 @@ class Request:
         seed: of what it draws; None for torch's generator as it is.
         alone: why it must not share a batch; None where it may, as far as the request goes.
         group: requests with equal ones may share a batch.
+        prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
         config: the generation config that the options come to; None for a model that has a `generate` of its own.
         tokens: the input [length], on the CPU, where it is one of tokens.
         mask: its attention mask [length], where there is one.
         prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
         new_tokens: the most that come behind; None where that is not known.
         rows: rows that it takes in a batch: beams, or sequences to return.
+        is_submitted: there was room for it, so that it waited, and may have run.
     """
 
     inputs: dict[str, Any]
@@ -91,12 +94,19 @@ class Request:
     prompt: int = 0
     new_tokens: int | None = None
     rows: int = 1
+    prefill_group: Hashable = None
+    is_submitted: bool = False
     future: RequestFuture = field(default_factory=RequestFuture)
 
     @property
     def length(self) -> int:
         """Tokens of the input; 0 for another kind of input."""
         return 0 if self.tokens is None else self.tokens.shape[0]
+
+    @cached_property
+    def token_list(self) -> list[int]:
+        """The input, where it is one of tokens."""
+        return [] if self.tokens is None else self.tokens.tolist()
 
     @property
     def runs_user_code(self) -> bool:
@@ -142,7 +152,10 @@ def make(
     prompt, new_tokens = found.lengths(None if tokens is None else tokens.shape[0])
     alone = found.alone(tokens, mask, seed)
     group = found.group(0 if tokens is None else tokens.shape[0], prompt, new_tokens)
-    return Request(given, options, seed, alone, group, found.config, tokens, mask, prompt, new_tokens, found.rows)
+    made = Request(given, options, seed, alone, group, found.config, tokens, mask, prompt, new_tokens, found.rows)
+    if alone is None and tokens is not None:
+        made.prefill_group = found.prefill_group(tokens.shape[0], prompt)
+    return made
 
 
 def _given(model: Any, inputs: Any) -> dict[str, Any]:

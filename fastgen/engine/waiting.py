@@ -71,6 +71,8 @@ class Waiting:
                         raise ValueError("the engine is closed")
                     room = self.most - len(self.requests)
                     if room > 0:
+                        for request in left[:room]:
+                            request.is_submitted = True
                         self.requests += left[:room]
                         self.submitted += len(left[:room])
                         del left[:room]
@@ -92,7 +94,7 @@ class Waiting:
     def _drop(self, request: Request) -> None:
         """A request has been cancelled."""
         with self._changed:
-            self.cancelled += request in self.requests or request in self.running
+            self.cancelled += request.is_submitted
             if request in self.requests:
                 self.requests.remove(request)
             elif request in self.running and all(each.future.done() for each in self.running):
@@ -137,10 +139,30 @@ class Waiting:
             if not self.requests:
                 return None
             self.running = self._choose(self.requests)
-            chosen = set(map(id, self.running))
-            self.requests = [request for request in self.requests if id(request) not in chosen]
-            self._changed.notify_all()
+            self._remove(self.running)
             return self.running
+
+    def take_more(self) -> list[Request]:
+        """Those that run beside what runs already: none where none fits, or it is paused."""
+        if not self.requests:
+            return []
+        with self._changed:
+            self.running = [request for request in self.running if not request.future.done()]
+            chosen = [] if self._pauses or not self.requests else self._choose(self.requests)
+            if chosen:
+                self._remove(chosen)
+                self.running += chosen
+            return chosen
+
+    def settle_running(self) -> None:
+        """Nothing runs any more: nobody is left to wait in vain."""
+        for request in self.running:
+            request.future.settle(RuntimeError("the engine has lost the request: please report this"))
+
+    def _remove(self, chosen: list[Request]) -> None:
+        found = set(map(id, chosen))
+        self.requests = [request for request in self.requests if id(request) not in found]
+        self._changed.notify_all()
 
     def _may_take(self) -> bool:
         return not self._pauses if self.requests else self.is_closed

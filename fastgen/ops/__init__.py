@@ -12,12 +12,13 @@ from __future__ import annotations
 from importlib import import_module
 
 OPERATORS = (
+    "approximate_logits",
     "attention",
     "best_candidates",
     "elementwise",
+    "exact_cast",
     "fingerprint",
     "kv_write",
-    "largest_output",
     "linear.bf16x3",
     "linear.choose",
     "linear.gemm",
@@ -25,7 +26,6 @@ OPERATORS = (
     "linear.grouped",
     "linear.panels",
     "linear.upcast",
-    "narrow",
     "no_repeat_ngram",
     "packed_attention",
     "quantized_linear",

@@ -1,8 +1,8 @@
 """Several elementwise operators and norms in one call, on the CPU, in float32, bfloat16 or float16.
 
-A rotary position embedding, say, is spelled out as ten operators. With the few numbers of a decoding step, starting an
-operator takes longer than computing it. So this is for small tensors; a few operators serve
-tensors of any size, because torch's take longer.
+A rotary position embedding, say, consists of ten operators. With the small tensors of a decode step, starting an
+operator takes longer than computing it. So this is for small tensors; a few operators serve tensors of any size,
+because torch's take longer.
 
 Additions, subtractions, products, squares, cubes, ReLU, copies and conversions give the bits that torch's operators
 give. The others are computed in float32 and rounded once. The error of SiLU, sigmoid and tanh is at most 2.4e-7 of the
@@ -33,37 +33,37 @@ _FUNCTIONS = {
 }
 _ARITHMETIC = {_aten.add.Tensor: _ADD, _aten.sub.Tensor: _SUBTRACT, _aten.mul.Tensor: _MULTIPLY}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_BYTES = {1: 3, 4: 4, 8: 5}  # by the bytes of a number: other types, whose numbers are only copied
+_BYTES = {1: 3, 4: 4, 8: 5}  # by the bytes of an element: other types, which are only copied
 # Beyond this torch uses several threads, where there are some.
-_MAX_NUMBERS = 2**15 - 1
-_MAX_NUMBERS_OF_NORMS = 2**14
-_MOST_NUMBERS = 2**28  # of the kernel
+_MAX_ELEMENTS = 2**15 - 1
+_MAX_NORM_ELEMENTS = 2**14
+_MOST_ELEMENTS = 2**28  # of the kernel
 # Functions, and forms of GELU, for which torch has nothing faster: where memory is planned, its norm makes other memory
 # for the result, which it copies, and its tanh in GELU takes four times as long.
 _OF_ANY_SIZE = {(_aten.native_layer_norm.default, None), (_aten.silu.default, None), (_aten.gelu.default, "tanh")}
 _MAX_DIMS = 8
 _MAX_STRIDE = 2**28
 _OPERANDS = 3
-_LENGTH = 2 + _MAX_DIMS + 7 + (1 + _OPERANDS) * (3 + _MAX_DIMS)  # numbers of an instruction
+_LENGTH = 2 + _MAX_DIMS + 7 + (1 + _OPERANDS) * (3 + _MAX_DIMS)  # integers of an instruction
 
 
 class Instruction(NamedTuple):
-    """One of the operators.
+    """One operator.
 
     Attributes:
-        out, operands: the result and up to three operands, all of one shape. In the place of the second there may be a
-            number.
-        numbers: of a norm, eps and what is added to the weight.
+        out, operands: the result and up to three operands, all of one shape. The second may be a
+            scalar.
+        scalars: of a norm, eps and what is added to the weight.
         rounds_scaled: as of `rms_norm`.
-        position: where `out` is the first of several that are next to each other in a dimension: one int64, which of
-            them is written when it is executed, the dimension's stride, and how many there are. Nothing is written if
-            the number is none of theirs.
+        position: where `out` is the first slice of a dimension: the index of the slice to write, one int64, which is
+        read
+            at execution, the dimension's stride, and its size. Nothing is written if the index is out of range.
     """
 
     kind: int
     out: Tensor
     operands: tuple[Tensor | float | None, ...]
-    numbers: tuple[float, ...] = ()
+    scalars: tuple[float, ...] = ()
     rounds_scaled: bool = False
     position: tuple[Tensor, int, int] | None = None
 
@@ -101,21 +101,23 @@ def instructions(
     has_any_size = (
         (function, kwargs.get("approximate")) in _OF_ANY_SIZE and out.dtype is torch.float32 and _has_vectors()
     )
-    most = _MOST_NUMBERS if has_any_size else _MAX_NUMBERS
+    most = _MOST_ELEMENTS if has_any_size else _MAX_ELEMENTS
     is_served = out.device.type == "cpu" and out.numel() <= most and out.dim() <= _MAX_DIMS
     return maker(function, out, *args, **kwargs) if is_served else None
 
 
 def _function(function: Any, out: Tensor, x: Tensor) -> list[Instruction] | None:
-    return [Instruction(_FUNCTIONS[function], out, (x,))] if _are_numbers(out, x) else None
+    return [Instruction(_FUNCTIONS[function], out, (x,))] if _are_float_tensors(out, x) else None
 
 
 def _gelu(function: Any, out: Tensor, x: Tensor, *, approximate: str = "none") -> list[Instruction] | None:
-    return [Instruction(_GELU if approximate == "none" else _GELU_TANH, out, (x,))] if _are_numbers(out, x) else None
+    return (
+        [Instruction(_GELU if approximate == "none" else _GELU_TANH, out, (x,))] if _are_float_tensors(out, x) else None
+    )
 
 
 def _arithmetic(function: Any, out: Tensor, *operands: Any, alpha: float = 1) -> list[Instruction] | None:
-    if alpha != 1 or not all(_is_number(each, out.dtype) or _are_numbers(out, each) for each in operands):
+    if alpha != 1 or not all(_is_scalar(each, out.dtype) or _are_float_tensors(out, each) for each in operands):
         return None
     tensors = tuple(each.expand_as(out) if isinstance(each, Tensor) else float(each) for each in operands)
     return [Instruction(_ARITHMETIC[function], out, tensors)]
@@ -123,7 +125,7 @@ def _arithmetic(function: Any, out: Tensor, *operands: Any, alpha: float = 1) ->
 
 def _power(function: Any, out: Tensor, x: Tensor, exponent: float) -> list[Instruction] | None:
     # Whether torch rounds between two products in half precision depends on where in memory a number is.
-    if exponent not in ((2, 3) if out.dtype is torch.float32 else (2,)) or not _are_numbers(out, x):
+    if exponent not in ((2, 3) if out.dtype is torch.float32 else (2,)) or not _are_float_tensors(out, x):
         return None
     return [Instruction(_MULTIPLY, out, (x, x)), Instruction(_MULTIPLY, out, (out, x))][: int(exponent) - 1]
 
@@ -152,7 +154,7 @@ def _rms_norm(
     function: Any, out: Tensor, _: Tensor, x: Tensor, weight: Tensor, *options: Any
 ) -> list[Instruction] | None:
     eps, offset, rounds_scaled = options
-    if out.numel() > _MAX_NUMBERS_OF_NORMS or not out.numel() or not _are_numbers(out, x, weight):
+    if out.numel() > _MAX_NORM_ELEMENTS or not out.numel() or not _are_float_tensors(out, x, weight):
         return None
     return [Instruction(_RMS, out, (x, weight.expand_as(out)), (eps, offset), rounds_scaled)]
 
@@ -161,7 +163,7 @@ def _layer_norm(
     function: Any, out: Tensor, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> list[Instruction] | None:
     given = [each for each in (x, weight, bias) if each is not None]
-    if len(shape) != 1 or not out.numel() or not _are_numbers(out, *given):
+    if len(shape) != 1 or not out.numel() or not _are_float_tensors(out, *given):
         return None
     parts = tuple(each if each is None else each.expand_as(out) for each in (weight, bias))
     return [Instruction(_LAYER, out, (x, *parts), (eps, 0.0))]
@@ -195,16 +197,16 @@ _MAKERS: dict[Any, Callable[..., list[Instruction] | None]] = {
 }
 
 
-def _are_numbers(out: Tensor, *operands: Any) -> bool:
+def _are_float_tensors(out: Tensor, *operands: Any) -> bool:
     """Whether all are tensors of one type that is computed with."""
     is_served = out.dtype in _TYPES and _fits(out)
     return is_served and all(isinstance(each, Tensor) and each.dtype is out.dtype and _fits(each) for each in operands)
 
 
-def _is_number(operand: Any, dtype: torch.dtype) -> bool:
-    """Whether it is a number: any for float32, in half precision only one that the type holds exactly."""
-    is_number = isinstance(operand, int | float) and dtype in _TYPES
-    return is_number and (dtype is torch.float32 or torch.tensor(float(operand)).to(dtype).item() == operand)
+def _is_scalar(operand: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a scalar: any for float32, in half precision only one that the type represents exactly."""
+    is_scalar = isinstance(operand, int | float) and dtype in _TYPES
+    return is_scalar and (dtype is torch.float32 or torch.tensor(float(operand)).to(dtype).item() == operand)
 
 
 def _fits(tensor: Tensor) -> bool:
@@ -227,7 +229,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
     x is of any shape and floating type. It must have memory of its own: no tensor under vmap, or in a recording.
     """
-    if x.numel() > _MAX_NUMBERS:
+    if x.numel() > _MAX_ELEMENTS:
         out = torch.empty_like(x)
         found = instructions(_aten.gelu.default, (x,), {"approximate": "tanh"}, [out])
         if found is not None:
@@ -239,30 +241,30 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def _encoded(instruction: Instruction, memory: dict[int, Tensor]) -> list[int]:
     """An instruction as the kernel reads it (`Instruction` in csrc/cpu/elementwise.cpp)."""
     kind, out, operands, given, rounds_scaled, position = instruction
-    numbers = given or [each if isinstance(each, float) else 0.0 for each in operands]
-    bits = torch.tensor([*numbers, 0.0, 0.0][:2], dtype=torch.float64).view(torch.int64).tolist()
-    line = [kind, out.dim(), *_filled(out.shape), *bits, int(rounds_scaled)]
+    scalars = given or [each if isinstance(each, float) else 0.0 for each in operands]
+    bits = torch.tensor([*scalars, 0.0, 0.0][:2], dtype=torch.float64).view(torch.int64).tolist()
+    line = [kind, out.dim(), *_padded(out.shape), *bits, int(rounds_scaled)]
     line += [-1, 0, 0, 0] if position is None else [*_place(position[0], memory), *position[1:]]
     for tensor in (out, *operands, *[None] * (_OPERANDS - len(operands))):
         if isinstance(tensor, Tensor):
             place, begin = _place(tensor, memory)
             type_ = _TYPES[tensor.dtype] if tensor.dtype in _TYPES else _BYTES[tensor.itemsize]
-            line += [place, type_, begin, *_filled(tensor.stride())]
+            line += [place, type_, begin, *_padded(tensor.stride())]
         else:
-            line += [-1, 0, 0, *_filled(())]
+            line += [-1, 0, 0, *_padded(())]
     return line
 
 
 def _place(tensor: Tensor, memory: dict[int, Tensor]) -> tuple[int, int]:
-    """In which piece of memory a tensor is, and where it begins there, in bytes."""
+    """The index of a tensor's storage in `memory`, and its offset there in bytes."""
     storage = tensor.untyped_storage()
     if storage._cdata not in memory:
         memory[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)
     return list(memory).index(storage._cdata), int(tensor.storage_offset()) * tensor.itemsize
 
 
-def _filled(numbers: Sequence[int]) -> list[int]:
-    return [*numbers, *[0] * (_MAX_DIMS - len(numbers))]
+def _padded(sizes: Sequence[int]) -> list[int]:
+    return [*sizes, *[0] * (_MAX_DIMS - len(sizes))]
 
 
 backend = functools.partial(_library.backend, "fastgen::elementwise")

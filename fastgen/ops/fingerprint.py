@@ -15,12 +15,12 @@ from fastgen.ops import _library
 
 
 def fingerprint(x: Tensor) -> int:
-    """64 bits that change with every number of a tensor, of any type, whose numbers lie next to each other.
+    """64 bits that change with every element of a contiguous tensor, of any type.
 
     Two contents that differ have the same one by accident only, about once in 2**64 times. Read at memory speed.
 
     Raises:
-        RuntimeError: the numbers do not lie next to each other.
+        RuntimeError: the tensor is not contiguous.
     """
     return torch.ops.fastgen.fingerprint.default(x)
 

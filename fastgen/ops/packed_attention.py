@@ -1,11 +1,11 @@
-"""Attention within each of several texts that lie one behind the other, on the CPU, in float32.
+"""Attention within each of several packed (varlen) sequences, on the CPU, in float32.
 
-All texts and heads are one call. Queries, keys and values are read where they are, and the result lies as the next
-linear layer reads it. The softmax is computed online, in blocks of positions (Dao et al., "FlashAttention", NeurIPS
-2022; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018); see csrc/cpu/attention/texts.h. Each
-query is computed in the same way whatever else there is: the result depends on no number of threads and no other text.
+All sequences and heads are one call. Queries, keys and values are not copied, and the result lies as the next linear
+layer reads it. The softmax is computed online, in blocks of positions (Dao et al., "FlashAttention", NeurIPS
+2022; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018); see csrc/cpu/attention/texts.h. A
+result depends neither on the number of threads nor on other sequences.
 
-There are kernels alone (`is_available`). They take 0.6 to 0.9 of the time of torch's for texts of 16 to 512 tokens.
+There are kernels alone (`is_available`). They take 0.6 to 0.9 of the time of torch's for sequences of 16 to 512 tokens.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def as_row(texts: Tensor) -> Tensor | None:
-    """[texts, heads, length, dim] as [heads, texts * length, dim] in the same memory; None where it does not lie so."""
-    count, heads, length, dim = texts.shape
+def as_row(x: Tensor) -> Tensor | None:
+    """[batch, heads, length, dim] as [heads, batch * length, dim] in the same memory; None where it does not lie so."""
+    count, heads, length, dim = x.shape
     try:
-        return texts.transpose(0, 1).view(heads, count * length, dim)
+        return x.transpose(0, 1).view(heads, count * length, dim)
     except RuntimeError:
         return None
 
 
 def packed_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
-    """`scaled_dot_product_attention` of each text over its own tokens; not differentiable.
+    """`scaled_dot_product_attention` of each sequence over its own tokens; not differentiable.
 
     Args:
         query, keys, values: [heads, tokens, dim] that `serves` allows.
-        lengths: [texts], int64: the tokens of each text, in the order in which they lie.
+        lengths: [batch], int64: the tokens of each sequence, in the order in which they lie.
         scale: factor on the scores; 1 / sqrt(dim) by default.
 
     Returns:

@@ -1,11 +1,10 @@
 """Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
-`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.linear.grouped`), `int8` after rotating
-them. `bf16` rounds weights and inputs to 8 significant bits; products are summed in float32. Its kernels
-(csrc/cpu/gemm/bf16.cpp) use AMX tiles or the vector instructions (AVX-512 BF16) of the
-processor. Where there is nothing to gain, `unavailable` says so.
+`int8` and `int4` are rounded to nearest in groups (`fastgen.ops.linear.grouped`), `int8` after rotating them. `bf16`
+rounds weights and activations to 8 significant bits; products are summed in float32. Its kernels
+(csrc/cpu/gemm/bf16.cpp) use AMX tiles or AVX-512 BF16. Where there is nothing to gain, `unavailable` says so.
 
-On a GPU, no weight is rotated, and inputs are not rounded (`fastgen.ops.gpu.grouped_linear`).
+On a GPU, no weight is rotated, and activations are not rounded (`fastgen.ops.gpu.grouped_linear`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.gpu import grouped_linear as lines
-from fastgen.ops.gpu.grouped_linear import LinedWeight
+from fastgen.ops.gpu import grouped_linear as on_gpu
 from fastgen.ops.linear import as_rows, grouped, with_shape_of
 from fastgen.ops.linear.grouped import PackedWeight
 
@@ -26,56 +24,55 @@ PRECISIONS = ("int8", "int4", "bf16")
 _BITS = {"int8": 8, "int4": 4}
 
 
-class TiledWeight(NamedTuple):
-    """A weight in bfloat16, in the tiles that the kernels multiply; valid in this process."""
+class PackedBF16(NamedTuple):
+    """A weight, [N, K], in bfloat16, in panels for AMX or AVX-512 BF16; valid in this process."""
 
-    panels: Tensor  # [panels, bytes of an output's inputs, outputs of a panel], uint8
-    outputs: int  # rows of the weight
+    panels: Tensor  # [panels, bytes of K, N of a panel], uint8
+    n: int
 
 
-def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | TiledWeight | LinedWeight:
-    """The weight, [outputs, inputs], of one of the `types`, any strides, in one of `PRECISIONS`.
+def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | PackedBF16:
+    """The weight, [N, K], of one of the `types`, any strides, in one of `PRECISIONS`.
 
     Args:
-        group_size: inputs that share a scale; not for `bf16`.
+        group_size: in_features that share a scale; not for `bf16`.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
     """
-    if lines.is_for(weight.device):
-        return lines.rounded(weight, _BITS[precision], group_size)
+    if on_gpu.is_for(weight.device):
+        return on_gpu.rounded(weight, _BITS[precision], group_size)
     if precision in _BITS:
-        # In 4 bits, what rotating gains is lost among what rounding costs.
+        # In 4 bits, rounding costs much more than rotating gains.
         return grouped.rounded(weight, _BITS[precision], group_size, rotated=precision == "int8")
-    return TiledWeight(torch.ops.fastgen.pack_bf16.default(weight.detach()), weight.shape[0])
+    return PackedBF16(torch.ops.fastgen.pack_bf16.default(weight.detach()), weight.shape[0])
 
 
 def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Of the inputs that are multiplied with weights in this precision, on this device."""
-    is_any = lines.is_for(device) or precision in _BITS
+    """The types of activations that are multiplied with weights in this precision, on this device."""
+    is_any = on_gpu.is_for(device) or precision in _BITS
     return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
 
 
-def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight | LinedWeight, bias: Tensor | None) -> Tensor:
+def quantized_linear(x: Tensor, weight: PackedWeight | PackedBF16, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` in the precision of the weight; not differentiable.
 
-    x is [..., inputs] and the bias [outputs], float32 like the result; with a weight in groups, of any floating type. A
-    row of x that holds anything infinite or NaN gives NaN in `int8` and `int4`.
+    x is [..., K] and the bias [N], float32 like the result; with a weight in groups, of any floating type. Infinities
+    or NaN in a row of x give NaN in `int8` and `int4`.
 
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
     """
-    if isinstance(weight, LinedWeight):
-        return lines.grouped_linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
-        return grouped.grouped_linear(x, weight, bias)
-    y = torch.ops.fastgen.bf16_gemm.default(as_rows(x), weight.panels, bias, weight.outputs)
+        kernels = on_gpu if weight.in_rows else grouped
+        return kernels.grouped_linear(x, weight, bias)
+    y = torch.ops.fastgen.bf16_gemm.default(as_rows(x), weight.panels, bias, weight.n)
     return with_shape_of(x, y)
 
 
 def is_for(device: torch.device) -> bool:
     """Whether weights on this device can have one of `PRECISIONS`, if nothing is missing there."""
-    return device.type == "cpu" or lines.is_for(device)
+    return device.type == "cpu" or on_gpu.is_for(device)
 
 
 def unavailable(precision: str, device: torch.device | None = None) -> str | None:
@@ -83,8 +80,8 @@ def unavailable(precision: str, device: torch.device | None = None) -> str | Non
 
     On the CPU the processor's instructions decide, on a GPU Triton.
     """
-    if device is not None and lines.is_for(device):
-        return lines.unavailable(device) if precision in _BITS else f"weights in {precision} are for CPUs"
+    if device is not None and on_gpu.is_for(device):
+        return on_gpu.unavailable(device) if precision in _BITS else f"weights in {precision} are for CPUs"
     return _missing(precision)
 
 
@@ -111,6 +108,6 @@ def backend() -> str:
 
 _library.define("pack_bf16(Tensor weight) -> Tensor")
 _library.define(
-    "bf16_gemm(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor",
-    fake=lambda x, packed, bias, outputs: x.new_empty(x.shape[0], outputs),
+    "bf16_gemm(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor",
+    fake=lambda x, packed, bias, n: x.new_empty(x.shape[0], n),
 )

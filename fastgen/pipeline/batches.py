@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ OUT_OF_MEMORY = "out-of-memory"
 WINDOW_BATCHES = 64
 # A window is held in memory, and a streamed output comes window by window: of large batches a window has fewer.
 WINDOW_RECORDS = 8192
+# So many records of a continuous batch share a row of the model, one after another. At the end of the batch rows run
+# empty, which costs less the more there are; an interrupt costs the batch.
+RECORDS_OF_A_ROW = 32
 # Lengths are about the same up to a multiple of so many tokens.
 _ABOUT = 128
 
@@ -46,13 +50,20 @@ class Window:
 
 @dataclass(frozen=True)
 class Batch:
-    """Records that go through the model together, longest first."""
+    """Records that go through the model together, longest first; in continuous batching, `at_once` at a time."""
 
     window: int
     index: int
     rows: list[Record]
     alike: int = 1
     """How many batches of its window have as many rows of about its length, itself and those that are done included."""
+    at_once: int = sys.maxsize
+    """Records that are in the model at the same time, at most."""
+
+    @property
+    def rounds(self) -> int:
+        """How many of its records a row of the model has, one after another."""
+        return max(1, -(-len(self.rows) // self.at_once))
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,13 @@ class Rules:
     """Only rows of one length share a batch: for options whose effect depends on padding."""
     pass_cost: int | None = None
     """What a batch costs beside its padded tokens, in tokens. With it, batches are those that cost least together."""
+    continuous: bool = False
+    """A record that is done makes room for another one of its batch, which has more than `batch_size` records."""
+
+    @property
+    def batch_records(self) -> int:
+        """Records of a batch, at most."""
+        return self.batch_size * (RECORDS_OF_A_ROW if self.continuous else 1)
 
     @property
     def window_records(self) -> int:
@@ -75,7 +93,7 @@ class Rules:
 def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
     """Batches of indices into `lengths`, longest rows first.
 
-    A batch has at most `batch_size` rows and, with padding, `max_tokens` tokens. A longer row is a batch by itself.
+    A batch has at most `batch_records` rows and, with padding, `max_tokens` tokens. A longer row is a batch by itself.
     """
     # Longest first, so that a lack of memory shows at once. Rows of one length keep the input order.
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -86,7 +104,7 @@ def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
         batch = batches[-1] if batches else []
         width = lengths[batch[0]] if batch else 0
         if (
-            0 < len(batch) < rules.batch_size
+            0 < len(batch) < rules.batch_records
             and (rules.max_tokens is None or (len(batch) + 1) * width <= rules.max_tokens)
             and (not rules.equal_lengths or lengths[index] == width)
         ):
@@ -164,7 +182,7 @@ def plan(
             on_bad(record)
         for number, (rows, size) in enumerate(zip(batches, sizes, strict=True)):
             if number not in done:
-                yield Batch(index, number, [prepared[row] for row in rows], alike[size])
+                yield Batch(index, number, [prepared[row] for row in rows], alike[size], rules.batch_size)
 
 
 def _check_same(same: bool) -> None:
@@ -191,11 +209,18 @@ def one_by_one(records: Sequence[Record], tokenised: Callable[[Sequence[Record]]
 
 @dataclass
 class BatchResult(Generic[Output]):
-    """A batch after the model: raw outputs in the order of the batch, and the rows that failed."""
+    """A batch after the model: raw outputs in the order in which they were done, and the rows that failed."""
 
     batch: Batch
     outputs: list[Output] = field(default_factory=list)
     failures: list[tuple[Record, Problem]] = field(default_factory=list)
+    told: int = 0
+    """Rows that the progress has counted already."""
+
+
+def problem_of(error: Exception) -> Problem:
+    """Why the model could not do a record."""
+    return Problem(OUT_OF_MEMORY if memory.is_out(error) else "model-error", one_line(error))
 
 
 def free_captured_steps(device: Any) -> bool:
@@ -225,6 +250,10 @@ class BatchStage(ABC, Generic[Output]):
         """The largest size that is still tried, once a larger one has not fitted in memory."""
         self.out_of_memory = 0
         self.seconds = 0.0
+        self.tell: Callable[[int], object] = lambda done: None
+        """Called with a number of rows that are done, while their batch runs, to show it."""
+        self.tokens, self.state = 0, ""
+        """What is shown then: the tokens generated so far, and what there is to say beside their rate."""
         self._device = device
         self._weights = weights
         self._failures = 0
@@ -259,12 +288,25 @@ class BatchStage(ABC, Generic[Output]):
                 # In halves while it is memory; one by one to find the row that the model does not take.
                 waiting.extend(reversed(split_rows(rows, 2 if out_of_memory else len(rows))))
                 continue
-            done.failures.append((rows[0], made))
-            self._failures += 1
-            self._first_error = self._first_error or made.message
-            if self._failures >= MOST_FAILURES:
-                self.finish()
+            self._fail(done, rows[0], made)
         return done
+
+    def adopt(self, done: BatchResult[Output], seconds: float, out_of_memory: int) -> BatchResult[Output]:
+        """Counts a batch that another process has run, in so many seconds."""
+        self.seconds += seconds
+        self.out_of_memory += out_of_memory
+        self._succeeded |= bool(done.outputs)
+        failures, done.failures = done.failures, []
+        for row, problem in failures:
+            self._fail(done, row, problem)
+        return done
+
+    def _fail(self, done: BatchResult[Output], row: Record, problem: Problem) -> None:
+        done.failures.append((row, problem))
+        self._failures += 1
+        self._first_error = self._first_error or problem.message
+        if self._failures >= MOST_FAILURES:
+            self.finish()
 
     def _tried(self, rows: list[Record], batch: Batch) -> Output | Problem:
         """What the model returns, or why not: an exception, its frames and their tensors do not outlive this."""
@@ -272,7 +314,7 @@ class BatchStage(ABC, Generic[Output]):
             with process_settings.changed(**self._weights):
                 output = self.forward(rows, batch)
         except Exception as error:
-            return Problem(OUT_OF_MEMORY if memory.is_out(error) else "model-error", one_line(error))
+            return problem_of(error)
         self._succeeded = True
         return output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -26,9 +27,14 @@ class Progress:
         on_terminal = shows and sys.stderr.isatty()
         self._lines = shows and not on_terminal
         self._bar = _bar(unit, total, already) if on_terminal else None
+        self._shared = threading.Lock()
 
     def add(self, count: int = 1, rate: str = "") -> None:
-        """So many more are done."""
+        """So many more are done. Any thread may say so."""
+        with self._shared:
+            self._add(count, rate)
+
+    def _add(self, count: int, rate: str) -> None:
         self._done += count
         now = time.monotonic()
         if self._bar is not None:

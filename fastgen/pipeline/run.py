@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -69,9 +69,11 @@ class RunReport:
     resumed_samples: int = 0
     """Records that an interrupted run had finished."""
     batches: int = 0
-    """Calls of the model."""
+    """How many were made, each a call of the model or, in continuous batching, a row of records."""
     batch_size: int = 0
-    """Rows in a batch, at most."""
+    """Records that were in the model at the same time, at most."""
+    batching: str = "static"
+    """That, or "continuous": a record that was done made room for the next."""
     max_tokens: int | None = None
     """Input tokens in a batch, at most; None without a limit."""
     out_of_memory: int = 0
@@ -222,8 +224,8 @@ class DataRun(Run):
         """Raises `SetupError` where a package is not installed that an option needs."""
 
     @abstractmethod
-    def automatic_batch(self) -> tuple[int, int]:
-        """Inputs and tokens of a batch that fit into free memory."""
+    def automatic_batch(self) -> tuple[int, int | None]:
+        """Inputs and tokens of a batch that fit into free memory; None where tokens are not limited."""
 
     def begin(self) -> None:
         import torch
@@ -254,11 +256,11 @@ class DataRun(Run):
             torch.cuda.reset_peak_memory_stats(device)
         self._progress = Progress("samples", self.inputs.total, self._already, settings.quiet)
         self._start = time.perf_counter()
+        self.stage.tell = self._advance
 
     def process(self) -> Timing:
-        planned = plan(self.inputs, self.tokenise, self._rules, self._resumed, self._check_strict)
         try:
-            timing = run_stages(planned, self._compute, self._post, self._record, self._handed_on)
+            timing = run_stages(self.planned(), self._compute, self._post, self._record, self._handed_on)
             self.stage.finish()
         except SetupError:
             if self._is_new and not self.samples:
@@ -269,10 +271,14 @@ class DataRun(Run):
         self.model_seconds = self.stage.seconds
         return timing
 
+    def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
+        """The windows and their batches that are to be done, or have been done by other processes."""
+        return plan(self.inputs, self.tokenise, self._rules, self._resumed, self._check_strict)
+
     # The stages. A window goes through all of them as it is.
 
-    def _compute(self, item: Window | Batch) -> Window | BatchResult[Any]:
-        return item if isinstance(item, Window) else self.stage.run(item)
+    def _compute(self, item: Window | Batch | BatchResult[Any]) -> Window | BatchResult[Any]:
+        return self.stage.run(item) if isinstance(item, Batch) else item
 
     def _handed_on(self, item: Window | BatchResult[Any]) -> None:
         if isinstance(item, BatchResult):
@@ -295,13 +301,14 @@ class DataRun(Run):
         self.samples += len(results) - len(failed)
         results += [row.skipped(problem).error() for row, problem in done.failures]
         self._output.batch(done.batch.window, done.batch.index, results)
-        self._advance(len(results))
+        self._advance(len(results) - done.told)
         for result in failed:
             self._check_strict(Record.of_error(result))
 
     def _advance(self, samples: int) -> None:
         seconds = max(time.perf_counter() - self._start, 1e-9)
-        self._progress.add(samples, f"{self.tokens / seconds:.0f} tokens/s")
+        rate = f"{max(self.tokens, self.stage.tokens) / seconds:.0f} tokens/s"
+        self._progress.add(samples, ", ".join(filter(None, [rate, self.stage.state])))
 
     def _check_strict(self, bad: Record) -> None:
         if self.settings.strict and bad.problem:
@@ -325,6 +332,7 @@ class DataRun(Run):
             resumed_samples=self._already,
             batch_size=self._rules.batch_size,
             max_tokens=self._rules.max_tokens,
+            batching="continuous" if self._rules.continuous else "static",
             out_of_memory=self.stage.out_of_memory,
             truncated=totals.truncated,
             peak_device_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,

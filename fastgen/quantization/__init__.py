@@ -1,1 +1,1 @@
-"""Weights of few bits: what they are, and the checkpoint formats that hold them; knows no toolkit."""
+"""Low-bit weights: what they are, and the checkpoint formats that hold them; knows no toolkit."""

@@ -3,7 +3,7 @@ Descent for the Quantization of LLMs").
 
 The package `auto-round` does it (tested: 0.16.1). It tunes which way each weight of a block is rounded, and how much of
 its range a group covers, so that the block returns what it did in floating point. This module gives it one block at a
-time, with the inputs that calibration has kept, and reads back numbers and scales.
+time, with the inputs that calibration has kept, and reads back the quantised values and scales.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.quantized_tensor import QuantizedTensor
 from fastgen.quantization.rtn import Kind
 
 _BATCH = 8  # samples of a step, one after the other, because their lengths may differ
@@ -48,7 +48,7 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 def tune(
     module: nn.Module, kinds: Mapping[str, Kind], calls: Sequence[Call], config: Any, iterations: int
-) -> dict[str, GroupedWeight]:
+) -> dict[str, QuantizedTensor]:
     """Linear layers of a block with their rounding tuned. The block itself is not changed.
 
     Args:
@@ -150,14 +150,13 @@ def _first(returned: Any) -> Tensor:
     return found
 
 
-def _grouped(layer: Any, kind: Kind) -> GroupedWeight:
-    """A layer as the package leaves it: its weight is scale * (number - zero), rounded to its own dtype."""
+def _grouped(layer: Any, kind: Kind) -> QuantizedTensor:
+    """A layer as the package leaves it: its weight is scale * (q - zero), rounded to its own dtype."""
     weight: Tensor = layer.weight.detach()
     shape = weight.shape[0], weight.shape[1] // kind.group_size
     scales = layer.scale.to(weight.device).reshape(shape).to(kind.scale_dtype)
-    middle = 2 ** (kind.bits - 1)
-    zeros = middle if kind.symmetric else layer.zp.to(weight.device).reshape(*shape, 1).float()
+    zeros = 2 ** (kind.bits - 1) if kind.symmetric else layer.zp.to(weight.device).reshape(*shape, 1).float()
     steps = weight.float().unflatten(1, (shape[1], kind.group_size)) / scales.float().unsqueeze(2)
-    numbers = (steps.round() + zeros).clamp(0, 2**kind.bits - 1).to(torch.uint8).flatten(1)
+    qweight = (steps.round() + zeros).clamp(0, 2**kind.bits - 1).to(torch.uint8).flatten(1)
     apart = zeros.squeeze(2).to(torch.uint8) if isinstance(zeros, Tensor) else None
-    return GroupedWeight(numbers, scales, apart, None, kind.bits, kind.group_size, None)
+    return QuantizedTensor(qweight, scales, apart, None, kind.bits, kind.group_size, None)

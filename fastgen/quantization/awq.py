@@ -1,8 +1,7 @@
-"""The checkpoint format of AWQ (AutoAWQ, `gemm`): 4 bits, packed along the outputs.
+"""The checkpoint format of AWQ (AutoAWQ, `gemm`): 4 bits, packed along N.
 
-`qweight` is int32 [inputs, outputs / 8], `qzeros` int32 [groups, outputs / 8] and holds the zeros themselves, `scales`
-is [groups, outputs]. The eight numbers of a word, from the lowest bits on, are those of outputs 0, 2, 4, 6, 1, 3, 5
-and 7 of the word's eight.
+`qweight` is int32 [K, N / 8], `qzeros` int32 [groups, N / 8] and holds the zero points themselves, `scales` is [groups,
+N]. The eight values of an int32, from the lowest bits on, are those of n = 0, 2, 4, 6, 1, 3, 5 and 7 of its eight.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.quantization import words
+from fastgen.quantization import int32_packing
 from fastgen.quantization.checkpoint import (
     ADVICE,
     FLOATS,
     expect,
     in_input_order,
-    unless_middle,
+    unless_symmetric,
     whole_groups,
     zeros_of,
 )
-from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.quantized_tensor import QuantizedTensor
 
-# The output that the i-th number of a word belongs to, and where the number of each output is.
-_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
-_PLACES = tuple(_OUTPUTS.index(output) for output in range(8))
+# The n that the i-th value of an int32 belongs to, and the inverse.
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_INVERSE = tuple(_ORDER.index(n) for n in range(8))
 _BITS = 4
 
 
@@ -35,7 +34,7 @@ class AWQ(NamedTuple):
     """AWQ in the layout `gemm`.
 
     Attributes:
-        group_sizes: inputs per group that the configuration names; empty if it does not.
+        group_sizes: that the configuration names; empty if it does not.
     """
 
     group_sizes: frozenset[int] = frozenset()
@@ -51,19 +50,19 @@ class AWQ(NamedTuple):
     def resolved(self, tensors: Mapping[str, Tensor]) -> AWQ:
         return self
 
-    def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
-        if outputs % 8:
-            raise ValueError(f"qweight is of {outputs} outputs, which are no whole words of 8: {ADVICE}")
-        stored = expect("qweight", tensors.get("qweight"), (inputs, outputs // 8), (torch.int32,))
+    def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
+        if n % 8:
+            raise ValueError(f"qweight has {n} out_features, which is no multiple of 8: {ADVICE}")
+        stored = expect("qweight", tensors.get("qweight"), (k, n // 8), (torch.int32,))
         scales = tensors.get("scales")
         groups = scales.shape[0] if scales is not None and scales.dim() else 0
-        group_size = whole_groups(inputs, groups, "scales", self.group_sizes)
-        scales = expect("scales", scales, (groups, outputs), FLOATS)
-        zeros = expect("qzeros", tensors.get("qzeros"), (groups, outputs // 8), (torch.int32,))
-        apart = unless_middle(_unpacked(zeros), _BITS)
-        return GroupedWeight(_unpacked(stored), scales.t().contiguous(), apart, None, _BITS, group_size, None)
+        group_size = whole_groups(k, groups, "scales", self.group_sizes)
+        scales = expect("scales", scales, (groups, n), FLOATS)
+        zeros = expect("qzeros", tensors.get("qzeros"), (groups, n // 8), (torch.int32,))
+        apart = unless_symmetric(_unpacked(zeros), _BITS)
+        return QuantizedTensor(_unpacked(stored), scales.t().contiguous(), apart, None, _BITS, group_size, None)
 
-    def write(self, weight: GroupedWeight) -> dict[str, Tensor]:
+    def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         return {
             "qweight": _packed(in_input_order(weight)),
             "qzeros": _packed(zeros_of(weight)),
@@ -72,14 +71,14 @@ class AWQ(NamedTuple):
 
 
 def _unpacked(stored: Tensor) -> Tensor:
-    """Numbers, [outputs, rows], from words, [rows, outputs / 8]."""
-    return _reordered(words.unpacked(stored, _BITS), _PLACES).t().contiguous()
+    """[N, rows], from int32 [rows, N / 8]."""
+    return _reordered(int32_packing.unpacked(stored, _BITS), _INVERSE).t().contiguous()
 
 
-def _packed(numbers: Tensor) -> Tensor:
-    return words.packed(_reordered(numbers.t(), _OUTPUTS), _BITS)
+def _packed(qweight: Tensor) -> Tensor:
+    return int32_packing.packed(_reordered(qweight.t(), _ORDER), _BITS)
 
 
-def _reordered(numbers: Tensor, places: tuple[int, ...]) -> Tensor:
-    """The columns, eight at a time, in the order of `places`."""
-    return numbers.reshape(numbers.shape[0], -1, 8)[:, :, list(places)].flatten(1)
+def _reordered(qweight: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The columns, eight at a time, in this order."""
+    return qweight.reshape(qweight.shape[0], -1, 8)[:, :, list(order)].flatten(1)

@@ -37,7 +37,7 @@ def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
     A linear layer is one of exactly `nn.Linear`, whose weight no other module has.
 
     Raises:
-        ValueError: there are none, or they are not called in turn.
+        ValueError: there are none, or they are not called one after the other.
     """
     candidates = _outermost(model)
     calls: list[str] = []

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from fastgen.quantization import autoround
 from fastgen.quantization.blocks import Block, Carried
 from fastgen.quantization.gptq import DAMPING, Plan, gptq, output_error, plan
-from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.rtn import Kind, best_grid, make_grid, round_to_nearest
 
-_LEAST_GROUP = 16  # inputs; smaller groups have more scales than they save
+_LEAST_GROUP = 16  # smaller groups need more memory for scales than they save
 
 
 class Recipe(NamedTuple):
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 class Quantised(NamedTuple):
     """A layer, quantised."""
 
-    weight: GroupedWeight
+    weight: QuantizedTensor
     error: float  # relative output error on the calibration inputs
 
 
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
     names: tuple[str, ...]
     gain: float  # what 8 bits take off the sum of their relative output errors
-    numbers: int  # how many weights
+    weights: int  # how many weights
     share: float  # bits of a weight's share of a scale
 
 
@@ -72,7 +72,7 @@ def quantise_block(
 ) -> dict[str, Quantised]:
     """The layers of a block by name, quantised. The block itself is not changed.
 
-    A layer whose number of inputs has no group size is left out; see `group_size_of`.
+    A layer whose in_features no group size divides is left out; see `group_size_of`.
 
     Args:
         step: called after each layer.
@@ -122,8 +122,8 @@ def choices_of(block: Block, carried: Carried, recipe: Recipe) -> list[Choice]:
         }
         size = group_size_of(weights[0].shape[1], recipe) or recipe.group_size
         share = weights[0].element_size() * 8 / size  # of a scale, which has the type of the weight
-        numbers = sum(weight.numel() for weight in weights)
-        found.append(Choice(tuple(inputs.names), errors[4] - errors[8], numbers, share))
+        count = sum(weight.numel() for weight in weights)
+        found.append(Choice(tuple(inputs.names), errors[4] - errors[8], count, share))
     return found
 
 
@@ -133,24 +133,24 @@ def most_gaining(choices: Sequence[Choice], bits_per_weight: float) -> frozenset
     Raises:
         ValueError: 4 bits with their scales are above it already.
     """
-    numbers = sum(choice.numbers for choice in choices)
-    used = sum(choice.numbers * (4 + choice.share) for choice in choices)
-    budget = bits_per_weight * numbers
+    weights = sum(choice.weights for choice in choices)
+    used = sum(choice.weights * (4 + choice.share) for choice in choices)
+    budget = bits_per_weight * weights
     if used > budget:
         raise ValueError(
-            f"4 bits with their scales are {used / numbers:.2f} bits per weight, of {bits_per_weight} asked for"
+            f"4 bits with their scales are {used / weights:.2f} bits per weight, of {bits_per_weight} asked for"
         )
     chosen: list[str] = []
-    for choice in sorted(choices, key=lambda choice: -choice.gain / choice.numbers):
-        if choice.gain > 0 and used + 4 * choice.numbers <= budget:
-            used += 4 * choice.numbers
+    for choice in sorted(choices, key=lambda choice: -choice.gain / choice.weights):
+        if choice.gain > 0 and used + 4 * choice.weights <= budget:
+            used += 4 * choice.weights
             chosen += choice.names
     return frozenset(chosen)
 
 
 @torch.no_grad()
 def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe, rounding: Plan | None = None) -> Quantised:
-    """A weight, [outputs, inputs], quantised after the recipe, whatever its `max_error`.
+    """A weight, [N, K], quantised after the recipe, whatever its `max_error`.
 
     With "gptq" the best of three is taken: GPTQ on the grid that covers all weights, GPTQ on the grid of the least
     weighted error, and rounding to nearest. So the error on the calibration inputs is never more than the latter's.
@@ -159,7 +159,7 @@ def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe, rounding: Plan | N
         rounding: GPTQ's plan for this Hessian, if there is one already.
 
     Raises:
-        ValueError: no group size divides the inputs, or a weight is NaN or infinite.
+        ValueError: no group size divides K, or a weight is NaN or infinite.
     """
     kind = _kind(weight, recipe)
     grid = make_grid(weight, kind)
@@ -175,17 +175,17 @@ def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe, rounding: Plan | N
 
 def _kind(weight: Tensor, recipe: Recipe) -> Kind:
     size = group_size_of(weight.shape[1], recipe) or recipe.group_size
-    # In the dtype of the weight, in which compressed-tensors multiplies numbers and scales.
+    # In the dtype of the weight, in which compressed-tensors multiplies values and scales.
     return Kind(recipe.bits, size, recipe.symmetric, weight.dtype)
 
 
-def _measured(quantised: GroupedWeight, weight: Tensor, hessian: Tensor) -> Quantised:
+def _measured(quantised: QuantizedTensor, weight: Tensor, hessian: Tensor) -> Quantised:
     return Quantised(quantised, output_error(weight, dequantized(quantised, weight.dtype), hessian))
 
 
 def _tuned(
     block: Block, layers: dict[str, nn.Linear], carried: Carried, recipe: Recipe, wanted: Sequence[Any], config: Any
-) -> dict[str, GroupedWeight]:
+) -> dict[str, QuantizedTensor]:
     """The layers by name as AutoRound rounds them, without those that it leaves out."""
     own = {name: name.removeprefix(f"{block.name}.") for name in layers}
     kinds = {
@@ -197,16 +197,16 @@ def _tuned(
     return {name: found[short] for name, short in own.items() if short in found}
 
 
-def group_size_of(inputs: int, recipe: Recipe) -> int | None:
-    """The largest of the recipe's group size and its halves that divides a layer's inputs; None where that is small."""
+def group_size_of(k: int, recipe: Recipe) -> int | None:
+    """The largest of the recipe's group size and its halves that divides a layer's K; None where that is small."""
     size = recipe.group_size
-    while inputs % size and size % 2 == 0:
+    while k % size and size % 2 == 0:
         size //= 2
-    return size if inputs % size == 0 and size >= min(_LEAST_GROUP, recipe.group_size) else None
+    return size if k % size == 0 and size >= min(_LEAST_GROUP, recipe.group_size) else None
 
 
 @torch.no_grad()
-def use(block: Block, quantised: dict[str, GroupedWeight]) -> None:
+def use(block: Block, quantised: dict[str, QuantizedTensor]) -> None:
     """Gives the layers of a block what their quantised weights stand for."""
     for name, weight in quantised.items():
         layer = block.linears[name]

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastgen.quantization.grouped import BITS, GroupedWeight
+from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # What is to be done about any of these errors.
@@ -20,7 +20,7 @@ ADVICE = "the file is damaged or of another format; fetch it again"
 
 
 class Format(Protocol):
-    """How the weight of a linear layer, [outputs, inputs], is stored."""
+    """How the weight of a linear layer, [N, K], is stored."""
 
     @property
     def name(self) -> str:
@@ -33,15 +33,15 @@ class Format(Protocol):
     def resolved(self, tensors: Mapping[str, Tensor]) -> Format:
         """The format with what only the values of a layer's tensors tell."""
 
-    def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
+    def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
         """The weight in these tensors. Raises ValueError where they do not fit."""
 
-    def write(self, weight: GroupedWeight) -> dict[str, Tensor]:
+    def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The inverse of `read`: all tensors that the format may have, on the same device."""
 
 
 def bits_of(columns: int, words: int, what: str) -> int:
-    """How many bits a number has, if so many columns fill so many words of 32 bits.
+    """How many bits a value has, if so many columns fill so many words of 32 bits.
 
     Raises:
         ValueError: neither 4 nor 8.
@@ -49,7 +49,7 @@ def bits_of(columns: int, words: int, what: str) -> int:
     for bits in BITS:
         if -(-columns * bits // 32) == words:
             return bits
-    raise ValueError(f"{what} has {words} words for {columns} numbers, which is neither 4 nor 8 bits: {ADVICE}")
+    raise ValueError(f"{what} has {words} words for {columns} values, which is neither 4 nor 8 bits: {ADVICE}")
 
 
 def expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
@@ -63,23 +63,23 @@ def expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tup
     return tensor
 
 
-def whole_groups(inputs: int, groups: int, what: str, sizes: Collection[int] = ()) -> int:
-    """The inputs per group, which must come out even.
+def whole_groups(k: int, groups: int, what: str, sizes: Collection[int] = ()) -> int:
+    """The group size, which must divide K.
 
-    sizes: those that the configuration names, if it does; -1 or 0 is one group for all inputs.
+    sizes: those that the configuration names, if it does; -1 or 0 is one group for all of K.
     """
-    if groups < 1 or inputs % groups:
-        raise ValueError(f"{what} has {groups} groups for {inputs} inputs, which are no whole groups: {ADVICE}")
-    size = inputs // groups
-    if sizes and size not in sizes and not (groups == 1 and any(each < 1 or each >= inputs for each in sizes)):
-        raise ValueError(f"{what} has groups of {size} inputs, and the configuration says {sorted(sizes)}: {ADVICE}")
+    if groups < 1 or k % groups:
+        raise ValueError(f"{what} has {groups} groups for {k} in_features, which are no whole groups: {ADVICE}")
+    size = k // groups
+    if sizes and size not in sizes and not (groups == 1 and any(each < 1 or each >= k for each in sizes)):
+        raise ValueError(f"{what} has groups of {size}, and the configuration says {sorted(sizes)}: {ADVICE}")
     return size
 
 
 def order_of(groups: Tensor, group_size: int, name: str) -> Tensor | None:
-    """The inputs sorted by the group that each belongs to; None where they are sorted already.
+    """The in_features sorted by the group that each belongs to; None where they are sorted already.
 
-    groups: [inputs], integers. Each group must have `group_size` inputs.
+    groups: [K], integers. Each group must have `group_size` of them.
     """
     groups = groups.to(torch.int64)
     count = groups.numel() // group_size
@@ -90,32 +90,32 @@ def order_of(groups: Tensor, group_size: int, name: str) -> Tensor | None:
     sizes = torch.bincount(groups, minlength=count)
     if not torch.all(sizes == group_size):
         uneven = int(torch.nonzero(sizes != group_size)[0])
-        raise ValueError(f"group {uneven} in {name} has {int(sizes[uneven])} inputs, not {group_size}: {ADVICE}")
+        raise ValueError(f"group {uneven} in {name} has {int(sizes[uneven])} in_features, not {group_size}: {ADVICE}")
     order = torch.argsort(groups, stable=True)
     return None if torch.equal(order, torch.arange(groups.numel(), device=groups.device)) else order
 
 
-def groups_of(weight: GroupedWeight) -> Tensor:
-    """The group of each input, [inputs] in int32: what `order_of` reads."""
-    inputs = weight.numbers.shape[1]
-    sorted_groups = torch.arange(inputs, device=weight.numbers.device, dtype=torch.int32) // weight.group_size
+def groups_of(weight: QuantizedTensor) -> Tensor:
+    """The group of each in_feature, [K] in int32: what `order_of` reads."""
+    k = weight.qweight.shape[1]
+    sorted_groups = torch.arange(k, device=weight.qweight.device, dtype=torch.int32) // weight.group_size
     if weight.order is None:
         return sorted_groups
     return torch.empty_like(sorted_groups).index_copy_(0, weight.order, sorted_groups)
 
 
-def in_input_order(weight: GroupedWeight) -> Tensor:
-    """The numbers with their columns in the layer's own order of inputs."""
-    return weight.numbers if weight.order is None else weight.numbers[:, torch.argsort(weight.order)]
+def in_input_order(weight: QuantizedTensor) -> Tensor:
+    """`qweight` with its columns in the layer's own order."""
+    return weight.qweight if weight.order is None else weight.qweight[:, torch.argsort(weight.order)]
 
 
-def unless_middle(zeros: Tensor, bits: int) -> Tensor | None:
-    """The zeros; None if all are the middle of the range, which need not be stored."""
+def unless_symmetric(zeros: Tensor, bits: int) -> Tensor | None:
+    """The zero points; None if all are the middle of the range, which need not be stored."""
     return None if torch.all(zeros == 2 ** (bits - 1)) else zeros
 
 
-def zeros_of(weight: GroupedWeight) -> Tensor:
-    """The zeros, [outputs, groups], also where they are not stored."""
+def zeros_of(weight: QuantizedTensor) -> Tensor:
+    """The zero points, [N, groups], also where they are not stored."""
     if weight.zeros is not None:
         return weight.zeros
     return torch.full(weight.scales.shape, 2 ** (weight.bits - 1), dtype=torch.uint8, device=weight.scales.device)

@@ -1,11 +1,11 @@
 """Blocks of GGUF (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c).
 
-A row of a weight is a row of blocks. A block of 32 numbers has a scale in float16: Q4_0, Q5_0 and Q8_0 stand for
-scale * (number - middle), Q4_1 and Q5_1, which have a minimum, too, for scale * number + minimum. A block of 256
-numbers has groups of 16 or 32. Their scales, and minimums where there are some, are small integers times numbers in
-float16 (Q2_K to Q6_K), and are kept so on a CPU, a byte each: multiplied, they would need up to 18 bits.
+A row of a weight is a row of blocks. A block of 32 has a scale in float16: Q4_0, Q5_0 and Q8_0 stand for scale * (q -
+zero), Q4_1 and Q5_1, which have a min, too, for scale * q + min. The K-quants, Q2_K to Q6_K, have super-blocks of 256
+in groups of 16 or 32. The scales and mins of their groups are small integers times a float16 of the super-block, and
+stay so on a CPU, a byte each: multiplied, they would need up to 18 bits.
 
-In memory, numbers have the bits of their type, or 4 if these are fewer.
+In memory, values have the bits of their type, or 4 if these are fewer.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops.linear.grouped import SIGNED_MIDDLE, Multiples
+from fastgen.ops.linear.grouped import SIGNED_ZERO_POINT, SuperBlockScales
 from fastgen.quantization.checkpoint import ADVICE, expect
-from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.quantized_tensor import QuantizedTensor
 
 
 class _Parts(NamedTuple):
-    """What blocks hold, [blocks, ...]: see `GroupedWeight`."""
+    """What blocks hold, [blocks, ...]: see `QuantizedTensor`."""
 
-    numbers: Tensor
+    qweight: Tensor
     scales: Tensor
-    minimums: Tensor | None = None
-    multiples: Multiples | None = None
+    mins: Tensor | None = None
+    super_blocks: SuperBlockScales | None = None
 
 
-def _of_multiples(numbers: Tensor, multiples: Multiples) -> _Parts:
-    return _Parts(numbers, *multiples.values(), multiples)
+def _k_quant(qweight: Tensor, super_blocks: SuperBlockScales) -> _Parts:
+    return _Parts(qweight, *super_blocks.values(), super_blocks)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The number in float16 at this byte of each block, [blocks, 1]."""
+    """The float16 at this byte of each block, [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
 def _split(packed: Tensor, bits: int, width: int) -> Tensor:
-    """Numbers of so many bits: for every `width` bytes, the lowest bits of all of them, then the next, and so on."""
+    """Values of so many bits: for every `width` bytes, the lowest bits of all of them, then the next, and so on."""
     each = packed.reshape(len(packed), -1, 1, width)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
     return (each >> shifts & 2**bits - 1).flatten(1)
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Those of 32 numbers, from the lowest of four bytes on, in their place."""
+    """The fifth bits of 32 values, from the lowest of four bytes on, shifted to bit 4."""
     octets = blocks[:, start : start + 4].unsqueeze(2)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return (octets >> shifts & 1).flatten(1) << 4
 
 
 def _sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums of 8 groups, 6 bits each, in 12 bytes."""
+    """Scales and mins of 8 groups, 6 bits each, in 12 bytes."""
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, (rest & 15) | ((low >> 6) << 4)), dim=1)
     return scales, torch.cat((high & 63, (rest >> 4) | ((high >> 6) << 4)), dim=1)
@@ -81,59 +81,59 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 
 def _q2_k(blocks: Tensor) -> _Parts:
-    factors, numbers = blocks[:, :16], _split(blocks[:, 16:80], 2, 32)
-    return _of_multiples(numbers, Multiples(factors & 15, factors >> 4, _half(blocks, 80), -_half(blocks, 82)))
+    factors, qweight = blocks[:, :16], _split(blocks[:, 16:80], 2, 32)
+    return _k_quant(qweight, SuperBlockScales(factors & 15, factors >> 4, _half(blocks, 80), -_half(blocks, 82)))
 
 
 def _q3_k(blocks: Tensor) -> _Parts:
     low, high = _split(blocks[:, 32:96], 2, 32), _split(blocks[:, :32], 1, 32)
     scales = _split(blocks[:, 96:104], 4, 8) | _split(blocks[:, 104:108], 2, 4) << 4  # plus 32
-    # Without the high bit, 4 is taken away: numbers from -4 to 3, plus the middle of 4 bits.
-    numbers = low + 4 + (high << 2)
-    return _of_multiples(numbers, Multiples(scales + (SIGNED_MIDDLE - 32), None, _half(blocks, 108), None))
+    # Without the high bit, 4 is subtracted: values from -4 to 3, plus the zero point of 4 bits.
+    qweight = low + 4 + (high << 2)
+    return _k_quant(qweight, SuperBlockScales(scales + (SIGNED_ZERO_POINT - 32), None, _half(blocks, 108), None))
 
 
 def _q4_k(blocks: Tensor) -> _Parts:
-    factors = Multiples(*_sixes(blocks[:, 4:16]), _half(blocks, 0), -_half(blocks, 2))
-    return _of_multiples(_split(blocks[:, 16:], 4, 32), factors)
+    factors = SuperBlockScales(*_sixes(blocks[:, 4:16]), _half(blocks, 0), -_half(blocks, 2))
+    return _k_quant(_split(blocks[:, 16:], 4, 32), factors)
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
-    factors = Multiples(*_sixes(blocks[:, 4:16]), _half(blocks, 0), -_half(blocks, 2))
-    return _of_multiples(_split(blocks[:, 48:], 4, 32) | _split(blocks[:, 16:48], 1, 32) << 4, factors)
+    factors = SuperBlockScales(*_sixes(blocks[:, 4:16]), _half(blocks, 0), -_half(blocks, 2))
+    return _k_quant(_split(blocks[:, 48:], 4, 32) | _split(blocks[:, 16:48], 1, 32) << 4, factors)
 
 
 def _q6_k(blocks: Tensor) -> _Parts:
-    numbers = _split(blocks[:, :128], 4, 64) | _split(blocks[:, 128:192], 2, 32) << 4  # plus 32
+    qweight = _split(blocks[:, :128], 4, 64) | _split(blocks[:, 128:192], 2, 32) << 4  # plus 32
     signed = blocks[:, 192:208] ^ 128  # a signed byte plus 128
-    return _of_multiples(numbers, Multiples(signed, None, _half(blocks, 208), None))
+    return _k_quant(qweight, SuperBlockScales(signed, None, _half(blocks, 208), None))
 
 
 class BlockType(NamedTuple):
     """How a type of GGUF stores weights.
 
     Attributes:
-        bits: of a number, in memory.
-        numbers: of a block.
-        size: of a block, in bytes.
-        group_size: numbers that share a scale.
+        bits: of a value, in memory.
+        block_size: values of a block.
+        block_bytes: of a block.
+        group_size: values that share a scale.
     """
 
     name: str
     bits: int
-    numbers: int
-    size: int
+    block_size: int
+    block_bytes: int
     group_size: int
     parts: Callable[[Tensor], _Parts]
 
-    def row_bytes(self, inputs: int) -> int:
-        """Bytes of so many numbers. Raises ValueError where they are no whole blocks."""
-        if inputs % self.numbers:
-            raise ValueError(f"{inputs} inputs are no whole blocks of {self.numbers}: {ADVICE}")
-        return inputs // self.numbers * self.size
+    def row_bytes(self, k: int) -> int:
+        """Bytes of so many values. Raises ValueError where they are no whole blocks."""
+        if k % self.block_size:
+            raise ValueError(f"{k} in_features are no whole blocks of {self.block_size}: {ADVICE}")
+        return k // self.block_size * self.block_bytes
 
 
-# By the numbers that GGUF files have for them (ggml.h).
+# By their numbers in GGUF files (ggml.h).
 BLOCK_TYPES = {
     2: BlockType("Q4_0", 4, 32, 18, 32, _q4_0),
     3: BlockType("Q4_1", 4, 32, 20, 32, _q4_1),
@@ -149,7 +149,7 @@ BLOCK_TYPES = {
 
 
 class Blocks(NamedTuple):
-    """Blocks of one type: the tensor `blocks`, uint8 [outputs, bytes of a row]."""
+    """Blocks of one type: the tensor `blocks`, uint8 [N, bytes of a row]."""
 
     type: BlockType
 
@@ -164,19 +164,17 @@ class Blocks(NamedTuple):
     def resolved(self, tensors: Mapping[str, Tensor]) -> Blocks:
         return self
 
-    def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
-        shape = outputs, self.type.row_bytes(inputs)
-        blocks = expect("blocks", tensors.get("blocks"), shape, (torch.uint8,)).reshape(-1, self.type.size)
-        numbers, *factors, multiples = self.type.parts(blocks)
-        scales, minimums = (None if each is None else each.reshape(outputs, -1) for each in factors)
+    def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
+        shape = n, self.type.row_bytes(k)
+        blocks = expect("blocks", tensors.get("blocks"), shape, (torch.uint8,)).reshape(-1, self.type.block_bytes)
+        qweight, *factors, super_blocks = self.type.parts(blocks)
+        scales, mins = (None if each is None else each.reshape(n, -1) for each in factors)
         assert scales is not None
-        if multiples is not None:
-            parts: list[Any] = [None if each is None else each.reshape(outputs, -1) for each in multiples]
-            multiples = Multiples(*parts)
+        if super_blocks is not None:
+            parts: list[Any] = [None if each is None else each.reshape(n, -1) for each in super_blocks]
+            super_blocks = SuperBlockScales(*parts)
         bits, group_size = self.type.bits, self.type.group_size
-        return GroupedWeight(
-            numbers.reshape(outputs, inputs), scales, None, minimums, bits, group_size, None, multiples
-        )
+        return QuantizedTensor(qweight.reshape(n, k), scales, None, mins, bits, group_size, None, super_blocks)
 
-    def write(self, weight: GroupedWeight) -> dict[str, Tensor]:
+    def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         raise ValueError("GGUF blocks are not written")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.quantization.grouped import GroupedWeight
-from fastgen.quantization.rtn import Grid, grouped, nearest
+from fastgen.quantization.quantized_tensor import QuantizedTensor
+from fastgen.quantization.rtn import Grid, nearest, on_grid
 
 DAMPING = 0.01
 _COLUMNS = 128  # whose errors reach the columns behind them in one product (the paper's section 3.3, step 2)
@@ -50,19 +50,19 @@ def plan(hessian: Tensor, damping: float = DAMPING, by_activation: bool = True) 
     return Plan(order, _compensation(hessian, damping, order))
 
 
-def gptq(weight: Tensor, grid: Grid, plan: Plan) -> GroupedWeight:
+def gptq(weight: Tensor, grid: Grid, plan: Plan) -> QuantizedTensor:
     """The weight on a grid, with a small error of the layer's output on the calibration inputs.
 
     The grid is known beforehand. So columns can be rounded in any order while their groups stay next to each other
     ("static groups"). An input that was always 0 is rounded to nearest.
 
     Args:
-        weight: [outputs, inputs]. It is brought up to date in the dtype of the plan.
+        weight: [N, K]. It is brought up to date in the dtype of the plan.
     """
     order, rows = plan
     inputs = weight.shape[1]
     values = weight.to(rows.dtype)[:, order]
-    numbers = torch.empty_like(values)
+    qweight = torch.empty_like(values)
     groups = (order // grid.group_size).tolist()
     for first in range(0, inputs, _COLUMNS):
         last = min(first + _COLUMNS, inputs)
@@ -70,12 +70,12 @@ def gptq(weight: Tensor, grid: Grid, plan: Plan) -> GroupedWeight:
         for column in range(first, last):
             scales, zeros = grid.of_group(groups[column], values.dtype)
             rounded = nearest(values[:, column], scales, zeros, grid.bits)
-            numbers[:, column] = rounded
+            qweight[:, column] = rounded
             error = (values[:, column] - (rounded - zeros) * scales) / rows[column, column]
             values[:, column:last] -= torch.outer(error, rows[column, column:last])
             errors[:, column - first] = error
         values[:, last:] -= errors @ rows[first:last, last:]
-    return grouped(numbers[:, torch.argsort(order)], grid)
+    return on_grid(qweight[:, torch.argsort(order)], grid)
 
 
 def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
     """||(W - Q) X|| / ||W X|| in Frobenius norms, of a Hessian X X^T; 0 where W X is 0 and both weights are the same.
 
     Args:
-        weight, quantised: [outputs, inputs].
+        weight, quantised: [N, K].
     """
     weight = weight.to(hessian.dtype)
     lost, whole = (_energy(part, hessian) for part in (weight - quantised.to(hessian.dtype), weight))

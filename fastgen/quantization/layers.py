@@ -18,39 +18,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastgen.quantization import products
+from fastgen.quantization import layer_weight
 from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.grouped import dequantized
-from fastgen.quantization.products import PARTS, PackedWeight, Sizes
+from fastgen.quantization.layer_weight import PARTS, LayerWeight, Sizes
+from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.unpacked import UNPACK, Unpacked
 
-# By the numbers of a weight as it was before: the layer that has moved it.
+# By `qweight` as it was before: the layer that has moved it.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def keeps_bits(model: object) -> bool:
-    """Whether layers of the model have weights of few bits."""
+    """Whether layers of the model have low-bit weights."""
     return isinstance(model, nn.Module) and any(isinstance(module, QuantizedWeight) for module in model.modules())
 
 
 class QuantizedWeight(nn.Module):
-    """A module with a weight of few bits, [outputs, inputs]; what linear layers and embeddings share.
+    """A module with a low-bit weight, [N, K]; what linear layers and embeddings share.
 
     Args:
         stored: the tensors of the file, on the device "meta", by their names.
         dtype: of the model, in which the weight is given where it must be floating.
     """
 
-    # The weight that is shown is [inputs, outputs].
+    # The weight that is shown is [K, N].
     transposed: ClassVar[bool] = False
     like: Tensor
 
-    def __init__(
-        self, outputs: int, inputs: int, form: Format, stored: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, n: int, k: int, form: Format, stored: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # and not that of the class which this stands for: it would make a weight
         self.activations: str | None = None  # "float" or "int8"; None: as `Settings.activations` says
-        self.outputs, self.inputs, self.form = outputs, inputs, form
+        self.n, self.k, self.form = n, k, form
         self.stored_dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         self.sizes: Sizes | None = None  # once packed
         for name, tensor in stored.items():
@@ -74,13 +72,13 @@ class QuantizedWeight(nn.Module):
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         self.form = self.form.resolved(tensors)
-        self._keep(products.pack(self.form.read(tensors, self.outputs, self.inputs)))
+        self._keep(layer_weight.pack(self.form.read(tensors, self.n, self.k)))
 
-    def _keep(self, packed: PackedWeight) -> None:
+    def _keep(self, packed: LayerWeight) -> None:
         for part in PARTS:
             setattr(self, f"packed_{part}", getattr(packed, part))
         self.sizes = packed.sizes
-        self.like = self.like.to(packed.numbers.device)
+        self.like = self.like.to(packed.qweight.device)
         for name in self.stored_dtypes:
             self._parameters.pop(name, None)
 
@@ -91,16 +89,16 @@ class QuantizedWeight(nn.Module):
 
     @property
     def bits(self) -> int | None:
-        """Of a number, once the weight is packed."""
+        """Bits of a value, once the weight is packed."""
         return None if self.sizes is None else self.sizes.bits
 
     @property
-    def packed(self) -> PackedWeight:
+    def packed(self) -> LayerWeight:
         """The weight, once it is packed."""
         if self.sizes is None:
             raise RuntimeError("the weight of this layer has not been loaded")
         parts: dict[str, Any] = {part: self._buffers[f"packed_{part}"] for part in PARTS}
-        return PackedWeight(**parts, sizes=self.sizes)
+        return LayerWeight(**parts, sizes=self.sizes)
 
     @property
     def weight(self) -> Any:
@@ -116,10 +114,10 @@ class QuantizedWeight(nn.Module):
         return Unpacked.of(shape, like.dtype, like.device, self, lambda: self._shown(packed, like.dtype))
 
     def _shown_shape(self) -> tuple[int, int]:
-        return (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
+        return (self.k, self.n) if self.transposed else (self.n, self.k)
 
-    def _shown(self, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-        found = dequantized(products.unpack(packed), dtype)
+    def _shown(self, packed: LayerWeight, dtype: torch.dtype) -> Tensor:
+        found = dequantized(layer_weight.unpack(packed), dtype)
         return found.t().contiguous() if self.transposed else found
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -137,8 +135,8 @@ class QuantizedWeight(nn.Module):
         yield from super().named_parameters(prefix, *rest, **named)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight in floating point, [outputs, inputs], by default in the model's dtype."""
-        return dequantized(products.unpack(self.packed), dtype or self.like.dtype)
+        """The weight in floating point, [N, K], by default in the model's dtype."""
+        return dequantized(layer_weight.unpack(self.packed), dtype or self.like.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -153,17 +151,17 @@ class QuantizedWeight(nn.Module):
             moved = self._buffers[name]
             if tensor is not None and moved is not None and moved.dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(moved.device)
-        numbers = kept["packed_numbers"]
-        if numbers is not None and self.packed.numbers.device.type not in (numbers.device.type, "meta"):
-            self._keep(self._moved_from(numbers))
+        qweight = kept["packed_qweight"]
+        if qweight is not None and self.packed.qweight.device.type not in (qweight.device.type, "meta"):
+            self._keep(self._moved_from(qweight))
         return self
 
-    def _moved_from(self, before: Tensor) -> PackedWeight:
+    def _moved_from(self, before: Tensor) -> LayerWeight:
         """The weight on another kind of device; that of a layer which had the same one, and was moved earlier."""
         other = _moved[before]() if before in _moved else None
-        if other is None or other.packed.numbers.device != self.packed.numbers.device:
+        if other is None or other.packed.qweight.device != self.packed.qweight.device:
             _moved[before] = weakref.ref(self)
-            return products.moved(self.packed)
+            return layer_weight.moved(self.packed)
         return other.packed
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -175,7 +173,7 @@ class QuantizedWeight(nn.Module):
         if not self.form.writable:
             destination[f"{prefix}weight"] = self.weight.detach()
             return
-        tensors = self.form.write(products.unpack(self.packed))
+        tensors = self.form.write(layer_weight.unpack(self.packed))
         for name, dtype in self.stored_dtypes.items():
             destination[prefix + name] = tensors[name].to(dtype)
 
@@ -213,14 +211,14 @@ class QuantizedWeight(nn.Module):
         """Raises ValueError for a weight in floating point that is another one."""
         own = self.weight
         if weight.shape != own.shape or not torch.equal(own, weight.to(own)):
-            raise ValueError(f"weights that are kept in their bits take no other numbers: {UNPACK}")
+            raise ValueError(f"weights that are kept in their bits take no other values: {UNPACK}")
 
     def extra_repr(self) -> str:
-        return f"{self.inputs}, {self.outputs}, {self.form.name}, bits={self.bits}"
+        return f"{self.k}, {self.n}, {self.form.name}, bits={self.bits}"
 
 
-class QuantizedProduct(QuantizedWeight):
-    """A linear layer on a low-bit weight; x is [..., inputs] in any floating dtype, the result [..., outputs].
+class QuantizedLinearLayer(QuantizedWeight):
+    """A linear layer on a low-bit weight; x is [..., K] in any floating dtype, the result [..., N].
 
     Args:
         bias: of the layer that this stands for, or None.
@@ -230,31 +228,31 @@ class QuantizedProduct(QuantizedWeight):
 
     def __init__(
         self,
-        outputs: int,
-        inputs: int,
+        n: int,
+        k: int,
         form: Format,
         stored: Mapping[str, Tensor],
         dtype: torch.dtype,
         bias: nn.Parameter | None = None,
     ) -> None:
-        super().__init__(outputs, inputs, form, stored, dtype)
+        super().__init__(n, k, form, stored, dtype)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return products.multiply(x, self.packed, self.bias, self.activations)
+        return layer_weight.linear(x, self.packed, self.bias, self.activations)
 
 
-class QuantizedLinear(QuantizedProduct, nn.Linear):  # type: ignore[override]  # its weight is no parameter
+class QuantizedLinear(QuantizedLinearLayer, nn.Linear):  # type: ignore[override]  # its weight is no parameter
     """In the place of a linear layer of torch."""
 
-    def __init__(self, outputs: int, inputs: int, *stored: Any) -> None:
-        super().__init__(outputs, inputs, *stored)
-        self.in_features, self.out_features = inputs, outputs
+    def __init__(self, n: int, k: int, *stored: Any) -> None:
+        super().__init__(n, k, *stored)
+        self.in_features, self.out_features = k, n
 
     def dequantize(self) -> nn.Linear:
         """A plain layer with the same weight in floating point."""
         weight = self.dequantized()
-        plain = nn.Linear(self.inputs, self.outputs, self.bias is not None, device="meta", dtype=weight.dtype)
+        plain = nn.Linear(self.k, self.n, self.bias is not None, device="meta", dtype=weight.dtype)
         plain.weight = nn.Parameter(weight, requires_grad=False)
         plain.register_parameter("bias", self.bias)
         return plain.train(self.training)
@@ -272,23 +270,23 @@ class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[overrid
 
     def __init__(
         self,
-        outputs: int,
-        inputs: int,
+        n: int,
+        k: int,
         form: Format,
         stored: Mapping[str, Tensor],
         dtype: torch.dtype,
         padding_idx: int | None = None,
     ) -> None:
-        super().__init__(outputs, inputs, form, stored, dtype)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = outputs, inputs, padding_idx
+        super().__init__(n, k, form, stored, dtype)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = n, k, padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = products.rows(self.packed, tokens.reshape(-1).long(), self.like.dtype)
-        return found.view(*tokens.shape, self.inputs)
+        found = layer_weight.rows(self.packed, tokens.reshape(-1).long(), self.like.dtype)
+        return found.view(*tokens.shape, self.k)
 
     def dequantize(self) -> nn.Embedding:
         """A plain embedding with the same weight in floating point."""
         weight = self.dequantized()
-        plain = nn.Embedding(self.outputs, self.inputs, self.padding_idx, device="meta", dtype=weight.dtype)
+        plain = nn.Embedding(self.n, self.k, self.padding_idx, device="meta", dtype=weight.dtype)
         plain.weight = nn.Parameter(weight, requires_grad=False)
         return plain.train(self.training)

@@ -1,4 +1,4 @@
-"""Which models in this process have weights of few bits: what `fastgen.status()` says of them."""
+"""Which models in this process have low-bit weights: what `fastgen.status()` says of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def described(model: nn.Module) -> str | None:
     layers = [each for each in model.modules() if isinstance(each, QuantizedWeight) and each.bits is not None]
     if form is None or not layers:
         return None
-    distinct = {layer.packed.numbers.data_ptr(): layer for layer in layers}.values()  # tied ones count once
+    distinct = {layer.packed.qweight.data_ptr(): layer for layer in layers}.values()  # tied ones count once
     size = sum(layer.nbytes for layer in distinct)
-    full = sum(layer.outputs * layer.inputs * 4 for layer in distinct)
+    full = sum(layer.n * layer.k * 4 for layer in distinct)
     *some, last = (str(bits) for bits in sorted({layer.bits or 0 for layer in layers}))
     bits = f"{', '.join(some)} and {last}" if some else last
     return (

@@ -40,7 +40,7 @@ class Report:
     samples: int
     """How many samples of the calibration text were used."""
     bytes: Measured
-    """Of the files of weights."""
+    """Size of the files of weights."""
     measure: str | None
     """What `quality` is: perplexity (lower is better), bleu (higher is better), or None."""
     quality: Measured

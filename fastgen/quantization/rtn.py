@@ -7,22 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.quantized_tensor import QuantizedTensor
 
 # Parts of the range that a grid may cover, when one is looked for that fits better than that of all weights.
 _SHRINKS = tuple(1 - step / 40 for step in range(17))
 
 
 class Grid(NamedTuple):
-    """The points that the weights of a layer may take: scale * (number - zero) for numbers from 0 to 2**bits - 1."""
+    """The points that the weights of a layer may take: scale * (q - zero) for q from 0 to 2**bits - 1."""
 
-    scales: Tensor  # [outputs, groups], of the dtype that they are stored in
-    zeros: Tensor | None  # uint8 [outputs, groups]; None where all are 2**(bits - 1)
+    scales: Tensor  # [N, groups], of the dtype that they are stored in
+    zeros: Tensor | None  # uint8 [N, groups]; None where all are 2**(bits - 1)
     bits: int
     group_size: int
 
     def of_group(self, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
-        """Scales and zeros of a group of inputs, [outputs] each."""
+        """Scales and zeros of a group, [N] each."""
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, group].to(dtype)
         return self.scales[:, group].to(dtype), zeros
 
@@ -31,24 +31,24 @@ class Kind(NamedTuple):
     """What grids of a layer are like."""
 
     bits: int = 4  # 4 or 8
-    group_size: int = 64  # inputs that share a scale; divides the layer's inputs
+    group_size: int = 64  # divides the layer's K
     symmetric: bool = True
     scale_dtype: torch.dtype = torch.float16
 
 
 def make_grid(weight: Tensor, kind: Kind, shrink: float = 1.0) -> Grid:
-    """A grid for each output and group of inputs that covers all of the group's weights.
+    """A grid for each n and group that covers all of the group's weights.
 
-    Symmetric: the largest absolute value is the largest number, and 0 is 2**(bits - 1). Asymmetric: from the least
-    weight to the largest, 0 included, so that 0 stays 0. Scales are rounded to the dtype that they are stored in
+    Symmetric: the largest absolute value gets the largest q, and the zero point is 2**(bits - 1). Asymmetric: from the
+    least weight to the largest, 0 included, so that 0 stays 0. Scales are rounded to the dtype that they are stored in
     before anything is rounded to the grid.
 
     Args:
-        weight: [outputs, inputs].
+        weight: [N, K].
         shrink: the part of that range that the grid covers instead.
 
     Raises:
-        ValueError: the inputs are not whole groups, or a weight is NaN or infinite.
+        ValueError: K is not in whole groups, or a weight is NaN or infinite.
     """
     groups = _groups(weight, kind.group_size)
     if not bool(groups.isfinite().all()):
@@ -66,11 +66,11 @@ def make_grid(weight: Tensor, kind: Kind, shrink: float = 1.0) -> Grid:
 def best_grid(weight: Tensor, kind: Kind, importance: Tensor) -> Grid:
     """The grid whose nearest points have the least sum of importance * error**2, of grids that cover less and less.
 
-    Each output and group of inputs has its own.
+    Each n and group has its own.
 
     Args:
-        weight: [outputs, inputs].
-        importance: [inputs], not negative.
+        weight: [N, K].
+        importance: [K], not negative.
     """
     groups, weights = _groups(weight, kind.group_size), importance.float().view(-1, kind.group_size)
     best, least = make_grid(weight, kind), None
@@ -88,33 +88,33 @@ def best_grid(weight: Tensor, kind: Kind, importance: Tensor) -> Grid:
 
 
 def nearest(values: Tensor, scales: Tensor, zeros: Tensor | int, bits: int) -> Tensor:
-    """The numbers of the nearest points, in the dtype of `values`; scales and zeros are broadcast."""
+    """The quantised values of the nearest points, in the dtype of `values`; scales and zeros are broadcast."""
     return (values / scales + zeros).round().clamp(0, 2**bits - 1)
 
 
-def round_to_nearest(weight: Tensor, grid: Grid) -> GroupedWeight:
-    """Each weight, [outputs, inputs], on its nearest point."""
-    return grouped(_numbers(_groups(weight, grid.group_size), grid).view_as(weight), grid)
+def round_to_nearest(weight: Tensor, grid: Grid) -> QuantizedTensor:
+    """Each weight, [N, K], on its nearest point."""
+    return on_grid(_nearest(_groups(weight, grid.group_size), grid).view_as(weight), grid)
 
 
-def grouped(numbers: Tensor, grid: Grid) -> GroupedWeight:
-    """Numbers of a grid, [outputs, inputs], as a weight."""
-    return GroupedWeight(numbers.to(torch.uint8), grid.scales, grid.zeros, None, grid.bits, grid.group_size, None)
+def on_grid(qweight: Tensor, grid: Grid) -> QuantizedTensor:
+    """Quantised values of a grid, [N, K], as a weight."""
+    return QuantizedTensor(qweight.to(torch.uint8), grid.scales, grid.zeros, None, grid.bits, grid.group_size, None)
 
 
 def _groups(weight: Tensor, group_size: int) -> Tensor:
-    outputs, inputs = weight.shape
-    if group_size < 1 or inputs % group_size:
-        raise ValueError(f"{inputs} inputs are not whole groups of {group_size}")
-    return weight.float().reshape(outputs, -1, group_size)
+    n, k = weight.shape
+    if group_size < 1 or k % group_size:
+        raise ValueError(f"{k} in_features are not whole groups of {group_size}")
+    return weight.float().reshape(n, -1, group_size)
 
 
-def _numbers(groups: Tensor, grid: Grid) -> Tensor:
+def _nearest(groups: Tensor, grid: Grid) -> Tensor:
     return nearest(groups, grid.scales.float().unsqueeze(2), _zeros(grid), grid.bits)
 
 
 def _points(groups: Tensor, grid: Grid) -> Tensor:
-    return (_numbers(groups, grid) - _zeros(grid)) * grid.scales.float().unsqueeze(2)
+    return (_nearest(groups, grid) - _zeros(grid)) * grid.scales.float().unsqueeze(2)
 
 
 def _zeros(grid: Grid) -> Tensor | int:

@@ -1,7 +1,8 @@
-"""The weight of a layer in floating point, for code that looks at weights: unpacked by what first needs its numbers.
+"""The weight of a layer in floating point, for code that looks at weights: unpacked by the first operation that reads
+it.
 
-It is a tensor whose shape, type and device are known. It cannot be written to: its numbers are a copy, so a write would
-be lost without a word.
+It is a tensor whose shape, type and device are known. It cannot be written to: it is a copy, so a write would be lost
+without a word.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # What is to be done by who wants to write to such a weight.
 UNPACK = "call model.dequantize() first, which unpacks them"
-# Views of all numbers alike, which need none.
+# Views that do not read it.
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
-class _Numbers:
-    """Numbers that are computed once."""
+class _Lazy:
+    """A tensor that is computed once."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute: Callable[[], Tensor] | None = compute
@@ -39,7 +40,7 @@ class Unpacked(Tensor):
     A weight counts as a parameter, as that of an ordinary layer does. `owner` is what it belongs to; a view has none.
     """
 
-    _numbers: _Numbers
+    _lazy: _Lazy
     owner: Any
 
     @staticmethod
@@ -48,21 +49,21 @@ class Unpacked(Tensor):
     ) -> Unpacked:
         """What `compute` returns when it is needed: contiguous, of this shape and type, on this device."""
         found = Tensor._make_wrapper_subclass(Unpacked, torch.Size(shape), dtype=dtype, device=device)
-        found._numbers, found.owner = _Numbers(compute), owner
+        found._lazy, found.owner = _Lazy(compute), owner
         found._is_param = True  # what makes it an instance of torch.nn.Parameter
         return found
 
     @staticmethod
-    def _view(like: Tensor, numbers: _Numbers) -> Unpacked:
+    def _view(like: Tensor, lazy: _Lazy) -> Unpacked:
         found = Tensor._make_wrapper_subclass(
             Unpacked, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        found._numbers, found.owner = numbers, None
+        found._lazy, found.owner = lazy, None
         return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """What does not become an operator: it gets the memory of the numbers, or is refused."""
+        """What does not become an operator: it gets the unpacked memory, or is refused."""
         kwargs = kwargs or {}
         if isinstance(args[0] if args else None, Unpacked):
             if func is _DATA.__get__:
@@ -72,7 +73,7 @@ class Unpacked(Tensor):
             if func in _WRITING and not needs_none:
                 _refuse()
         if func in _OF_MEMORY:
-            args, kwargs = tree_map(_numbers_of, (args, kwargs))
+            args, kwargs = tree_map(_unpacked, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -83,14 +84,14 @@ class Unpacked(Tensor):
         kwargs = kwargs or {}
         if func in _SAME:
             (weight,) = args
-            return Unpacked._view(weight, weight._numbers)
+            return Unpacked._view(weight, weight._lazy)
         arguments = {argument.name: argument for argument in func._schema.arguments}
         given = [*zip(arguments.values(), args, strict=False), *((arguments[name], kwargs[name]) for name in kwargs)]
         for argument, value in given:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and any(isinstance(leaf, Unpacked) for leaf in tree_leaves(value)):
                 _refuse()
-        result = func(*tree_map(_numbers_of, args), **tree_map(_numbers_of, kwargs))
+        result = func(*tree_map(_unpacked, args), **tree_map(_unpacked, kwargs))
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return tree_map(_view, result)  # what is written to a view would be lost, too
         return result
@@ -100,14 +101,14 @@ def _refuse() -> None:
     raise RuntimeError(f"weights that are kept in their bits cannot be written to: {UNPACK}")
 
 
-def _numbers_of(leaf: Any) -> Any:
-    return leaf._numbers.get() if isinstance(leaf, Unpacked) else leaf
+def _unpacked(leaf: Any) -> Any:
+    return leaf._lazy.get() if isinstance(leaf, Unpacked) else leaf
 
 
 def _view(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, Unpacked):
         return leaf
-    return Unpacked._view(leaf, _Numbers(lambda: leaf))
+    return Unpacked._view(leaf, _Lazy(lambda: leaf))
 
 
 _DATA: Any = Tensor.data

@@ -3,12 +3,13 @@
 Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format
 of GPTQ instead (`gptq_format.py`), version 1.
 
-A layer of `pack-quantized` with [outputs, inputs] has these tensors in place of its weight:
+A layer of `pack-quantized` with [N, K] has these tensors in place of its weight:
 
-- `weight_packed`: int32 [outputs, inputs * bits / 32], the numbers of a row next to each other, the first in the lowest
-  bits; a last word that is not full ends in zeros;
-- `weight_scale`: [outputs, groups];
-- `weight_zero_point`, only of asymmetric weights: int32 [outputs * bits / 32, groups], packed along the outputs;
+- `weight_packed`: int32 [N, K * bits / 32], the values of a row next to each other, the first in the lowest bits; a
+last
+  word that is not full ends in zeros;
+- `weight_scale`: [N, groups];
+- `weight_zero_point`, only of asymmetric weights: int32 [N * bits / 32, groups], packed along N;
 - `weight_shape`: int64 [2].
 """
 
@@ -29,23 +30,23 @@ from fastgen.keep_bits import IN_CONFIG
 from fastgen.quantization.calibration import Quantised
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gptq_format import GPTQ
-from fastgen.quantization.grouped import GroupedWeight, check
+from fastgen.quantization.quantized_tensor import QuantizedTensor, check
 from fastgen.quantization.rtn import Kind
 
 _BEGINNING = "fastgen"  # the key of the metadata that block files have
 
 
-def tensors(weight: GroupedWeight) -> dict[str, Tensor]:
+def tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
     """The tensors of a quantised weight.
 
     Raises:
-        ValueError: the format cannot hold it: it has minimums, or its inputs are in another order.
+        ValueError: the format cannot hold it: it has mins, or another order of in_features.
     """
     check(weight)
-    if weight.minimums is not None or weight.order is not None:
-        raise ValueError("compressed-tensors has no minimums, and no order of inputs")
+    if weight.mins is not None or weight.order is not None:
+        raise ValueError("compressed-tensors has no mins, and no order of in_features")
     found = PackQuantized().write(weight)
-    del found["weight_g_idx"]  # inputs are in their order
+    del found["weight_g_idx"]  # in_features are in their order
     if weight.zeros is None:
         del found["weight_zero_point"]
     return found
@@ -54,7 +55,7 @@ def tensors(weight: GroupedWeight) -> dict[str, Tensor]:
 class PackedLinear(nn.Module):
     """Holds the tensors of a quantised linear layer under the names that they are saved by. It cannot be called."""
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None, as_gptq: bool = False) -> None:
+    def __init__(self, weight: QuantizedTensor, bias: Tensor | None, as_gptq: bool = False) -> None:
         super().__init__()
         for name, tensor in (GPTQ().write(weight) if as_gptq else tensors(weight)).items():
             self.register_buffer(name, tensor)
@@ -125,7 +126,7 @@ def save_block(path: Path, layers: Mapping[str, Quantised]) -> None:
     parts: dict[str, Tensor] = {}
     about = {}
     for name, (weight, error) in layers.items():
-        kept = {"numbers": weight.numbers, "scales": weight.scales, "zeros": weight.zeros}
+        kept = {"qweight": weight.qweight, "scales": weight.scales, "zeros": weight.zeros}
         parts |= {f"{name}.{part}": tensor.contiguous() for part, tensor in kept.items() if tensor is not None}
         about[name] = {"bits": weight.bits, "group_size": weight.group_size, "error": error}
     save_file(parts, path, metadata={_BEGINNING: json.dumps(about)})
@@ -143,9 +144,9 @@ def load_block(path: Path) -> dict[str, Quantised]:
             names = set(file.keys())
             found = {}
             for name, values in about.items():
-                numbers, scales = (file.get_tensor(f"{name}.{part}") for part in ("numbers", "scales"))
+                qweight, scales = (file.get_tensor(f"{name}.{part}") for part in ("qweight", "scales"))
                 zeros = file.get_tensor(f"{name}.zeros") if f"{name}.zeros" in names else None
-                weight = GroupedWeight(numbers, scales, zeros, None, values["bits"], values["group_size"], None)
+                weight = QuantizedTensor(qweight, scales, zeros, None, values["bits"], values["group_size"], None)
                 check(weight)
                 found[name] = Quantised(weight, float(values["error"]))
             return found

@@ -27,32 +27,10 @@ def test_rows_are_measured_and_agree(capsys):
     assert [line.split()[1] for line in lines[2:]] == ["minilm", "latency-10", "int8"]
 
 
-def test_the_installed_model_is_the_default(monkeypatch):
-    def unpacked(folder):
-        encoders.minilm(None, 1).save_pretrained(folder)
-        return folder
-
-    monkeypatch.setattr(encoders, "unpacked", unpacked)
-    seen, minilm = [], encoders.minilm
-    monkeypatch.setattr(
-        encoders, "minilm", lambda folder, layers: seen.append((folder, layers)) or minilm(folder, layers)
-    )
-    assert encoders.main([*_HERE[:-2], "--only", "latency-10"]) == 0
-    assert [layers for folder, layers in seen if folder] == [None]
-
-
 def test_the_row_of_int8_says_why_there_is_none(capsys, monkeypatch):
     monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *arguments: f"no {precision} here")
     assert encoders.main([*_HERE, "--texts", "3", "--only", "int8"]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == ["| int8 of FastGen | not measured: no int8 here | | |"]
-
-
-def test_other_results_are_noticed(monkeypatch):
-    run = encoder_sides.run
-    monkeypatch.setattr(
-        encoder_sides, "run", lambda model, some, side: [x + (side == "FastGen") for x in run(model, some, side)]
-    )
-    assert encoders.main([*_HERE, "--texts", "2", "--only", "minilm"]) == 1
 
 
 def test_nan_is_another_result(monkeypatch):
@@ -128,21 +106,6 @@ def test_other_results_of_another_library_are_an_error(monkeypatch, added):
     monkeypatch.setattr(encoder_sides, "make", Side)
     with pytest.raises(RuntimeError, match="results of OpenVINO differ"):
         encoders.compared(None, [], ["Transformers", "OpenVINO", "FastGen"], 1)
-
-
-def test_no_process_is_left_where_a_model_cannot_be_saved(other_library, monkeypatch):
-    def fail(*arguments):
-        raise OSError("no space left")
-
-    processes, start = [], elsewhere.subprocess.Popen
-    monkeypatch.setattr(
-        elsewhere.subprocess, "Popen", lambda *args, **kwargs: processes.append(start(*args, **kwargs)) or processes[0]
-    )
-    model, some = encoders.minilm(None, 1), encoders.batches([3], 1)
-    monkeypatch.setattr(type(model), "save_pretrained", fail)
-    with pytest.raises(OSError, match="no space left"):
-        encoder_sides.make("OpenVINO", model, some)
-    assert processes[0].poll() is not None
 
 
 def test_texts_are_about_as_long_as_asked_for():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +19,7 @@ from tests.benchmarks.tiny_gpu import GENERATION, ON_CPU, WORKLOADS, tiny
 from tests.pipeline import tiny as pipeline_models
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GENERATION)
 def test_generation_in_half_precision(name):
     work = WORKLOADS[name]
@@ -79,11 +79,6 @@ def test_lengths(lengths):
     assert lengths(32, 8).max() == 8
 
 
-def test_news_are_as_long_as_news_are():
-    found = news_lengths(1000, 10**6).double()
-    assert found.mean() == pytest.approx(910, rel=0.02) and found.std() == pytest.approx(455, rel=0.1)
-
-
 class TestHalfPrecision:
     @pytest.fixture
     def run(self, tmp_path):
@@ -104,13 +99,6 @@ class TestHalfPrecision:
         assert 0 <= record.same["fastgen, bf16"] <= 1 and len(record.backends) == 6
         assert all(target["measured"] is not None for target in record.targets)
         assert [note.partition(":")[0] for note in record.notes] == ["fp32", "fp16", "bf16"]
-
-    def test_a_package_that_is_missing_costs_its_rows(self, run, monkeypatch):
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sacrebleu" else find(name))
-        record = run(dtypes=("fp32", "bf16"))
-        assert record.errors == [] and record.skipped == {"bleu": "sacrebleu is not installed"}
-        assert "rouge bf16" in record.metrics and "bleu bf16" not in record.metrics
 
     def test_other_outputs_in_float32_are_noticed(self, run, monkeypatch):
         read = Path.read_text

@@ -133,36 +133,6 @@ def test_chart_of_tokens_per_second_says_what_it_shows(tmp_path):
     assert list(shown["Title of b"]) == ["transformers", "openvino", "fastgen"]  # as in the tables
 
 
-def test_charts_cut_nothing(tmp_path):
-    """Nothing touches the edge, however long a title is and however far a bar reaches."""
-    image = pytest.importorskip("PIL.Image")
-    sizes = {"batch": 3, "new_tokens": 4, "options": {}}
-    records = [
-        record("a name of a workload that is much longer than its part of the chart is wide " * 2, parameters=sizes)
-    ]
-    records.append(record("far", 1e-4, parameters=sizes, group="generation"))
-    path = tmp_path / "chart.png"
-    path.write_bytes(chart.rates_png(ABOUT, records))
-    with image.open(path) as opened:
-        picture = opened.convert("L")
-    width, height = picture.size
-    for edge in ((0, 0, width, 5), (0, height - 5, width, height), (0, 0, 5, height), (width - 5, 0, width, height)):
-        assert picture.crop(edge).getextrema() == (255, 255), edge
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        ("openvino", "OpenVINO"),
-        ("openvino-int8", "OpenVINO, int8"),
-        ("fastgen-hooks", "FastGen, no captured step"),
-        ("x", "x"),
-    ],
-)
-def test_charts_name_libraries_as_they_spell_themselves(backend, name):
-    assert chart._shown(backend) == name
-
-
 def test_results_from_before_there_were_further_backends(tmp_path):
     Results(tmp_path, ABOUT, []).add(record("a"))
     data = json.loads((tmp_path / "results.json").read_text())

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 import fastgen
 from benchmarks import smollm2
-from benchmarks import workload as workload_module
 from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
 from benchmarks.backends.generate import Unpatched
 from benchmarks.machine import ROOT
@@ -52,6 +51,7 @@ def test_names_are_different_and_some_are_quick():
     assert {"bart-base-b4-s512", "gpt2-b4-p512", "no-repeat-ngram-64", "pipeline-100", "import"} <= quick
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", _GENERATION)
 def test_options_are_accepted_and_nothing_ends_early(name):
     workload = tiny(name)
@@ -94,16 +94,6 @@ def test_memory_in_paired_processes():
     # 2 layers, keys and values, 16 rows of source and of 4 generated tokens, in float32.
     assert record.memory["transformers"]["kv_bytes_at_end"] == 2 * 2 * 16 * (512 + 5) * 64 * 4
     assert record.metrics["kv_ratio"] < 0.3
-
-
-def test_a_failure_in_the_memory_process_keeps_the_times(monkeypatch):
-    def fail(workload, backend, device, threads):
-        raise RuntimeError(f"no memory for {backend}")
-
-    monkeypatch.setattr(workload_module.memory, "measure_in_process", fail)
-    record = run_workload(tiny("gpt2-b4-p512", memory=True), Context(threads=1))
-    assert record.errors == ["no memory for transformers", "no memory for fastgen"] and record.status == "failed"
-    assert record.metrics["ratio"] > 0 and record.identical is True
 
 
 def test_other_tokens_are_noticed(monkeypatch):
@@ -207,11 +197,6 @@ def test_pipeline_reads_the_report(tmp_path, monkeypatch):
     assert [target["met"] for target in record.targets] == [True, False, True]
 
 
-def test_pipeline_says_what_is_missing(tmp_path):
-    record = run_workload(replace(_ALL["pipeline-100"], model=tmp_path / "nowhere"), Context())
-    assert record.status == "failed" and "nowhere is missing" in record.errors[0]
-
-
 def test_import_reports_the_difference(monkeypatch):
     from benchmarks.workloads import imports
 
@@ -278,25 +263,19 @@ def test_an_interruption_keeps_what_was_done(monkeypatch, tmp_path):
     assert [each["name"] for each in json.loads(path.read_text())["workloads"]] == ["good"]
 
 
-def test_list(capsys):
-    assert main(["--list"]) == DONE
-    assert "bart-base-b16-s1024" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_real_calls_are_measured_one_by_one(dtype, monkeypatch):
+def test_real_calls_are_measured_one_by_one(monkeypatch):
     monkeypatch.delenv(smollm2.VARIABLE, raising=False)
     calls = (
         real_calls.Call("kjv-gpt2", 2, 3, {"num_beams": 2}),
         real_calls.Call("kjv-bart", 1, 3, {"do_sample": True}),
         real_calls.Call("smollm2", 1, 3, {}),
     )
-    workload = replace(_ALL[f"real-calls-{dtype}"], calls=calls, repeated_for=0.0, repetitions=1)
+    workload = replace(_ALL["real-calls-float32"], calls=calls, repeated_for=0.0, repetitions=1)
     record = run_workload(workload, Context(threads=1))
     assert record.errors == [] and list(record.skipped) == ["smollm2"]
     assert set(record.parameters["ratios"]) == {str(call) for call in calls[:2]}
     assert record.metrics["slowest"] == pytest.approx(min(record.parameters["ratios"].values()), abs=1e-3)
-    assert record.identical is (True if dtype == "float32" else None)
+    assert record.identical is True
     json.dumps(record.to_json())
 
 
@@ -337,21 +316,11 @@ def test_chat(workload, tmp_path, monkeypatch):
     assert lengths.shape == (4,) and lengths.min() < lengths.max() == inputs["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_chat_with_weights_of_bfloat16(batch, tmp_path, monkeypatch):
-    llama_small(**CONFIGS["llama"]).save_pretrained(tmp_path)
-    monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path))
-    model = _ALL[f"smollm2-b{batch}-from-bfloat16"].make_model(torch.device("cpu"))
-    for weight, wanted in zip(model.parameters(), smollm2_chat.smollm2_instruct().parameters(), strict=True):
-        assert weight.dtype is torch.float32 and torch.equal(weight, wanted.bfloat16().float())
-
-
-@pytest.mark.parametrize("batch", [1, 16])
-def test_a_chat_in_float32_has_weights_that_need_32_bits(batch, tmp_path, monkeypatch):
+def test_a_chat_in_float32_has_weights_that_need_32_bits(tmp_path, monkeypatch):
     """FastGen would read others in the bits that they need, and the row would compare these with float32."""
     llama_small(**CONFIGS["llama"]).bfloat16().float().save_pretrained(tmp_path)
     monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path))
-    work = _ALL[f"smollm2-b{batch}"]
+    work = _ALL["smollm2-b1"]
     assert "32-bit weights" in work.title
     for weight in work.make_model(torch.device("cpu")).parameters():
         assert weight.dtype is torch.float32 and not torch.equal(weight, weight.bfloat16().float())

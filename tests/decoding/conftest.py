@@ -8,3 +8,16 @@ import pytest
 @pytest.fixture(autouse=True)
 def layers_are_the_librarys(tests_are_the_librarys: None) -> None:
     """See above."""
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU runs. Triton's kernels take a hundred times as long in their interpreter; tests/ops/gpu has them."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.fixture(params=["kernels of the CPU", "Triton's kernels"])
+def each_backend(request: pytest.FixtureRequest, kernels_of_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the few tests that show that both are called alike."""
+    if request.param == "Triton's kernels":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")

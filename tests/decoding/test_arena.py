@@ -56,12 +56,6 @@ def test_buffers_in_use_do_not_overlap(buffers: dict[int, Buffer], chunks: list[
         assert needed_at_once(buffers) <= further <= sum(aligned(buffer.size) for buffer in buffers.values())
 
 
-@given(buffers=BUFFERS)
-def test_a_plan_fits_into_its_own_memory_again(buffers: dict[int, Buffer]) -> None:
-    spots, size = plan(buffers)
-    assert plan(buffers, [size]) == (spots, 0)
-
-
 def test_the_smallest_gap_that_is_large_enough() -> None:
     """Three large ones leave gaps of 640, 128 and 256 bytes to two small ones, once those between them are gone."""
     between = {10: Buffer(640, 0, 0), 11: Buffer(128, 0, 0), 12: Buffer(256, 0, 0)}
@@ -111,12 +105,6 @@ def test_chunks_are_used_again() -> None:
     assert (memory.allocations, memory.nbytes) == (2, LEAST_CHUNK + 3 * size)
     assert third[1] == (first[0][0], 0) and third[0] == third[2] and third[0][1] == 0
     assert memory.place({}) == {} and memory.allocations == 2
-
-
-def test_small_programs_leave_room_for_others() -> None:
-    memory = Arena()
-    kept = [memory.place({0: Buffer(size, 0, 0)}) for size in (100, 100_000, LEAST_CHUNK, 1)]
-    assert len({kept[i][0] for i in range(4)}) == 1 and memory.nbytes == LEAST_CHUNK
 
 
 def test_a_chunk_goes_with_the_last_program_in_it() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.decoding import graph_passes
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding import graph_passes

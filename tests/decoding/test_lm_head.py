@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import weakref
 
 import pytest
 import torch
@@ -45,18 +44,6 @@ def layers() -> list[cache.DerivedWeight]:
     return [each for each in cache.known() if each.format.name == formats.LM_HEAD.name]
 
 
-def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
-    weight = torch.randn(600, 64)
-    first, second, other = Greedy(weight), Greedy(weight, rows=5), Greedy(torch.randn(600, 64))
-    assert len(layers()) == 2 and all(each.is_right() for each in (first, second, other))
-    del first, other
-    gc.collect()
-    assert len(layers()) == 1 and second.is_right()
-    del second
-    gc.collect()
-    assert not layers()
-
-
 @pytest.mark.parametrize("scale", [0.0, 1.0, math.nan])
 def test_a_weight_that_has_changed_between_two_calls(scale: float) -> None:
     """Also in a way that leaves no trace in torch's version counter, as optimisers and averages do."""
@@ -85,48 +72,6 @@ def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(cache.STEPS_OF_COPY - 1):
         assert greedy.is_right() and layers()[0].copy is None
     assert greedy.is_right() and layers()[0].copy is not None and greedy.is_right()
-
-
-def test_a_copy_of_a_changed_weight_must_pay_first() -> None:
-    greedy = Greedy(torch.randn(600, 64))
-    assert greedy.is_right()
-    greedy.weight.normal_()
-    with cache.call():
-        for _ in range(cache.STEPS_OF_COPY - 1):
-            assert greedy.is_right() and layers()[0].copy is None
-        assert greedy.is_right() and layers()[0].copy is not None and greedy.is_right()
-
-
-def test_without_looking_at_the_weight_again_it_would_be_wrong() -> None:
-    """What the tests above can see."""
-    greedy = Greedy(torch.randn(600, 64))
-    assert greedy.is_right()
-    greedy.weight.copy_(torch.randn(600, 64))
-    assert not all(greedy.is_right() for _ in range(20))
-
-
-def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
-    greedy = Greedy(torch.randn(600, 64))
-    with cache.call():
-        assert greedy.is_right()
-        cache.others_run()
-        with cache.call():  # of others, inside
-            greedy.weight.normal_()
-        assert all(greedy.is_right() for _ in range(20))
-    with cache.call():
-        assert all(greedy.is_right() for _ in range(2 * cache.STEPS_OF_COPY))
-        assert layers()[0].in_step() is not None
-
-
-def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    greedy, looks, look = Greedy(torch.randn(600, 64)), [], fingerprint.fingerprint
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
-    for _ in range(3):
-        with cache.call():
-            for _ in range(4):
-                with cache.call():
-                    assert greedy.is_right()
-    assert len(looks) == 3
 
 
 def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

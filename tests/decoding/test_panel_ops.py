@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastgen
-from fastgen import memory, settings
+from fastgen import settings
 from fastgen.decoding import panel_ops
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.weights import cache, formats
@@ -132,11 +132,6 @@ def test_no_copy(make: Callable[[], Step]) -> None:
     assert not known() and formats.PANELS.counted_as not in fastgen.stats()
 
 
-def test_no_copy_of_a_small_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "MIN_PANELS", OUTPUTS * INPUTS + 1)
-    assert Step(weight_of(torch.bfloat16)).call() and not known()
-
-
 def test_no_copy_where_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings(packed_weights="never"))
     Step(weight_of(torch.bfloat16)).call()
@@ -211,24 +206,6 @@ def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None
     assert step.call(cache.STEPS_OF_COPY + 3) and len(copies()) == 1
 
 
-def test_one_number_that_has_changed() -> None:
-    step = Step(weight_of(torch.bfloat16))
-    assert step.call() and copies()
-    for place in ((0, 0), (OUTPUTS - 1, INPUTS - 1)):
-        step.weights[0].data[place] += 1
-        assert step.call() and not copies()
-        assert step.call(cache.STEPS_OF_COPY)
-
-
-def test_without_looking_at_the_weight_again_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above can see."""
-    step = Step(weight_of(torch.bfloat16))
-    assert step.call()
-    monkeypatch.setattr(cache.DerivedWeight, "_validate", lambda self, call: None)
-    step.weights[0].data.normal_()
-    assert not step.call()
-
-
 def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
     step = Step(weight_of(torch.bfloat16))
     with cache.call():
@@ -238,30 +215,6 @@ def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
             step.weights[0].data.copy_(weight_of(torch.bfloat16))
         assert all(step.is_right() for _ in range(20))
     assert step.call(2 * cache.STEPS_OF_COPY) and copies()
-
-
-def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
-    weight = weight_of(torch.bfloat16)
-    first, second, other = Step(weight), Step(weight, rows=5), Step(weight_of(torch.float16))
-    assert first.call() and second.call() and other.call() and len(copies()) == 2
-    copy = weakref.ref(cache.of(weight, formats.PANELS).copy)
-    del first, other
-    assert len(copies()) == 1 and second.call() and copy() is not None
-    del second
-    assert not copies() and not known() and copy() is None
-
-
-def test_copies_take_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them together: what they have taken is not free any more."""
-    size = panels.pack(weight_of(torch.bfloat16).bfloat16()).nbytes
-    steps = [Step(weight_of(torch.bfloat16)) for _ in range(4)]
-    total = 2 * size / cache.SHARE_OF_MEMORY
-    monkeypatch.setattr(memory, "free_host_memory", lambda: total - size * len(copies()))
-    assert all(step.call() for step in steps) and len(copies()) == 2
-    del steps[:2]
-    for _ in range(cache.BACK_OFF + 2):
-        assert all(step.call(20) for step in steps)
-    assert len(copies()) == 2
 
 
 def test_a_step_with_copies_is_one_plan_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

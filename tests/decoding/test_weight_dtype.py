@@ -133,18 +133,6 @@ def test_a_changed_weight_counts(precision: str, change: object, mode: str) -> N
     assert _is_near(again, model(x))
 
 
-@pytest.mark.parametrize("view", [lambda data: data[:12], lambda data: data.t()], ids=["fewer outputs", "transposed"])
-def test_a_kept_weight_that_becomes_a_view_of_itself(precision: str, view: object) -> None:
-    """Pruning lets a parameter be a part of its own memory: the same address, and another weight."""
-    fastgen.enable(packed_weights="keep")
-    model, x = nn.Sequential(nn.Linear(20, 20, bias=False)), torch.randn(2, 20)
-    for _ in range(2):
-        with FastLayers.of(model, KINDS):
-            result = model(x)
-        assert _is_near(result, model(x))
-        model[0].weight.data = view(model[0].weight.data)
-
-
 def test_switching_while_weights_are_kept(packed: list[str]) -> None:
     for precision in PRECISIONS:
         _skip_without(precision)
@@ -186,79 +174,6 @@ def test_switching_in_the_middle_of_a_call(precision: str, packed: list[str]) ->
     assert packed == [precision] * 6  # by both
 
 
-def test_disabling_drops_kept_weights(precision: str, packed: list[str]) -> None:
-    fastgen.enable(packed_weights="keep")
-    model, x = model_of_layers(), torch.randn(2, 20)
-
-    def run() -> int:
-        with FastLayers.of(model, KINDS):
-            model(x)
-        return len(packed)
-
-    assert [run(), run()] == [3, 3]
-    fastgen.disable()
-    fastgen.enable()
-    assert run() == 6
-
-
-def test_what_is_not_a_plain_product_runs_on_the_original(precision: str, packed: list[str]) -> None:
-    model, x = nn.Sequential(nn.Linear(40, 40)), torch.randn(2, 40)
-    plain = model(x)
-    with FastLayers.of(model, KINDS):
-        with torch.enable_grad():
-            assert model(x).requires_grad
-        with torch.autocast("cpu", torch.bfloat16):
-            assert model(x).dtype is torch.bfloat16
-        with fastgen.disabled():
-            assert torch.equal(model(x), plain)
-        assert model(torch.empty(0, 40)).shape == (0, 40)
-        assert not packed
-        assert _is_near(model(x), plain) and packed == [precision]
-
-
-def test_layers_that_are_more_than_their_weight_are_left_alone(precision: str) -> None:
-    strange = [
-        nn.Linear(4, 4).double(),
-        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-        nn.utils.weight_norm(nn.Linear(4, 4)),
-        torch.ao.nn.quantized.dynamic.Linear(4, 4),
-        nn.Linear(4, 4, device="meta"),
-    ]
-    model = nn.Sequential(*strange, nn.Linear(4, 4))
-    with FastLayers.of(model, KINDS):
-        assert _precisions(model) == [None] * len(strange) + [precision]
-
-
-def test_hooks_run(precision: str) -> None:
-    model, seen = nn.Sequential(nn.Linear(40, 40)), []
-    model[0].register_forward_pre_hook(lambda layer, args: (args[0] * 2,))
-    model[0].register_forward_hook(lambda layer, args, output: seen.append(output) or output + 1)
-    x = torch.randn(2, 40)
-    expected = model(x)
-    with FastLayers.of(model, KINDS):
-        assert _is_near(model(x), expected)
-    assert len(seen) == 2
-
-
-def test_a_cast_layer_does_what_it_always_did(precision: str) -> None:
-    model, x = model_of_layers(), torch.randn(2, 20)
-    with FastLayers.of(model, KINDS):
-        model(x)
-        model.double()
-        assert torch.equal(model(x.double()), model(x.double())) and model(x.double()).dtype is torch.float64
-        with pytest.raises(RuntimeError):
-            model(x)
-
-
-def test_an_input_that_does_not_fit_is_refused_by_torch(precision: str) -> None:
-    model = nn.Sequential(nn.Linear(40, 20))
-    with pytest.raises(RuntimeError) as expected:
-        model(torch.randn(2, 41))
-    with FastLayers.of(model, KINDS), pytest.raises(RuntimeError) as found:
-        model(torch.randn(2, 41))
-    assert str(found.value) == str(expected.value)
-
-
 def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer goes on in other numbers: the result would depend on what is free."""
     monkeypatch.setattr(memory, "free_host_memory", lambda: 100)
@@ -288,16 +203,6 @@ def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkey
     assert not any("forward" in vars(layer) for layer in model)
 
 
-def test_without_the_extension_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "is_available", lambda: False)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "the extension was not built")
-    fastgen.enable(weight_dtype="bf16")
-    model = model_of_layers()
-    with FastLayers.of(model, KINDS):
-        assert _precisions(model) == [None] * 4
-    assert fastgen.stats()["bf16 weights"]["fallback"] == {"the extension was not built": 1}
-
-
 def test_status_says_that_results_are_others(precision: str) -> None:
     assert any(note.startswith(f"weight_dtype is {precision}: results") for note in fastgen.status().notes)
     assert precision in fastgen.status().operators["quantized_linear"]
@@ -313,21 +218,6 @@ def test_settings_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="packed_weights must not be never"):
         fastgen.enable(weight_dtype="int8", packed_weights="never")
     assert settings.current().weight_dtype == "fp32" and settings.current().packed_weights == "call"
-
-
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTGEN_WEIGHT_DTYPE", " INT8 ")
-    assert settings.Settings.from_environment().weight_dtype == "int8"
-    monkeypatch.delenv("FASTGEN_WEIGHT_DTYPE")
-    assert settings.Settings.from_environment().weight_dtype == "fp32"
-
-
-def test_settings_of_a_block() -> None:
-    with settings.changed(weight_dtype="int8"):
-        assert settings.current().weight_dtype == "int8"
-    with pytest.raises(KeyError), settings.changed(weight_dtype="bf16"):
-        raise KeyError
-    assert settings.current().weight_dtype == "fp32"
 
 
 def test_the_old_name_works_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ NOT_RUN = {
     "python examples/train.py ...": "trains the shipped models for ten minutes each",
     "MALLOC_MMAP_MAX_=0 ...": "the same",
     "fastgen-generate HuggingFaceTB/SmolLM2-135M-Instruct ...": "needs a model of the hub",
+    "fastgen-generate examples/models/kjv-bart sources.txt several.txt ...": "needs Ray; test_on_ray.py has such runs",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
     "python -m benchmarks.ordinary_session ...": "the same",
 }

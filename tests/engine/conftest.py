@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.ops import gpu
+from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.models import BY_NAME
 
 # Prompts of all kinds of lengths: one token, and some that are alike.
@@ -19,10 +21,13 @@ WAIT = 60
 
 
 @pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
+def enabled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps are programs, as for users: the tests have Triton's kernels interpreted otherwise."""
+    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
     fastgen.enable()
     yield
     fastgen.enable()
+    graph_cache.drop_all()
 
 
 @pytest.fixture(params=["llama", "gpt2", "bart", "t5"])

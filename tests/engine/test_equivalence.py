@@ -13,6 +13,8 @@ import fastgen
 from tests.engine.conftest import PROMPTS, alone, assert_alone
 from tests.equivalence.models import BY_NAME, EOS, PAD
 
+# With these each request has a prefill of its own.
+OWN_PREFILL = {"encoder_repetition_penalty", "exponential_decay_length_penalty"}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"num_beams": 4},
@@ -41,7 +43,8 @@ def test_in_batches(model: Any, options: dict[str, Any]) -> None:
         assert_alone(model, PROMPTS, engine.generate(PROMPTS, **options), **options)
         stats = engine.stats()
     assert stats["finished"] == len(PROMPTS) and not stats["repeated"] and not stats["failed"]
-    assert stats["batches"] < len(PROMPTS) and not stats["alone"]
+    assert stats["steps"] and not stats["alone"]
+    assert stats["batches"] < len(PROMPTS) or not OWN_PREFILL.isdisjoint(options)
 
 
 def test_an_end_at_the_first_step(model: Any) -> None:
@@ -97,7 +100,7 @@ def test_sampling_draws_what_a_call_of_its_own_draws(model: Any) -> None:
     with fastgen.Engine(model) as engine:
         futures = [engine.submit(prompt, seed=seed, **options) for seed, prompt in enumerate(PROMPTS)]
         results = [future.result() for future in futures]
-        assert engine.stats()["alone"] == {"sampling": len(PROMPTS)}
+        assert engine.stats()["steps"] and not engine.stats()["alone"]
     for seed, (prompt, result) in enumerate(zip(PROMPTS, results, strict=True)):
         torch.manual_seed(seed)
         assert torch.equal(result, alone(model, prompt, **options))
@@ -169,7 +172,6 @@ def test_prompt_lookup_and_other_modes(llama: Any) -> None:
     for options in ({"prompt_lookup_num_tokens": 3}, {"max_time": 1e9}, {"guidance_scale": 1.5}):
         with fastgen.Engine(llama) as engine:
             assert_alone(llama, PROMPTS[:3], engine.generate(PROMPTS[:3], **options), **options)
-            assert sum(engine.stats()["alone"].values()) == 3
 
 
 @pytest.mark.parametrize("name", ["whisper", "led", "prophetnet", "bloom", "mixtral", "mistral-short-window"])
@@ -184,7 +186,7 @@ def test_other_models(name: str, options: dict[str, Any]) -> None:
     with fastgen.Engine(family.build()) as engine:
         assert_alone(family.build(), inputs, engine.generate(inputs, **options), **options)
         if name in ("led", "prophetnet"):  # nobody has tested them with padding
-            assert engine.stats()["batches"] == len(set(map(len, PROMPTS)))
+            assert engine.stats()["batches"] - engine.stats()["repeated"] == len(set(map(len, PROMPTS)))
 
 
 def test_a_model_whose_rows_depend_on_each_other(llama: Any) -> None:

@@ -21,14 +21,17 @@ from tests.models.tiny_unilm import CLS, PAD, SEP, SHAPE, VOCABULARY, batch, pla
 LENGTHS = (12, 40, 7, 33)
 
 
-@pytest.fixture(params=["plain", "with FastGen"], autouse=True)
+@pytest.fixture(params=["plain", "with FastGen"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Every test runs on the library's own code and on FastGen's, which shares a prefix however small."""
+    """On the library's own code and on FastGen's, which shares a prefix however small."""
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_SHARED_PREFIX", 1)
     fastgen.enable()
     with fastgen.disabled() if request.param == "plain" else nullcontext():
         yield request.param
+
+
+both_ways = pytest.mark.usefixtures("way")
 
 
 def plain_greedy(model: UniLMForSeq2SeqLM, source: list[int], steps: int) -> list[int]:
@@ -48,6 +51,7 @@ def targets(generated: Tensor) -> list[list[int]]:
     return rows
 
 
+@both_ways
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_scores_of_each_step(side: str, use_cache: bool) -> None:
@@ -68,6 +72,7 @@ def test_scores_of_each_step(side: str, use_cache: bool) -> None:
     assert len({tuple(row) for row in made}) == len(rows), "the model says the same for every source"
 
 
+@both_ways
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_greedy(side: str) -> None:
     model, rows = tiny_model(end=3.0), sources(*LENGTHS)
@@ -76,6 +81,7 @@ def test_greedy(side: str) -> None:
     assert targets(model.generate(**batch(rows, side), max_new_tokens=12)) == expected
 
 
+@both_ways
 def test_beam_search_that_keeps_everything_finds_the_best() -> None:
     words = 14
     model = tiny_model(vocab_size=words)
@@ -91,6 +97,7 @@ def test_beam_search_that_keeps_everything_finds_the_best() -> None:
         assert tuple(row[1:]) == max(scores, key=scores.__getitem__)
 
 
+@both_ways
 def test_samples_are_drawn_from_the_scores() -> None:
     model, rows, steps = tiny_model(), sources(8, 36), 6
     torch.manual_seed(5)
@@ -115,12 +122,14 @@ def test_samples_are_drawn_from_the_scores() -> None:
     assert len({tuple(row) for row in made}) == 6
 
 
+@both_ways
 def test_an_end_at_the_first_step() -> None:
     model = tiny_model(end=100.0)
     for options in ({}, {"num_beams": 3}, {"do_sample": True}):
         assert model.generate(**batch(sources(9, 34)), max_new_tokens=5, **options)[:, :2].tolist() == [[PAD, SEP]] * 2
 
 
+@both_ways
 def test_a_target_that_is_given_is_continued() -> None:
     model, rows = tiny_model(), sources(10, 35)
     start = torch.tensor([[PAD, 20, 21, 22], [PAD, 30, 31, 32]])
@@ -143,6 +152,7 @@ def test_several_tokens_behind_a_cache() -> None:
     torch.testing.assert_close(output.logits[0, 0].double(), plain_logits(model, source, [9, 8, 7]), atol=2e-4, rtol=0)
 
 
+@both_ways
 def test_what_a_tokenizer_of_bert_gives() -> None:
     model, inputs = tiny_model(), batch(sources(10, 30))
     expected = model.generate(**inputs, max_new_tokens=6, num_beams=2)
@@ -420,6 +430,7 @@ def test_paths_without_weights(tmp_path) -> None:
 # ---- what cannot be done
 
 
+@both_ways
 def test_more_positions_than_there_are() -> None:
     model, rows = tiny_model(max_position_embeddings=32), sources(30, 8)
     with pytest.raises(ValueError, match="have 33 positions together, but the model has 32"):

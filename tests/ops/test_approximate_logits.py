@@ -1,4 +1,4 @@
-"""The largest output of a layer against the argmax of all: ties, near ties, bans, numbers that are none, bounds."""
+"""The argmax of a layer against the argmax of all: ties, near ties, bans, numbers that are none, bounds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ sizes = {
     has_bias=st.booleans(),
     ban=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, tiny, has_bias, ban):
     """Lines that are equal up to a little: the largest one can be told only from the weight itself."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, 
 
 
 @given(**sizes, outliers=st.sampled_from([0.0, 0.05]))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, count))
@@ -107,7 +107,7 @@ def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
     share=st.sampled_from([0.0, 1e-6, 1e-3, 0.3]),
     ban=st.sampled_from([0.0, 0.9, 1.0]),
 )
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_a_second_one_that_is_near(rows, inputs, count, seed, apart, share, ban):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator)
@@ -127,13 +127,6 @@ def test_a_second_one_that_is_near(rows, inputs, count, seed, apart, share, ban)
     assert torch.equal(is_near, near)
 
 
-def test_most_outputs_are_not_computed():
-    generator = torch.Generator().manual_seed(3)
-    x, weight = torch.randn(5, 256, generator=generator), torch.randn(20000, 256, generator=generator)
-    tokens, computed = found(x, weight)
-    assert torch.equal(tokens, wanted(x, weight)) and computed < 500
-
-
 def test_without_bounds_another_one_is_found():
     """What the tests above can see: estimates alone are not good enough."""
     generator = torch.Generator().manual_seed(4)
@@ -143,13 +136,6 @@ def test_without_bounds_another_one_is_found():
     spoilt = copy._replace(norms=torch.zeros_like(copy.norms))
     assert torch.equal(found(x, weight, copy=copy)[0], wanted(x, weight))
     assert not torch.equal(found(x, weight, copy=spoilt)[0], wanted(x, weight))
-
-
-def test_equal_outputs():
-    weight = torch.full((3000, 40), 0.5)
-    tokens, computed = found(torch.ones(2, 40), weight)
-    assert tokens.tolist() == [0, 0] and computed == 6000
-    assert found(torch.zeros(2, 40), torch.randn(3000, 40))[0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3e38])
@@ -214,7 +200,7 @@ def test_what_does_not_fit():
 
 
 @pytest.mark.parametrize("inputs, count", [(64, 700), (576, 3000), (200, 1000)])
-def test_a_rough_copy_finds_most_of_them(inputs, count):
+def test_a_likely_copy_finds_most_of_them(inputs, count):
     """And computes few outputs for it. The estimates alone find fewer."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (400, count))
@@ -227,7 +213,7 @@ def test_a_rough_copy_finds_most_of_them(inputs, count):
     assert computed < len(x) * count / 20
 
 
-def test_no_rough_copy_of_what_is_infinite():
+def test_no_likely_copy_of_what_is_infinite():
     weight = torch.randn(64, 64)
     weight[3, 5] = math.inf
     assert approximate_logits.likely_copy(weight) is None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastgen.ops import attention
 from fastgen.ops.attention import (
+    composed,
     on_cpu,
     reference,
     shared_prefix_attention,
@@ -24,74 +23,6 @@ from tests.ops.instructions import instruction_set
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 KERNEL_TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-shapes = st.fixed_dictionaries(
-    {
-        "batch": st.integers(1, 3),
-        "per_input": st.integers(1, 5),
-        "kv_heads": st.integers(1, 3),
-        "group": st.integers(1, 4),
-        "queries": st.integers(1, 3),
-        "prefix": st.integers(1, 40),
-        "suffix": st.integers(0, 9),
-        "dim": st.sampled_from([1, 8, 32, 80]),
-        "value_dim": st.sampled_from([1, 8, 64]),
-        "mask": st.sampled_from(["none", "bool", "additive", "per head"]),
-        "scale": st.sampled_from([None, 1.0, 0.3]),
-        "seed": st.integers(0, 2**31),
-    }
-)
-
-
-def draw(case, dtype, device):
-    """Random inputs in `dtype`, and the repeated keys and values, of the shapes that `case` describes."""
-    generator = torch.Generator().manual_seed(case["seed"])
-
-    def tensor(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-    rows, heads = case["batch"] * case["per_input"], case["kv_heads"] * case["group"]
-    query = tensor(rows, heads, case["queries"], case["dim"])
-    parts = []
-    for width in (case["dim"], case["value_dim"]):
-        prefix = tensor(case["batch"], case["kv_heads"], case["prefix"], width)
-        suffix = tensor(rows, case["kv_heads"], case["suffix"], width) if case["suffix"] else None
-        full = prefix.repeat_interleave(case["per_input"], dim=0)
-        parts.append((prefix, suffix, full if suffix is None else torch.cat([full, suffix], dim=2)))
-    length = case["prefix"] + case["suffix"]
-    mask = None
-    if case["mask"] == "bool":
-        mask = torch.rand(rows, 1, case["queries"], length, generator=generator).to(device) > 0.4
-        mask[..., 0] = True
-    elif case["mask"] != "none":
-        mask = tensor(rows, 1 if case["mask"] == "additive" else heads, case["queries"], length)
-    return query, *parts, mask
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@given(case=shapes)
-@settings(max_examples=60, deadline=None)
-def test_equals_attention_on_the_full_tensors(case, dtype, device):
-    query, (pk, sk, keys), (pv, sv, values), mask = draw(case, dtype, device)
-    # With large scores the rounding of half-precision scores, not the operator, decides the result.
-    scale = case["scale"] if dtype.itemsize > 2 else None
-    exact = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    expected = F.scaled_dot_product_attention(
-        query.double(), keys.double(), values.double(), attn_mask=exact, scale=scale, enable_gqa=True
-    )
-    result = shared_prefix_attention(query, pk, pv, sk, sv, mask=mask, scale=scale)
-    assert result.dtype == dtype and result.shape == expected.shape
-    torch.testing.assert_close(result.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@given(case=shapes)
-@settings(max_examples=40, deadline=None)
-def test_scores_and_context_equal_products_with_the_full_tensors(case, device):
-    query, (pk, sk, keys), (pv, sv, values), _ = draw(case, torch.float64, device)
-    keys, values = (full.repeat_interleave(case["group"], dim=1) for full in (keys, values))
-    scores = shared_prefix_scores(query, pk, sk)
-    torch.testing.assert_close(scores, query @ keys.transpose(-1, -2))
-    torch.testing.assert_close(shared_prefix_context(scores, pv, sv), scores @ values)
-
 
 def test_a_row_that_may_attend_to_nothing_gives_zeros(device):
     query = torch.randn(4, 2, 1, 8, device=device)
@@ -101,16 +32,6 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros(device):
     result = shared_prefix_attention(query, prefix, prefix, mask=mask)
     assert torch.equal(result[1], torch.zeros_like(result[1]))
     assert result.isfinite().all()
-
-
-def test_inputs_are_left_alone(device):
-    tensors = [torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(4, 2, 3, 8)]
-    query, pk, pv, suffix = (tensor.to(device) for tensor in tensors)
-    mask = torch.randn(4, 1, 1, 8, device=device)
-    before = [tensor.clone() for tensor in (query, pk, pv, suffix, mask)]
-    shared_prefix_attention(query, pk, pv, suffix, suffix, mask=mask)
-    for tensor, old in zip((query, pk, pv, suffix, mask), before, strict=True):
-        assert torch.equal(tensor, old)
 
 
 # ---- the operator: every instruction set that the kernel is compiled for, and the reference
@@ -232,7 +153,7 @@ def problems(draw):
 
 
 class TestOperator:
-    @settings(max_examples=300)
+    @settings(max_examples=120)
     @given(problem=problems())
     def test_any_problem(self, operator, problem):
         args, kwargs = problem
@@ -250,20 +171,21 @@ class TestOperator:
             if old is not None:
                 torch.testing.assert_close(argument, old, rtol=0, atol=0)
 
-    @pytest.mark.parametrize("kind", ["bool", "additive"])
-    @pytest.mark.parametrize("broadcast", list(itertools.product([False, True], repeat=4)))
-    def test_masks_of_every_broadcast_shape(self, operator, kind, broadcast):
-        query, pk, pv = torch.randn(6, 4, 2, 16), torch.randn(2, 2, 70, 16), torch.randn(2, 2, 70, 24)
-        sk, sv = torch.randn(6, 2, 5, 16), torch.randn(6, 2, 5, 24)
-        shape = [1 if one else size for one, size in zip(broadcast, (6, 4, 2, 75), strict=True)]
-        mask = torch.rand(shape) < 0.7
-        if kind == "additive":
-            mask = torch.randn(shape).masked_fill_(~mask, -math.inf)
-        for end in (70, 75):
-            part = mask if mask.shape[-1] == 1 else mask[..., :end]
-            suffix = (sk, sv) if end == 75 else (None, None)
-            result = operator(query, pk, pv, *suffix, part)
-            torch.testing.assert_close(result.double(), expected(query, pk, pv, *suffix, part), rtol=2e-5, atol=2e-5)
+    @settings(max_examples=100)
+    @given(problem=problems(), wide=st.booleans())
+    def test_any_problem_in_operations_of_torch(self, problem, wide):
+        """What hooks do where the kernel does not pay, in float64 too."""
+        args, kwargs = problem
+        assume(args[1].shape[2])
+        if wide:
+            args = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+        dtype, wanted = args[0].dtype, expected(*args, **kwargs)
+        result = composed(*args, **kwargs)
+        assert result.dtype == dtype and result.shape == wanted.shape
+        # Scores of half precision are rounded, which decides where they are large.
+        if dtype.itemsize > 2 or args[6] != 1.0:
+            tolerance = TOLERANCE[dtype] * (3 if dtype.itemsize == 2 else 1)
+            torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
 
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1e2, 1e4, 1e18])
     def test_is_stable(self, operator, magnitude):
@@ -290,21 +212,6 @@ class TestOperator:
         assert float(((result - wanted) / wanted).abs().max()) < 4 * 2**-24
         far = operator(torch.tensor([-88.0, -1e3, -1e38]).view(-1, 1, 1, 1), pk, pv, None, None, None, 1.0)
         assert far.max() <= 1e-38
-
-    def test_a_query_that_may_attend_to_nothing_gives_zeros(self, operator):
-        query, prefix, suffix = torch.randn(6, 2, 2, 8), torch.randn(2, 2, 70, 8), torch.randn(6, 2, 3, 8)
-        for dtype in (torch.bool, torch.float32):
-            mask = torch.rand(6, 1, 2, 73) < 0.5
-            mask[1], mask[3, :, 1], mask[4, ..., :70] = False, False, False
-            nothing = ~mask.any(-1).expand(6, 2, 2)
-            if dtype == torch.float32:
-                mask = torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
-            result = operator(query, prefix, prefix, suffix, suffix, mask)
-            assert torch.equal(result[nothing], torch.zeros_like(result[nothing]))
-            assert result.isfinite().all()
-            torch.testing.assert_close(
-                result.double(), expected(query, prefix, prefix, suffix, suffix, mask), rtol=2e-5, atol=2e-5
-            )
 
     def test_nan_and_infinity_are_those_of_softmax(self, operator):
         query, prefix, suffix = torch.ones(4, 1, 1, 4), torch.rand(2, 1, 70, 4), torch.rand(4, 1, 3, 4)
@@ -333,77 +240,31 @@ class TestOperator:
             part[0, :, :128] = math.nan
         assert torch.equal(operator(query, *padded, None, None, mask), operator(query, keys, values, None, None, mask))
 
-    @pytest.mark.parametrize(
-        ("batch", "kv_heads", "prefix", "suffix"), [(1, 1, 1000, 3), (1, 2, 40, 200), (5, 12, 300, 7), (2, 3, 0, 9)]
-    )
-    def test_any_number_of_threads_gives_the_same(self, operator, batch, kv_heads, prefix, suffix):
-        if operator is reference:
-            pytest.skip("products of torch depend on the number of threads")
-        query = torch.randn(batch * 4, kv_heads * 2, 1, 64)
-        parts = [torch.randn(batch, kv_heads, prefix, 64) for _ in "kv"]
-        parts += [torch.randn(batch * 4, kv_heads, suffix, 64) for _ in "kv"]
-        before = torch.get_num_threads()
-        results = []
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                results.append(operator(query, *parts))
-        finally:
-            torch.set_num_threads(before)
-        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-        torch.testing.assert_close(results[0].double(), expected(query, *parts), rtol=2e-5, atol=2e-5)
-
-    def test_every_element_is_written_and_nothing_else(self, operator):
-        """Memory that is given out again still has its old contents: NaN, of which none may be left."""
-        query, pk = torch.randn(6, 3, 1, 40), torch.randn(2, 3, 70, 40)
-        for _ in range(20):
-            freed = torch.full((6, 3, 1, 33), math.nan)
-            del freed
-            assert operator(query, pk, torch.randn(2, 3, 70, 33), None, None).isfinite().all()
-
     def test_empty_dimensions(self, operator):
         for rows, heads, queries, value_dim in [(0, 2, 1, 4), (4, 2, 0, 4), (4, 2, 1, 0)]:
             query, pk = torch.randn(rows, heads, queries, 8), torch.randn(rows // 2, 2, 5, 8)
             result = operator(query, pk, torch.randn(rows // 2, 2, 5, value_dim), None, None)
             assert result.shape == (rows, heads, queries, value_dim)
 
-    @pytest.mark.parametrize(
-        ("change", "said"),
-        [
-            ({0: torch.zeros(5, 4, 1, 8)}, "must be a multiple of"),
-            ({0: torch.zeros(4, 3, 1, 8)}, "must be a multiple of"),
-            ({0: torch.zeros(4, 4, 8)}, "query must be"),
-            ({1: torch.zeros(2, 2, 5, 9)}, "prefix"),
-            ({2: torch.zeros(2, 2, 6, 8)}, "prefix"),
-            ({2: torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, "prefix_values must"),
-            ({3: None}, "both keys and values"),
-            ({4: torch.zeros(4, 2, 2, 8)}, "suffix"),
-            ({3: torch.zeros(2, 2, 3, 8)}, "suffix"),
-            ({5: torch.zeros(4, 1, 1, 7)}, "mask"),
-            ({5: torch.zeros(1, 4, 1, 1, 8)}, "mask"),
-            ({5: torch.zeros(1, dtype=torch.int64)}, "mask must be"),
-            ({"ancestry": torch.zeros(4, 2, dtype=torch.int32)}, "ancestry"),
-            ({"ancestry": torch.zeros(4, 3, dtype=torch.int64)}, "ancestry"),
-        ],
-    )
-    def test_wrong_arguments(self, operator, change, said):
-        if operator is reference:
-            pytest.skip("the reference is given what fits")
-        right = [torch.zeros(4, 4, 1, 8), *[torch.zeros(2, 2, 5, 8) for _ in "kv"]]
-        right += [torch.zeros(4, 2, 3, 8) for _ in "kv"] + [torch.zeros(4, 1, 1, 8)]
-        operator(*right)
-        wrong = [change.get(place, argument) for place, argument in enumerate(right)]
-        with pytest.raises(RuntimeError, match=said):
-            operator(*wrong, ancestry=change.get("ancestry"))
 
-    def test_ancestry_outside_of_the_rows(self, operator):
-        if operator is reference:
-            pytest.skip("indexing of torch says so in its own words")
-        part, own = torch.zeros(2, 1, 5, 8), torch.zeros(4, 1, 3, 8)
-        for row in (-1, 4):
-            table = torch.full((4, 3), row, dtype=torch.int32)
-            with pytest.raises(RuntimeError, match="ancestry names row"):
-                operator(torch.zeros(4, 1, 1, 8), part, part, own, own, ancestry=table)
+@pytest.mark.parametrize("suffix", [0, 3])
+@pytest.mark.parametrize(("per_input", "group", "queries"), [(1, 1, 1), (3, 1, 2), (2, 4, 1)])
+def test_scores_and_context_are_products_with_the_full_tensors(per_input, group, queries, suffix, device):
+    def tensors(rows, length):
+        return torch.randn(2, rows, 2, length, 8, dtype=torch.float64, device=device) if length else (None, None)
+
+    query = torch.randn(2 * per_input, 2 * group, queries, 8, dtype=torch.float64, device=device)
+    parts = zip(tensors(2, 5), tensors(2 * per_input, suffix), strict=True)
+    (keys, values) = parts
+    full = [
+        torch.cat([prefix.repeat_interleave(per_input, 0), *([] if own is None else [own])], 2).repeat_interleave(
+            group, 1
+        )
+        for prefix, own in (keys, values)
+    ]
+    scores = shared_prefix_scores(query, *keys)
+    torch.testing.assert_close(scores, query @ full[0].transpose(-1, -2))
+    torch.testing.assert_close(shared_prefix_context(scores, *values), scores @ full[1])
 
 
 def test_ancestry_reads_what_a_reorder_would_have_moved():

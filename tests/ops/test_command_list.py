@@ -1,4 +1,4 @@
-"""Plans: operators that one call executes do what they do one by one, and hold what they are given."""
+"""Command lists: operators that one call executes do what they do one by one, and hold what they are given."""
 
 from __future__ import annotations
 

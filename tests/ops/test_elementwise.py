@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -72,6 +72,7 @@ SHAPES = st.builds(
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", SETS)
+@settings(max_examples=40)
 @given(shape=SHAPES, layouts=st.tuples(LAYOUTS, LAYOUTS), data=st.data(), seed=st.integers(0, 2**30))
 def test_operators(
     name: str, dtype: torch.dtype, shape: list[int], layouts: tuple[str, str], data: Any, seed: int
@@ -97,6 +98,7 @@ def test_operators(
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@settings(max_examples=40)
 @given(shape=st.lists(st.integers(0, 5), min_size=1, max_size=4), data=st.data(), seed=st.integers(0, 2**30))
 def test_concatenation(dtype: torch.dtype, shape: list[int], data: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -187,6 +189,7 @@ WIDTHS = st.sampled_from([1, 2, 15, 16, 17, 64, 255, 256, 257, 600])
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", SETS)
+@settings(max_examples=40)
 @given(
     rows=ROWS,
     width=WIDTHS,
@@ -218,33 +221,6 @@ def test_norms(
             found = executed(rms_norm.OPERATOR, [None, x, weight, *options], torch.empty_like(x))
             alone = rms_norm.rms_norm(x, weight, 1e-2, offset=offset, rounds_scaled=rounds_scaled)
             assert torch.equal(found, alone)  # it is one function
-
-
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_layer_norms_of_numbers_that_are_none(dtype: torch.dtype, name: str) -> None:
-    x = torch.ones(4, 20, dtype=dtype)
-    x[0, 3], x[1, 19], x[2, 2] = torch.nan, torch.inf, -torch.inf
-    args = [x, [20], torch.ones(20, dtype=dtype), None, 1e-5]
-    with instruction_set(name):
-        found = executed(aten.native_layer_norm.default, args, x)
-    assert found[:3].isnan().all() and not found[3].any()
-
-
-def test_results_of_others() -> None:
-    """A rotary position embedding: each operator reads what those before it have written."""
-    x, cos, sin = torch.randn(2, 3, 1, 8), torch.randn(2, 1, 1, 8), torch.randn(2, 1, 1, 8)
-    a, b, c, d, e = (torch.empty(2, 3, 1, size) for size in (8, 4, 8, 8, 8))
-    steps = [
-        (aten.mul.Tensor, [x, cos], a),
-        (aten.neg.default, [x[..., 4:]], b),
-        (aten.cat.default, [[b, x[..., :4]], -1], c),
-        (aten.mul.Tensor, [c, sin], d),
-        (aten.add.Tensor, [a, d], e),
-    ]
-    elementwise.bound([each for f, args, out in steps for each in elementwise.instructions(f, args, {}, [out]) or []])()
-    expected = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
-    assert torch.equal(e, expected)
 
 
 X = torch.zeros(2, 3)
@@ -346,23 +322,12 @@ def test_memory_of_others_is_not_touched(place: int, value: int) -> None:
     assert not out.any()
 
 
-@pytest.mark.parametrize("changes", [{TYPE: 3}, {TYPE: 3, SECOND: -1}, {TYPE: -1, FIRST + 1: -1}, {FIRST: -1}])
-def test_copies_are_of_one_type_or_of_numbers(changes: dict[int, int]) -> None:
-    out, first = torch.zeros(4), torch.ones(4)
-    memory, code = elementwise.bound([elementwise.Instruction(0, out, (first,))]).args
-    assert code[0, FIRST] == 1 and code[0, FIRST + 1] == code[0, TYPE] == 0
-    for place, value in changes.items():
-        code[0, place] = value
-    with pytest.raises(RuntimeError, match="elementwise"):
-        torch.ops.fastgen.elementwise(memory, code)
-    assert not out.any()
-
-
 POSITIONS = st.integers(-1, 4) | st.sampled_from([-(2**62), 2**62, 2**63 - 1])
 
 
 @pytest.mark.parametrize("of_each_row", [False, True])
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float64, torch.int8], ids=str)
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(*[st.integers(1, 3)] * 4),
     places=st.lists(POSITIONS, min_size=3, max_size=3),
@@ -413,30 +378,6 @@ def test_positions_outside_of_memory(place: int, value: int) -> None:
     assert not cache.any()
 
 
-def test_a_norm_of_nothing() -> None:
-    """Without dimensions or without its argument there is no row."""
-    out, x = torch.zeros(3), torch.ones(3)
-    for place, value in ((DIMS, 0), (MEMORY + 11, -1)):
-        memory, code = elementwise.bound([elementwise.Instruction(12, out, (x,), (1e-5,))]).args
-        code[0, place] = value
-        with pytest.raises(RuntimeError, match="elementwise"):
-            torch.ops.fastgen.elementwise(memory, code)
-    assert not out.any()
-
-
-@pytest.mark.parametrize("change", ["floats", "columns", "length", "int32", "part"])
-def test_arguments_of_other_kinds(change: str) -> None:
-    memory, code = elementwise.bound([elementwise.Instruction(2, torch.zeros(3), (torch.ones(3), torch.ones(3)))]).args
-    if change == "floats":
-        memory = [piece.view(torch.float32) for piece in memory]
-    elif change == "columns":
-        memory = [piece.view(3, 4).t() for piece in memory]
-    else:
-        code = {"length": code[:, 1:], "int32": code.int(), "part": code[0]}[change]
-    with pytest.raises(RuntimeError, match="elementwise"):
-        torch.ops.fastgen.elementwise(memory, code)
-
-
 # More numbers than one thread takes.
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(1, 40000), (130, 300), (2, 3, 17000), (40000, 1)])
@@ -459,13 +400,6 @@ def test_any_size(shape: tuple[int, ...], threads: int) -> None:
             torch.testing.assert_close(gelu, F.gelu(numbers, approximate="tanh"), rtol=1e-5, atol=1e-6)
     finally:
         torch.set_num_threads(before)
-
-
-def test_large_tensors_are_left_to_torch_where_it_is_as_fast() -> None:
-    x = torch.zeros(2**15)
-    for function, options in ((aten.gelu.default, {}), (aten.relu.default, {}), (aten.tanh.default, {})):
-        assert elementwise.instructions(function, [x], options, [x]) is None
-        assert elementwise.instructions(function, [x[1:]], options, [x[1:]]) is not None
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3), (40, 1000), (2, 20, 1000)])

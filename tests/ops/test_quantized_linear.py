@@ -25,17 +25,6 @@ def test_tiles_are_those_of_the_reference(outputs: int, inputs: int) -> None:
     assert torch.equal(quantized_reference._laid_out(reference, inputs, outputs), weight.bfloat16())
 
 
-@needs_avx512_bf16
-@pytest.mark.parametrize("rows", [1, 16, 17, 70])
-def test_is_as_near_to_float32_as_the_number_of_bits_makes_it(rows: int) -> None:
-    x, weight, bias = torch.randn(rows, 150), torch.randn(70, 150), torch.randn(70)
-    expected = torch.nn.functional.linear(x, weight, bias)
-    result = quantized_linear.quantized_linear(x, quantized_linear.pack(weight, "bf16"), bias)
-    reference = quantized_reference.bf16_gemm(x, quantized_reference.pack_bf16(weight), bias, 70)
-    torch.testing.assert_close(result, reference, atol=1e-4, rtol=1e-5)
-    assert 0 < (result - expected).norm() < 0.005 * expected.norm()
-
-
 @needs_amx
 def test_amx_tiles_give_what_vectors_give() -> None:
     x, packed = torch.randn(70, 300), quantized_linear.pack(torch.randn(77, 300), "bf16")

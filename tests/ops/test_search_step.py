@@ -90,7 +90,7 @@ def candidates_of(search: BeamSearch, levels: int, odd: float, generator: torch.
     odd=st.sampled_from([0.0, 0.1, 0.6]),
     **searches,
 )
-@settings(max_examples=300)
+@settings(max_examples=60)
 def test_beams(
     batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed, early_stopping,
     length_penalty, levels, odd,
@@ -116,7 +116,7 @@ def test_beams(
 
 
 @given(**searches)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed):
     generator = torch.Generator().manual_seed(seed)
     ours, torchs = pair_of(Search, batch, per_input, new_tokens, spare, eos=eos, samples=samples)
@@ -136,7 +136,7 @@ def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps
     width=st.integers(1, 5), together=st.booleans(), right=st.sampled_from([0.0, 0.8, 1.0]), greedy=st.booleans(),
     **{name: value for name, value in searches.items() if name not in ("stopping", "later")},
 )  # fmt: skip
-@settings(max_examples=300)
+@settings(max_examples=60)
 def test_runs(
     batch, per_input, present, new_tokens, spare, eos, steps, samples, seed, width, together, right, greedy
 ):  # fmt: skip

@@ -20,7 +20,7 @@ take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_te
 
 
 @pytest.fixture
-def no_team():
+def no_pool():
     """Nothing is left of a test."""
     yield
     give_back()
@@ -34,7 +34,7 @@ def others_time() -> float:
 @needs_kernel
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_results_are_those_of_torchs_threads(rows, threads, no_team):
+def test_results_are_those_of_torchs_threads(rows, threads, no_pool):
     torch.manual_seed(rows)
     weight, bias = torch.randn(301, 128), torch.randn(301)
     x, many = torch.randn(rows, 128), torch.randn(rows * 50, 576)
@@ -55,7 +55,7 @@ def test_results_are_those_of_torchs_threads(rows, threads, no_team):
 
 
 @needs_kernel
-def test_work_is_divided(no_team):
+def test_work_is_divided(no_pool):
     x, weight = torch.randn(2000, 576), torch.ones(576)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -71,7 +71,7 @@ def test_work_is_divided(no_team):
 
 
 @needs_kernel
-def test_one_thread_has_it(no_team):
+def test_one_thread_has_it(no_pool):
     assert not take(1)
     assert take(2)
     assert not take(2)  # it has it already
@@ -91,10 +91,11 @@ def test_one_thread_has_it(no_team):
 
 
 @needs_kernel
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to processors")
-def test_its_threads_use_the_processors_of_the_thread_that_has_it():
+@pytest.mark.skipif(sys.platform != "linux", reason="this system neither forks nor binds threads to processors")
+def test_processors_and_forks():
+    """Its threads use the processors of the thread that has it. A fork has threads of its own, whoever forks."""
     code = """
-import os, torch
+import os, signal, torch
 torch.set_num_threads(1)
 from fastgen.ops import thread_pool
 before = {int(name) for name in os.listdir("/proc/self/task")}
@@ -144,7 +145,7 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
     monkeypatch.setattr(torch, "get_num_threads", lambda: max(threads, 2))
     monkeypatch.setattr(thread_pool, "processors", lambda: max(threads, 2))
 
-    def has_team() -> bool:
+    def has_pool() -> bool:
         taken = take(2)
         if taken:
             give_back()
@@ -154,19 +155,19 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
         nonlocal sleeps
         with thread_pool.for_replay():
             sleeps += slept
-            return has_team()
+            return has_pool()
 
     assert not replay(0)
     assert not replay(thread_pool._MOST_SLEEPS)
     assert not replay(thread_pool._MOST_SLEEPS + 1)
     assert [replay(0) for _ in range(4)] == [True, True, True, False]
     assert not replay(0)
-    assert not has_team()
+    assert not has_pool()
 
 
 @needs_kernel
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to processors")
-def test_it_has_a_processor_for_each_thread(monkeypatch, no_team):
+def test_it_has_a_processor_for_each_thread(monkeypatch, no_pool):
     """Otherwise they take turns, and each of them looks out for work first."""
     allowed = os.sched_getaffinity(0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

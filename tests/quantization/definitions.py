@@ -25,6 +25,7 @@ def random_weight(
     *,
     symmetric: bool = True,
     act_order: bool = False,
+    mins: bool = False,
     dtype: torch.dtype = torch.float16,
     scale: float = 0.02,
 ) -> QuantizedTensor:

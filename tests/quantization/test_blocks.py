@@ -136,21 +136,6 @@ def test_the_error_on_the_calibration_inputs_is_never_more_than_that_of_rounding
     assert (best.weight.zeros is None) == symmetric
 
 
-def test_gptq_alone_may_lose_more_than_rounding_to_nearest():
-    """So the comparison of the two is needed."""
-    worse = 0
-    for seed in range(200):
-        source = torch.Generator().manual_seed(seed)
-        x = torch.randn(9, 8, generator=source) * torch.rand(8, generator=source)
-        weight, hessian = torch.randn(1, 8, generator=source), x.T @ x
-        grid = make_grid(weight, Kind(4, 8))
-        alone = output_error(weight, dequantized(gptq(weight, grid, plan(hessian)), torch.float32), hessian)
-        nearest = quantise(weight, hessian, Recipe("rtn", group_size=8)).error
-        worse += alone > nearest
-        assert quantise(weight, hessian, Recipe(group_size=8)).error <= nearest
-    assert worse
-
-
 def test_layers_that_lose_too_much_keep_8_bits_with_those_that_share_their_input():
     given = tiny.samples(tiny.llama(), 8)
     plain = run(tiny.llama(), BITS_4, given)

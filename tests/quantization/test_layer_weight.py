@@ -35,7 +35,10 @@ def _weight(inputs: int, group_size: int, bits: int, form: str) -> QuantizedTens
 @pytest.mark.parametrize("form", ["symmetric", "zeros", "mins", "order"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
-def test_nothing_is_lost(inputs: int, group_size: int, bits: int, form: str) -> None:
+def test_nothing_is_lost(
+    inputs: int, group_size: int, bits: int, form: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layout of the CPU, in that of GPUs, and on the way from one to the other and back."""
     weight = _weight(inputs, group_size, bits, form)
     found = layer_weight.unpack(layer_weight.pack(weight))
     assert (found.bits, found.group_size) == (bits, group_size)
@@ -223,3 +226,23 @@ def test_gradients_of_the_bias_alone(layout: str, monkeypatch: pytest.MonkeyPatc
     bias = torch.zeros(24, requires_grad=True)
     layer_weight.linear(torch.randn(3, 32), layer_weight.pack(random_weight(24, 32)), bias).sum().backward()
     assert bias.grad is not None and torch.equal(bias.grad, torch.full((24,), 3.0))
+
+
+# ---- the layout for GPUs
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
+def test_activations_stay_floats_on_a_gpu(
+    inputs: int, group_size: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "is_for", lambda device: True)
+    weight, x, bias = _weight(inputs, group_size, 4, form), torch.randn(2, 3, inputs), torch.randn(37)
+    packed, exact = layer_weight.pack(weight), F.linear(x, dequantized(weight, torch.float32), bias)
+    for activations in ("float", "int8"):
+        torch.testing.assert_close(layer_weight.linear(x, packed, bias, activations), exact, rtol=1e-4, atol=1e-4)
+    with fastgen.disabled():
+        torch.testing.assert_close(layer_weight.linear(x, packed, bias), exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        layer_weight.linear(x.double(), packed, bias.double()).float(), exact, rtol=1e-4, atol=1e-4
+    )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgen.decoding.captured.program import Program
+from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import grouped
 from fastgen.quantization import layer_weight
 from fastgen.quantization.checkpoint import Format
@@ -19,6 +20,7 @@ from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.gptq_format import GPTQ
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
+from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.unpacked import Unpacked
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight
@@ -244,3 +246,26 @@ def test_an_embedding_in_a_recorded_step() -> None:
         tokens.copy_(torch.tensor(values))
         program.replay()
         assert torch.equal(found, layer(tokens)) and found.abs().sum() > 0
+
+
+def test_what_is_tied_is_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, weight = blocks(9)
+    head = QuantizedLinear(9, 64, embedding.form, {}, torch.float32)
+    head.share(embedding)
+    before = embedding.packed.qweight
+    monkeypatch.setattr(lines, "is_for", lambda device: True)
+    for layer in (head, embedding):  # as `_apply` does when the device is of another kind
+        layer._keep(layer._moved_from(before))
+    assert head.packed.sizes.layout == "rows"
+    assert head.packed.qweight.data_ptr() == embedding.packed.qweight.data_ptr()
+    x, tokens = torch.randn(2, 64), torch.tensor([8, 0])
+    torch.testing.assert_close(head(x), F.linear(x, weight))
+    assert torch.equal(embedding(tokens), weight[tokens])
+    del head, embedding, layer, before
+    assert not layers._moved
+
+
+def test_a_model_on_no_device_keeps_its_layout() -> None:
+    layer = linear(random_weight(8, 32))
+    layout = layer.packed.sizes
+    assert nn.Sequential(layer).to("meta")[0].packed.sizes == layout

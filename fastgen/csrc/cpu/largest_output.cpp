@@ -1,5 +1,5 @@
 // The largest output of a linear layer for each row, from estimates of all of them. The schemas are defined in
-// fastgen/ops/largest_output.py, which says why the result is exact.
+// fastgen/ops/approximate_logits.py, which says why the result is exact.
 //
 // The estimates come from a copy of the weight in 8 bits. Each is off by no more than a bound, or -inf for what does not
 // count. The output with the largest estimate is computed from the weight itself; then so are those whose estimates, with

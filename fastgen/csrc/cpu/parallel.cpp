@@ -1,4 +1,4 @@
-// A team of threads for one program at a time. The schema is defined in fastgen/ops/_team.py.
+// A team of threads for one program at a time. The schema is defined in fastgen/ops/thread_pool.py.
 #include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
@@ -221,7 +221,7 @@ Team* new_team() {
   return new Team;
 }
 
-// See fastgen/ops/_team.py.
+// See fastgen/ops/thread_pool.py.
 bool take_team(int64_t threads) {
   if (threads < 2 || threads > kMostThreads || own != nullptr || inside || is_taken.exchange(true)) return false;
   bool has_all = false;

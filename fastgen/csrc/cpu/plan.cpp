@@ -1,4 +1,4 @@
-// Plans of operators. The schemas are defined in fastgen/ops/_plan.py.
+// Plans of operators. The schemas are defined in fastgen/ops/command_list.py.
 #include "plan.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,4 @@
-// Plans: operators with their arguments, which one call from Python executes. The schemas are in fastgen/ops/_plan.py.
+// Plans: operators with their arguments, which one call from Python executes. The schemas are in fastgen/ops/command_list.py.
 //
 // While a thread has a plan open, an operator that is registered with FASTGEN_PLANNED is not executed: it is added to the
 // plan, with what it was given. So an operator knows nothing of plans, and reads its arguments in one way. A few do that

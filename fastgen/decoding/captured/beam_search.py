@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.captured.search import Search
+from fastgen.decoding.captured.search import NOTHING, Search
 from fastgen.ops import search_step
 from fastgen.ops.best_candidates import Candidates, best_continuations
 
@@ -33,6 +33,7 @@ class BeamSearch(Search):
     _by_position = ("running_sequences", "sequences")
     _by_step = ("running_indices", "indices")
     _constant = ("_positions", "_steps")
+    _shared = ("_positions", "_steps", "_eos", "noise", "_own_rows", "_first_rows", "_best_beams")
 
     def __init__(self, *sizes: Any, early_stopping: bool | str = False, sorts: bool = False, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -108,9 +109,9 @@ class BeamSearch(Search):
             drawn = drawn.gather(1, order)
         return Candidates(found, drawn // vocabulary, drawn % vocabulary)
 
-    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
-        candidates = Candidates(*(part[:inputs] for part in proposal))
-        sequences = _pick(self.running_sequences[:inputs, :, start:end], candidates.beams)
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: slice, start: int, end: int) -> Tensor:
+        candidates = Candidates(*(part[inputs] for part in proposal))
+        sequences = _pick(self.running_sequences[inputs, :, start:end], candidates.beams)
         return torch.cat([sequences, candidates.tokens.unsqueeze(2)], dim=2).flatten(0, 1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
@@ -182,20 +183,28 @@ class BeamSearch(Search):
         )
         self._by_input(self.parents).copy_(torch.where(moves, parents, self._by_input(self._own_rows)))
 
-    def results(self, inputs: int, count: int) -> Tensor:
-        start, end = int(self.start[:inputs].min()), self.prompt_capacity + self._written(inputs, count)
-        return self.sequences[:inputs, :count, start:end].flatten(0, 1).clone()
+    def results(self, inputs: slice, count: int) -> Tensor:
+        start, end = int(self.start[inputs].min()), self.prompt_capacity + self._written(inputs, count)
+        return self.sequences[inputs, :count, start:end].flatten(0, 1).clone()
 
-    def result_indices(self, inputs: int, count: int) -> Tensor:
+    def result_indices(self, inputs: slice, count: int) -> Tensor:
         """The row of the beam at each step of what `results` returns, [inputs * count, generated], int32; -1 behind."""
-        return self.indices[:inputs, :count, : self._written(inputs, count)].flatten(0, 1).clone()
+        return self.indices[inputs, :count, : self._written(inputs, count)].flatten(0, 1).clone()
 
-    def result_scores(self, inputs: int, count: int) -> Tensor:
+    def result_scores(self, inputs: slice, count: int) -> Tensor:
         """Of what `results` returns, [inputs * count], float32."""
-        return self.scores[:inputs, :count].flatten().clone()
+        return self.scores[inputs, :count].flatten().clone()
 
-    def _written(self, inputs: int, count: int) -> int:
-        return int((self.indices[:inputs, :count] >= 0).sum(dim=2).max())
+    def insert(self, other: Search, source: int, target: int) -> None:
+        assert isinstance(other, BeamSearch), "a search of the same kind"
+        super().insert(other, source, target)
+        moved = (target - source) * self._per_input  # rows are counted over the whole batch
+        for rows in (self._by_input(self.parents), self.running_indices, self.indices):
+            rows[target] += moved * (rows[target] != NOTHING)
+        self._exponents[target] = other._exponents[source]
+
+    def _written(self, inputs: slice, count: int) -> int:
+        return int((self.indices[inputs, :count] >= 0).sum(dim=2).max())
 
     def _per_length(self, scores: Tensor, steps: Tensor) -> Tensor:
         penalty = self._penalties.gather(1, steps.clamp(0, self._penalties.shape[1] - 1))

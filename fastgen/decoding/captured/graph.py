@@ -31,8 +31,11 @@ turn, _turn_on_cpu = forkable_lock(), forkable_lock()
 
 
 @contextlib.contextmanager
-def taken(device: torch.device) -> Iterator[None]:
+def taken(device: torch.device, always_waits: bool = False) -> Iterator[None]:
     """The turn of this thread. On the CPU, where a call can do without, it is waited for only if the user says always.
+
+    Args:
+        always_waits: who asks cannot do without.
 
     Raises:
         CannotBeCaptured: on the CPU, another thread has the turn.
@@ -43,7 +46,7 @@ def taken(device: torch.device) -> Iterator[None]:
             yield
         return
     with undoing(partial(_give_back, lock)):
-        if not lock.acquire(blocking=waits(device)):
+        if not lock.acquire(blocking=always_waits or waits(device)):
             raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
         with cache.call():
             yield

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import arena, largest_outputs, linear_ops, lm_head, panel_ops
+from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass, panel_ops
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of, with_out
-from fastgen.decoding.simplified import simplified
-from fastgen.ops import _plan, _team, elementwise, top_two
+from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -56,8 +55,8 @@ class Program:
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
-        with torch._C._InferenceMode(True), _team.for_replay():
-            for call in self.calls(planned=not _plan.is_profiled()):
+        with torch._C._InferenceMode(True), thread_pool.for_replay():
+            for call in self.calls(planned=not command_list.is_profiled()):
                 call()
 
     def calls(self, planned: bool) -> Sequence[Callable[[], object]]:
@@ -76,7 +75,7 @@ class _Compiler:
 
     def __init__(self, recording: Recording, memory: arena.Arena, growing: Growing | None) -> None:
         _check_that_all_is_written(recording)
-        recording = simplified(recording)
+        recording = graph_passes.run(recording)
         self._growing = growing
         self.follows = growing is not None and growing.serves(recording.operations, recording.storages)
         self._groups = _grouped(recording.operations)
@@ -100,12 +99,12 @@ class _Compiler:
         args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
         function = operation.function
         results: list[Any] = [place and self._value(place) for place in operation.fresh]
-        if function is largest_outputs.ESTIMATE:
+        if function is lm_head_pass.APPROXIMATE_LOGITS:
             head = self._heads[storage_of(operation.fresh[0])] = lm_head.GreedyHead(*results, *args)
-            return partial(head.estimate)
-        if function is largest_outputs.LARGEST:
+            return partial(head.multiply)
+        if function is lm_head_pass.ARGMAX:
             return partial(self._heads[storage_of(operation.leaves[0])].find, *results)
-        if function is largest_outputs.TOP_TWO:
+        if function is lm_head_pass.TOP_TWO:
             return partial(self._heads[storage_of(operation.leaves[2])].find_two, *args[:2], *args[3:5])
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh

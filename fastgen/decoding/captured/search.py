@@ -42,9 +42,12 @@ class Search:
         taken: [batch, per_input], int64: by how many tokens the step has continued each sequence.
         done: one bool: all of the search is over.
         has_nan: one bool: probabilities to draw from were NaN.
+        noise: [rows, vocabulary], float32, exponentially distributed: what the next step draws with, where inputs have
+            generators of their own; None: torch's draws.
     """
 
     parents: Tensor | None = None
+    noise: Tensor | None = None
     # Buffers with a column for each position of sequences, and for each step.
     _by_position: tuple[str, ...] = ("running_sequences",)
     _by_step: tuple[str, ...] = ()
@@ -113,7 +116,7 @@ class Search:
                 f"{count} prompts of {width} into buffers for {room} prompts of {self.prompt_capacity} positions"
             )
         if eos is not None:
-            self._put_ends(eos)
+            self.put_ends(eos)
         start = self.prompt_capacity - width
         sequences = self.running_sequences[inputs]
         sequences.fill_(fill)
@@ -130,7 +133,8 @@ class Search:
         if inputs == slice(None):
             self.has_nan.fill_(False)
 
-    def _put_ends(self, eos: Sequence[int]) -> None:
+    def put_ends(self, eos: Sequence[int]) -> None:
+        """These tokens end sequences from now on. ValueError: they are too many."""
         if len(eos) > len(self._eos):
             raise ValueError(f"{len(eos)} tokens that end a sequence, in a buffer for {len(self._eos)}")
         self._eos.fill_(NOTHING)
@@ -178,10 +182,10 @@ class Search:
         tokens = (self._exponential_race(scores) if self._samples else scores).argmax(dim=-1)
         return (torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens,)
 
-    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
-        """Those proposed for the first inputs, which are at [start, end): [inputs * continuations, end - start + 1]."""
-        rows = inputs * self._per_input
-        return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: slice, start: int, end: int) -> Tensor:
+        """Those proposed for these inputs, which are at [start, end): [inputs * continuations, end - start + 1]."""
+        sequences, tokens = self.running_sequences[inputs, :, start:end], self._by_input(proposal[0])[inputs]
+        return torch.cat([sequences, tokens.unsqueeze(2)], dim=2).flatten(0, 1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
         """Goes on with what was proposed, in place. Continuations of `stops`, bools, end whatever their token is."""
@@ -202,13 +206,32 @@ class Search:
         """A step's choice from the scores, which are those of `propose`."""
         self.take(self.propose(scores, normalise))
 
-    def results(self, inputs: int, count: int) -> Tensor:
-        """The `count` best sequences of each of the first inputs, [inputs * count, length of the longest], filled up.
+    def results(self, inputs: slice, count: int) -> Tensor:
+        """The `count` best sequences of each of these inputs, [inputs * count, length of the longest], filled up.
 
         Waits for the device.
         """
-        start, end = int(self.start[:inputs].min()), int(self.length[:inputs].max())
-        return self.running_sequences[:inputs, :count, start:end].flatten(0, 1).clone()
+        start, end = int(self.start[inputs].min()), int(self.length[inputs].max())
+        return self.running_sequences[inputs, :count, start:end].flatten(0, 1).clone()
+
+    # ---- inputs that come and go while others go on
+
+    def insert(self, other: Search, source: int, target: int) -> None:
+        """Has an input go on at `target` that is at `source` in `other`, a search of the same kind and capacity."""
+        for name, buffer in vars(self).items():
+            if isinstance(buffer, Tensor) and buffer.dim() and name not in self._shared:
+                new, old = (
+                    each.view(batch, -1)
+                    for each, batch in ((buffer, self._batch), (getattr(other, name), other._batch))
+                )
+                new[target] = old[source]
+        self.done.fill_(False)
+
+    def leave(self, inputs: slice) -> None:
+        """These inputs are over: they stay what they are until others take their place."""
+        self.unfinished[inputs] = False
+        self._is_real[inputs] = False
+        self.limit[inputs] = self.length[inputs]
 
     def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
         """Goes on where `other`, a search of the same kind and prompt capacity, is; without beams, maybe with `inputs`.
@@ -240,6 +263,8 @@ class Search:
         # One score that is not a number spoils its whole row, be the sequence finished or not.
         is_real = self._is_real.expand(-1, scores.shape[0] // self._batch).reshape(-1)
         self.has_nan.logical_or_((probabilities[:, 0].isnan() & is_real & ~self.done).any())
+        if self.noise is not None:
+            return probabilities / self.noise.view_as(probabilities)
         return probabilities / torch.empty_like(probabilities).exponential_()
 
     def _by_input(self, rows: Tensor) -> Tensor:
@@ -260,5 +285,6 @@ class Search:
         self.done.logical_or_(over | self.has_nan if self._samples else over)
         return moves
 
-    # Buffers of what the capacities alone say.
+    # Buffers of what the capacities alone say; and those that are no input's, or the number of each row.
     _constant: tuple[str, ...] = ("_positions",)
+    _shared: tuple[str, ...] = ("_positions", "_eos", "noise")

@@ -79,11 +79,21 @@ class FixedKV(KVCache):
     def _buffers(self) -> tuple[Tensor, ...]:
         return (*self.prefix, *(self.suffix or ()))
 
-    def grow_prefix(self, capacity: int) -> None:
-        """Gives the prefix more positions. What it holds is lost: `load` follows."""
+    def grow_prefix(self, capacity: int, keeps: str | None = None) -> None:
+        """Gives the prefix more positions. What is at its "start" or "end" stays there; otherwise `load` follows."""
+        (begin, end), more = self._loaded, capacity - self.prefix_capacity
+        held = [part[:, :, begin:end].clone() for part in self.prefix]
         self.prefix = self._longer(self.prefix, capacity, 0)
         self._loaded = (capacity, 0)
-        self.length += capacity - self.prefix_capacity
+        if keeps is not None and begin < end:
+            moved = more if keeps == "end" else 0
+            for part, old in zip(self.prefix, held, strict=True):
+                part[:, :, begin + moved : end + moved] = old
+            self._loaded = (begin + moved, end + moved)
+            is_loaded = self.ends > self.starts
+            for bound in (self.starts, self.ends):
+                bound.add_(is_loaded, alpha=moved)
+        self.length += more
         self.prefix_capacity = capacity
 
     def grow_suffix(self, capacity: int) -> None:
@@ -148,6 +158,28 @@ class FixedKV(KVCache):
         for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
             old[:, :, :new_stored] = new[:, :, :new_stored][rows]
             old[:, :, new_stored:stored] = 0
+
+    def insert(self, other: FixedKV, source: int, target: int) -> None:
+        """Has an input go on at `target` that is at `source` in `other`, of the same capacity. Then the state."""
+        begin, end = self._loaded
+        first, last = int(other.starts[source]), int(other.ends[source])
+        for old, new in zip(self.prefix, other.prefix, strict=True):
+            if begin < end:
+                old[target, :, begin:end] = 0
+            old[target, :, first:last] = new[source, :, first:last]
+        self._loaded = (min(begin, first), max(end, last))
+        stored, new_stored = self._state.reach(), other._state.reach()
+        for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
+            rows, new_rows = (part.unflatten(0, (-1, self._state.per_input)) for part in (old, new))
+            rows[target, :, :, :stored] = 0
+            rows[target, :, :, :new_stored] = new_rows[source, :, :, :new_stored]
+        for bound, new in ((self.starts, other.starts), (self.ends, other.ends)):
+            bound[target] = new[source]
+        self._says_nothing_new[:] = other._says_nothing_new or self._says_nothing_new
+
+    def leave(self, inputs: slice) -> None:
+        """Nothing counts of these inputs until others are loaded."""
+        self.starts[inputs] = self.ends[inputs] = 0
 
     def write(self, keys: Tensor, values: Tensor) -> Pair:
         """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""

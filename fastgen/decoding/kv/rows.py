@@ -196,6 +196,15 @@ class StepState(Rows):
         if self.ancestry is not None:
             self.ancestry[rows] = self._own_row[rows]
 
+    def insert(self, other: StepState, source: int, target: int) -> None:
+        """Has an input go on at `target` that is at `source` in `other`, of the same capacity."""
+        count = self.per_input
+        rows, new_rows = (slice(place * count, (place + 1) * count) for place in (target, source))
+        self.numbers[:, rows] = other.numbers[:, new_rows]
+        self._reached = max(self._reached, other._reached)
+        if self.ancestry is not None and other.ancestry is not None:
+            self.ancestry[rows] = other.ancestry[new_rows] + (target - source) * count
+
     def advance(self, parents: Tensor | None, count: Tensor | int = 1) -> None:
         """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
 

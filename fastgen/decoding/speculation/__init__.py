@@ -1,1 +1,1 @@
-"""Speculative decoding: what does not depend on the toolkit. One pass of a model checks tokens that were drafted."""
+"""Speculative decoding: what does not depend on the toolkit. One forward pass verifies drafted tokens."""

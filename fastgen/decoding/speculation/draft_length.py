@@ -37,12 +37,12 @@ LEAST_GAIN = 0.07
 
 # Back-off: iterations without a draft until a short one is tried, and plain calls after one that has not paid.
 _FIRST_ITERATIONS, _MOST_ITERATIONS = 8, 128
-MOST_PAUSES = 64
+MOST_CALLS = 64
 
 
-def pauses() -> BackOff:
-    """Of calls that draft nothing because those before have not paid. The first of these may have been disturbed."""
-    return BackOff(0.25, MOST_PAUSES)
+def of_calls() -> BackOff:
+    """The back-off of calls after those whose drafts did not pay. The first of those may have been disturbed."""
+    return BackOff(0.25, MOST_CALLS)
 
 
 def can_begin(costs: Costs, tokens: int) -> bool:

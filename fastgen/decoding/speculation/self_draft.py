@@ -1,8 +1,7 @@
 """A self-draft: the model itself drafts with low-bit copies of its weights.
 
 Rounded to 8 bits, a model mostly chooses the tokens that it chooses with its own weights, and a step reads a quarter
-of the bytes. What is drafted is verified with the weights as they are: a copy that is out of date costs time, not
-truth.
+of the bytes. Drafts are verified with the weights themselves: a stale copy costs time, never a token.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fastgen.locks import forkable_lock
 
 
 class OtherLogits(Exception):
-    """The model makes other logits of its LM head's outputs: what was guessed from these counts for nothing."""
+    """The model changes what its LM head returns: a draft from that is void."""
 
 
 class DraftWeights:
@@ -68,14 +67,14 @@ class DraftWeights:
         self._left = [module for module in self._weights if module is not head]
         self._draft_head: DraftHead | None = None
         self._used_head: DraftHead | None = None
-        self._head_is_plain = True  # its outputs are the logits, as far as is known
+        self._head_is_plain = True  # what it returns are the logits, as far as is known
         self._is_dropped = False
 
     @classmethod
     def of(
         cls, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> DraftWeights:
-        """Those that are kept with the model, if it has not been changed since."""
+        """The draft weights that are kept with the model, or new ones where it has changed since."""
         format = formats.low_bit(precision, group_size)
         with cls._lock:
             kept = cls._of[model] = {each: of for each, of in cls._of.get(model, {}).items() if of._is_current()}
@@ -85,7 +84,7 @@ class DraftWeights:
 
     @classmethod
     def drop_all(cls) -> None:
-        """Lets go of the weights of all models, which may have others by now."""
+        """Drops the draft weights of all models."""
         with cls._lock:
             cls._of.clear()
 
@@ -123,16 +122,16 @@ class DraftWeights:
         if copy is not None:
             self._products[module] = partial(_multiply, copy, module)
 
-    def copy_head(self, for_largest: bool = False) -> None:
+    def copy_head(self, for_argmax: bool = False) -> None:
         """Copies the LM head, if need be: before it is `used`, and not while a step is recorded.
 
         Args:
-            for_largest: of the logits nobody wants to know more than the `largest`.
+            for_argmax: of the logits nobody wants to know more than the `argmax`.
         """
         self._used_head = None
         if self._head is None:
             return
-        if for_largest and self._head_is_plain:
+        if for_argmax and self._head_is_plain:
             if self._draft_head is None:
                 self._draft_head = DraftHead.of(self._head, self._weights[self._head].weight)
                 self._head_is_plain = self._draft_head is not None  # without one, it is not tried again
@@ -147,17 +146,17 @@ class DraftWeights:
         """Inside this, the calling thread's forward passes multiply with the copies that there are."""
         if self._used_head is None or self._head is None:
             return layer_forms.override_linear(self._products)
-        return layer_forms.override_linear({**self._products, self._head: self._used_head.estimate})
+        return layer_forms.override_linear({**self._products, self._head: self._used_head.logits})
 
-    def largest(self, logits: Tensor) -> Tensor:
-        """The largest of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The argmax of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
 
         Raises:
-            OtherLogits: they are no outputs of the LM head. After another `copy_head`, that does not matter.
+            OtherLogits: the LM head has not returned them. After another `copy_head`, that does not matter.
         """
         if self._used_head is None:
             return logits.argmax(dim=-1)
-        found = self._used_head.largest(logits)
+        found = self._used_head.argmax(logits)
         if found is None:
             self._head_is_plain = False
             raise OtherLogits

@@ -23,18 +23,18 @@ class Progress(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """Those that go on."""
+        """The rows that are not finished."""
         return [row for row, goes_on in enumerate(self.unfinished) if goes_on]
 
 
 class SpeculativeSearch(Search):
     """A search in which every row takes as many tokens as were accepted of its draft, and the one behind them.
 
-    What is drafted is written behind the end of the running sequences, so that whoever looks at the tokens so far
-    finds it where it may come to be. `commit` leaves there what fills sequences up.
+    Drafted tokens are written behind the end of the running sequences, where code that reads the tokens so far finds
+    them. `commit` leaves padding there.
 
     Args:
-        width: tokens that a row takes at once, at the most.
+        width: the most tokens that a row takes at once.
         together: all rows that go on take as many tokens as each other: the model has one position for all rows.
     """
 
@@ -60,7 +60,7 @@ class SpeculativeSearch(Search):
         return Progress(bool(done), unfinished.tolist(), lengths.tolist())
 
     def tokens_of(self, row: int, begin: int, end: int) -> list[int]:
-        """Of a row, from one position to another. Waits for the device."""
+        """The tokens of a row between two positions. Waits for the device."""
         found: list[int] = self._on_host[3][row, begin:end].tolist()
         return found
 

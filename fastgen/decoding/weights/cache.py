@@ -13,7 +13,7 @@ where it runs, a captured step does without copies for the rest of the call.
 
 **Memory.** Copies that the user has not asked for by `weight_dtype` take a share of what would be free without them.
 For a new one, those go that have not been used for longest. A copy that was used in one of the last calls is kept, or
-two models that generate by turns would make theirs anew in each call.
+two models that alternate would make theirs anew in each call.
 
 **Back-off.** A copy that cannot be made, or does not help, is not tried again for some calls. One of a weight that has
 changed must pay first: it is made after as many steps as it takes the time of.
@@ -42,7 +42,7 @@ from fastgen.ops import fingerprint
 BACK_OFF = 64
 # Steps that take about as long as making a copy.
 STEPS_OF_COPY = 32
-# Of the memory of a device that would be free without copies: more would be missing to the model and its user.
+# Of the memory of a device that would be free without copies. The rest is for the model and its user.
 SHARE_OF_MEMORY = 0.5
 
 _clock, _calls_begun = itertools.count(1), itertools.count(1)
@@ -55,7 +55,7 @@ class Format:
     Attributes:
         name: for messages and counts.
         make: the copy, or None if this weight has none.
-        itemsize: bytes of a number of the copy, about.
+        itemsize: approximate bytes of an element of the copy.
         is_compared: a copy is validated by the fingerprint of its weight, on the CPU.
         validate_at: a call validates the copy when it needs it for this time, and does without before: that costs as
             much as reading the weight.
@@ -72,7 +72,7 @@ class Format:
     counted_as: str | None = None
 
     def nbytes(self, weight: Tensor) -> int:
-        """Of a copy, about."""
+        """Approximate bytes of a copy."""
         return int(weight.numel() * self.itemsize)
 
 
@@ -136,7 +136,7 @@ def now() -> int:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    # Not `data_ptr`, which is refused while a step is captured: it might be for a kernel that nobody sees.
+    # Not `data_ptr`, which a capture refuses: a kernel that it does not see might get it.
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
@@ -146,7 +146,7 @@ class _Copy(NamedTuple):
     value: Any
     validated: int  # when, by the clock
     fingerprint: int | None  # of what it was made of
-    number: int  # of no other one in this process
+    number: int  # unique in this process
     nbytes: int
 
 
@@ -179,12 +179,12 @@ class DerivedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of the copy."""
+        """Bytes of the copy."""
         return 0 if self._copy is None else self._copy.nbytes
 
     @property
     def number(self) -> Hashable:
-        """Of the copy: no other one in this process has it."""
+        """Identifies the copy in this process."""
         return None if self._copy is None else self._copy.number
 
     def is_of(self, parameter: Tensor) -> bool:
@@ -308,7 +308,7 @@ _lock = forkable_lock()
 
 
 def of(weight: Tensor, format: Format, parameter: Tensor | None = None) -> DerivedWeight:
-    """That of a weight, [N, K], in a format, which all share who hold it.
+    """The derived weight of a weight, [N, K], in a format; all users share it.
 
     Args:
         parameter: that the weight is, or is a view of. Without one, only its contents tell whether it has changed.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.weights.cache import STEPS_OF_COPY, Format
-from fastgen.ops import fingerprint, largest_output, narrow, quantized_linear
+from fastgen.ops import approximate_logits, exact_cast, fingerprint, quantized_linear
 from fastgen.ops.linear import choose, panels
 
 # Smaller weights stay in the processor's caches.
@@ -19,30 +19,28 @@ MIN_PANELS = 2**16
 
 
 def _panels(weight: Tensor) -> Tensor | None:
-    halves = narrow.narrowed(weight)
-    return None if halves is None else panels.pack(halves)
+    exact = exact_cast.exact_cast(weight)
+    return None if exact is None else panels.pack(exact)
 
 
-# The same numbers in 16 bits, for a weight in float32 that has only such. A call of one step would not gain what
-# validating the copy costs.
-PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in fewer bits")
-# Outputs (results, x, copies, biases) of several weights, of which x, [M, K], is the input.
+# 16-bit panels of a float32 weight that 16 bits represent exactly. Validating the copy costs more than a call of one
+# step would gain.
+PANELS = Format("panels", _panels, 2.0, is_compared=True, validate_at=2, counted_as="weights read in 16 bits")
+# (results, x, copies, biases): several products of one x, [M, K].
 multiply_panels = torch.ops.fastgen.panels_gemm_batch_out.default
-# For approximate logits, with a bound on their error; the draft's are likely to be within theirs.
-LM_HEAD = Format(
-    "LM head in 8 bits", lambda weight: largest_output.copy_of(weight), 1.1, is_compared=True, waits=STEPS_OF_COPY
-)
-DRAFT_HEAD = Format("LM head in 4 bits", lambda weight: largest_output.rough_copy_of(weight), 0.6)
+# For approximate logits: with a bound on their error, and for drafts with a likely one.
+LM_HEAD = Format("LM head in 8 bits", approximate_logits.bounded_copy, 1.1, is_compared=True, waits=STEPS_OF_COPY)
+DRAFT_HEAD = Format("LM head in 4 bits", approximate_logits.likely_copy, 0.6)
 
 
 @functools.cache
 def low_bit(precision: str, group_size: int) -> Format:
-    """That of `weight_dtype` and of drafts: "int8" or "int4" in groups of inputs that share a scale, or "bf16"."""
+    """The format of `weight_dtype` and of drafts: "int8" or "int4" in groups along K, or "bf16"."""
     itemsize = {"bf16": 2.0, "int8": 1.0 + 2 / group_size, "int4": 0.5 + 2 / group_size}[precision]
     return Format(precision, lambda weight: quantized_linear.pack(weight, precision, group_size), itemsize)
 
 
-LowBitWeight = quantized_linear.PackedWeight | quantized_linear.TiledWeight | quantized_linear.LinedWeight
+LowBitWeight = quantized_linear.PackedWeight | quantized_linear.PackedBF16
 
 
 def multiply_low_bit(x: Tensor, copy: LowBitWeight, bias: Tensor | None) -> Tensor:
@@ -66,7 +64,7 @@ def has_low_bit(weight: Tensor, precision: str) -> bool:
 
 
 def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether such an op, by a few of the weight's numbers, reads it from `PANELS`.
+    """Whether such an op likely reads its weight from `PANELS`, judged by some of its elements.
 
     x is [M, K], the weight [N, K], the bias [N] or None.
     """
@@ -74,7 +72,7 @@ def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         weight.numel() >= MIN_PANELS
         and panels.serves(x, weight, bias)
         and choose.reads_panels(x.shape[0])
-        and narrow.is_available()
+        and exact_cast.is_available()
         and fingerprint.is_available()
-        and bool(narrow.types_of_some(weight))
+        and bool(exact_cast.likely_types(weight))
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., K] as the kernels take it: [M, K], the inputs next to each other; a view where it can be."""
+    """[..., K] as the kernels take it: [M, K], contiguous along K; a view where it can be."""
     return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
 
 

@@ -1,8 +1,8 @@
 """GEMM in float32 for many rows, emulated with bfloat16 (bf16x3) in the AMX tiles of a processor.
 
-Each number is split into three parts in bfloat16, which these tiles multiply many times as fast as the processor
-multiplies float32. Six products of parts are added up in float32 (see csrc/cpu/gemm/bf16x3.cpp). The error is that of
-a product in float32: the largest of what is left out is 2**-24 of a product. That holds for numbers from about 2**-102
+Each float32 is split into three bfloat16, which these tiles multiply many times as fast as the processor
+multiplies float32. Six products of these are added in float32 (see csrc/cpu/gemm/bf16x3.cpp). The error is that of
+a product in float32: the largest of what is left out is 2**-24 of a product. That holds for values from about 2**-102
 on; smaller ones lose bits, and those below 2**-126 count as zero.
 
 The weight is neither packed nor copied. A row's result depends neither on the other rows nor on the number of threads.
@@ -41,7 +41,7 @@ def _runs(capability: str) -> bool:
 def bf16x3_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` in float32; not differentiable.
 
-    x is [..., inputs], the weight [outputs, inputs] with the inputs next to each other, the bias [outputs].
+    x is [..., K], the weight [N, K], contiguous along K, the bias [N].
 
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together, or the processor has no AMX tiles.

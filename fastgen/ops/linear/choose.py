@@ -1,8 +1,8 @@
 """The one choice: which kernel serves a linear layer on the CPU, by a static table.
 
-A kernel is chosen by the instruction set, the type of the numbers, the layout of the weight and M (rows of x, tokens).
+A kernel is chosen by the instruction set, the dtype, the layout of the weight and M (rows of x, tokens).
 Nothing is timed in a user's call, so a result does not depend on a clock. N and K do not count: from 192 x 576 to
-4,096 x 1,024 the kernels take turns at the same M.
+4,096 x 1,024 the best kernel changes at the same M.
 
 The shipped table is made of measurements on AMD EPYC (Zen 3, Zen 4, Zen 5) and Intel Xeon (AVX-512, AMX): see
 docs/experiments.md. `python -m fastgen tune` measures a machine and writes a profile that takes its place (`tune.py`).
@@ -32,7 +32,7 @@ from fastgen.ops.linear import bf16x3, fit, gemm, gemv, panels, upcast
 
 
 class Isa(enum.IntEnum):
-    """Instruction sets, narrow ones first, as the operator `fastgen::instruction_set` numbers them."""
+    """Instruction sets, older ones first, as the operator `fastgen::instruction_set` numbers them."""
 
     PORTABLE = 0
     AVX2 = 1
@@ -44,9 +44,9 @@ class Isa(enum.IntEnum):
 class Layout(enum.Enum):
     """How a weight, [N, K], lies in memory."""
 
-    ROWS = "rows"  # the inputs of an output are next to each other, as in `nn.Linear`
-    COLUMNS = "columns"  # the outputs of an input are, as in GPT-2's `Conv1D`
-    PANELS = "panels"  # float32 whose numbers are all numbers of 16 bits, in these, packed (`panels.py`)
+    ROWS = "rows"  # contiguous along K, as in `nn.Linear`
+    COLUMNS = "columns"  # contiguous along N, as in GPT-2's `Conv1D`
+    PANELS = "panels"  # float32 that 16 bits represent exactly, packed in these (`panels.py`)
 
 
 class Kernel(NamedTuple):
@@ -142,7 +142,7 @@ def choose(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -
 
 
 def name_of(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> str:
-    """The same by its name in the table: also `TORCH` and `PANELS`."""
+    """The name of the kernel in the table: also `TORCH` and `PANELS`."""
     row = _table(instruction_set() if isa is None else isa).get((dtype, layout), _ALL_TORCH)
     return next(name for most, name in row if m <= most)
 
@@ -159,14 +159,14 @@ def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
 
 
 def layout_of(weight: Tensor) -> Layout | None:
-    """Of a weight, [N, K], as it lies; None for one that no kernel reads."""
+    """The layout of a weight, [N, K]; None for one that no kernel reads."""
     if weight.dim() != 2:
         return None
     return Layout.ROWS if weight.stride(1) == 1 else Layout.COLUMNS if weight.stride(0) == 1 else None
 
 
 def reads_panels(m: int) -> bool:
-    """Whether M rows of float32 read a weight of 16-bit numbers from a packed copy."""
+    """Whether M rows of float32 read a weight from its packed 16-bit copy."""
     return panels.is_available() and name_of(torch.float32, Layout.PANELS, m) == PANELS
 
 

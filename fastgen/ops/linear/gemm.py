@@ -1,8 +1,8 @@
-"""GEMM in float32 on the weight as it is, on the CPU.
+"""GEMM in float32 on the unpacked weight, on the CPU.
 
 A BLAS library packs the weight block by block inside every product. For few rows that costs as much as the product
-itself. This kernel packs the rows instead, or a piece of the weight at a time (csrc/cpu/gemm/gemm.cpp). Each output is
-the sum over its inputs in one order, with fused multiply-adds where the processor has them: a row has the same bits
+itself. This kernel packs the rows instead, or a piece of the weight at a time (csrc/cpu/gemm/gemm.cpp). Each result is
+a sum over K in one order, with fused multiply-adds where the processor has them: a row has the same bits
 whatever M, the other rows and the number of threads are. Results differ from those of `torch.nn.functional.linear` by
 rounding. There are kernels alone (`is_available`).
 """

@@ -1,8 +1,8 @@
-"""GEMV for the few rows of a decode step, on the weight as it is, in float32, bfloat16 and float16, on the CPU.
+"""GEMV for the few rows of a decode step, on the unpacked weight, in float32, bfloat16 and float16, on the CPU.
 
 An output is the dot product of a row with a row of the weight, which is read once. Sums are in float32, in one order
-whatever M is (csrc/cpu/gemm/gemv.cpp). With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles, where numbers
-and sums that are too small to be normal are zero.
+whatever M is (csrc/cpu/gemm/gemv.cpp). With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles, where
+subnormal values and sums are zero.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def is_available() -> bool:
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)`, with sums in float32; not differentiable.
 
-    x is [..., K], the weight [N, K], the bias [N], all of one type: float32, bfloat16 or float16. The inputs of the
-    weight are next to each other, or, in float32, its outputs.
+    x is [..., K], the weight [N, K], the bias [N], all of one type: float32, bfloat16 or float16. The weight is
+    contiguous along K, or, in float32, along N.
 
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together.

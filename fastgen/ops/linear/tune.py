@@ -138,9 +138,9 @@ def _words(most: int | None, name: str) -> str:
 
 @torch.no_grad()
 def _shortest(names: Sequence[str], key: Key, m: int, n: int, k: int) -> Seconds:
-    """Of some rounds in which the kernels take turns: what else the machine does meets all of them."""
+    """The least of some rounds in which the kernels are interleaved: a disturbed machine slows all of them."""
     dtype, layout = key
-    # Numbers that need all of their bits: how long a product takes may depend on them.
+    # Random values: the time of a product may depend on them.
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, k, generator=generator, dtype=torch.float32).to(dtype) for rows in (m, n))
     if layout is Layout.COLUMNS:
@@ -161,7 +161,7 @@ def _product(name: str, x: Tensor, weights: list[Tensor]) -> tuple[Callable[[Ten
 
 
 def _seconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Of one weight, each of which is taken out of the caches first where that can be done."""
+    """Seconds of one weight; all of them are evicted from the processor's caches first, where that is possible."""
     for weight in weights:
         torch.ops.fastgen.evict.default(weight)
     start = time.perf_counter()

@@ -13,8 +13,8 @@ from torch import Tensor
 from fastgen.ops.linear import fit, gemm, multiplied
 
 _TYPES = (torch.float16, torch.bfloat16)
-# Of the weight that is in float32 at a time: bytes, and outputs at least.
-_BLOCK_BYTES, _LEAST_OUTPUTS = 2**20, 64
+# Of the weight that is in float32 at a time: bytes, and rows at least.
+_BLOCK_BYTES, _LEAST_N = 2**20, 64
 # Rows of x that are in float32 at a time.
 _BLOCK_ROWS = 1024
 
@@ -41,7 +41,7 @@ def upcast_gemm_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
     is_half = x.dtype in _TYPES and x.dim() == 2 and fit(x, weight, bias) and weight.stride(1) == 1
     if not is_half or y.shape != (x.shape[0], weight.shape[0]):
         raise RuntimeError("upcast_gemm: x must be [M, K], the weight [N, K], the bias [N], of float16 or bfloat16")
-    count = max(_BLOCK_BYTES // (4 * weight.shape[1]), _LEAST_OUTPUTS)
+    count = max(_BLOCK_BYTES // (4 * weight.shape[1]), _LEAST_N)
     upcast = weight.new_empty(min(count, weight.shape[0]), weight.shape[1], dtype=torch.float32)
     for rows, result in zip(x.split(_BLOCK_ROWS), y.split(_BLOCK_ROWS), strict=True):
         exact = rows.float()

@@ -24,18 +24,18 @@ def encode(call: Call, wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -
     tokens, lengths = net_input["src_tokens"], net_input["src_lengths"]
     padding = tokens.eq(ensemble.single_model.encoder.padding_idx)
     in_front = not bool((padding[:, 1:] > padding[:, :-1]).any())
-    groups = length_buckets.groups(~padding, in_front)
-    if not groups:
+    buckets = length_buckets.by_mask(~padding, in_front)
+    if not buckets:
         return NotImplemented
-    encoded = [wrapped({"src_tokens": tokens[place], "src_lengths": lengths[place[0]]}) for place in groups]
-    return [_together(padding, groups, outputs) for outputs in zip(*encoded, strict=True)]
+    encoded = [wrapped({"src_tokens": tokens[place], "src_lengths": lengths[place[0]]}) for place in buckets]
+    return [_merged(padding, buckets, outputs) for outputs in zip(*encoded, strict=True)]
 
 
-def _together(padding: Tensor, groups: list[tuple[Tensor, slice]], outputs: tuple[Any, ...]) -> dict[str, list[Tensor]]:
+def _merged(padding: Tensor, buckets: list[tuple[Tensor, slice]], outputs: tuple[Any, ...]) -> dict[str, list[Tensor]]:
     """One encoder's output for all sources. The decoder never looks at the positions that were left out: zero."""
     states = [output["encoder_out"][0] for output in outputs]
     whole = states[0].new_zeros(padding.shape[1], padding.shape[0], states[0].shape[2])
-    for (rows, positions), state in zip(groups, states, strict=True):
+    for (rows, positions), state in zip(buckets, states, strict=True):
         whole[positions, rows] = state
     nothing: dict[str, list[Tensor]] = {name: [] for name in outputs[0]}
     return {**nothing, "encoder_out": [whole], "encoder_padding_mask": [padding]}

@@ -1,8 +1,8 @@
-"""Inputs of about the same length run together: padding costs little.
+"""Length buckets of a call: inputs of about the same length run together, with little padding.
 
-The encoder runs on one group of `fastgen.decoding.length_buckets` after the other, without the padding behind them; and
-so does the prefill of a decoder-only model, without the padding in front. What was left out is zero in the result.
-Decoders and later steps mask it.
+The encoder runs on one bucket of `fastgen.decoding.length_buckets` after the other, without the padding behind its
+inputs; and so does the prefill of a decoder-only model, without the padding in front. The result is zero in padded
+positions, which decoders and later steps mask.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ DECODERS = _modules(
 # Arguments of `generate` that the library does not pass to the encoder.
 _OF_DECODER = ("decoder_", "cross_attn")
 # Inputs with a column for each position of the prompt.
-_PER_POSITION = ("attention_mask", "position_ids")
+PER_POSITION = ("attention_mask", "position_ids")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
-Groups = list[tuple[Tensor, slice]]
-Pass = Callable[[Tensor, Any, dict[str, Any], bool], Any]
+Buckets = list[tuple[Tensor, slice]]
+Prefill = Callable[[Tensor, Any, dict[str, Any], bool], Any]
 
 
 def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -62,19 +62,19 @@ def _encode(
     generation_config: Any,
 ) -> dict[str, Any]:
     ids, config, mask = inputs_tensor, generation_config, model_kwargs.get("attention_mask")
-    groups: Groups = []
+    buckets: Buckets = []
     with call.decides():
         is_text = model_input_name == "input_ids" and isinstance(ids, Tensor) and not ids.is_floating_point()
         if is_text and _is_all(model_kwargs):
             encoder = call.model.get_encoder()
             if type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder):
-                groups = _groups(call, encoder, ids, mask, config)
-    if not groups or mask is None:
+                buckets = _buckets(call, encoder, ids, mask, config)
+    if not buckets or mask is None:
         return wrapped(ids, model_kwargs, model_input_name, config)
-    call.has_intervened = True  # until the groups are put together: the library's own encoder could have made that
+    call.has_intervened = True  # until the buckets are merged: the library's own encoder could have made that
     result: dict[str, Any] = {}
     encoded = None
-    for rows, positions in groups:
+    for rows, positions in buckets:
         some = ids[rows, positions]
         part = {**model_kwargs, "attention_mask": mask[rows, positions]}
         result = wrapped(some, part, model_input_name, config)
@@ -97,17 +97,17 @@ def _is_all(model_kwargs: dict[str, Any]) -> bool:
 
 
 def prefill_in_groups(
-    call: Call, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
+    call: Call, wrapped: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
 ) -> Any:
     """What the library's `_prefill` gives for prompts [batch, longest]: the logits of the last position at least.
 
     The cache of `model_kwargs` has FastGen's layers in it, and is filled.
     """
-    groups: Groups = []
+    buckets: Buckets = []
     if (
         type(call.model).forward.__module__ in DECODERS
         and all(
-            name in _PER_POSITION and value.shape == ids.shape
+            name in PER_POSITION and value.shape == ids.shape
             for name, value in model_kwargs.items()
             if isinstance(value, Tensor)
         )
@@ -115,26 +115,26 @@ def prefill_in_groups(
         and config.prefill_chunk_size is None
         and not call.cache_is_the_users  # it would have the K/V of the padding in it
     ):
-        groups = _groups(call, call.model, ids, model_kwargs.get("attention_mask"), config, in_front=True)
-    if not groups:
+        buckets = _buckets(call, call.model, ids, model_kwargs.get("attention_mask"), config, in_front=True)
+    if not buckets:
         return wrapped(ids, config, model_kwargs, is_first_iteration)
-    return _prefill_groups(groups, wrapped, ids, config, model_kwargs, is_first_iteration)
+    return _prefill_buckets(buckets, wrapped, ids, config, model_kwargs, is_first_iteration)
 
 
-def _prefill_groups(
-    groups: Groups, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
+def _prefill_buckets(
+    buckets: Buckets, wrapped: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
 ) -> Any:
     cache = releases.cache_in(model_kwargs)
     layers = cache.layers  # empty, or none yet
     stored: list[tuple[Tensor, ...]] = []
     logits: Tensor | None = None
     outputs: Any = None
-    for rows, positions in groups:
-        part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in _PER_POSITION}
+    for rows, positions in buckets:
+        part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in PER_POSITION}
         cache.layers = copy.deepcopy(layers)
         outputs = wrapped(ids[rows, positions], config, {**model_kwargs, **part}, is_first_iteration)
         if releases.cache_in(outputs) is not cache:
-            return outputs  # the caller looks at that too
+            return outputs  # which the caller checks, too
         _check_nothing_else("the model", outputs, "logits", releases.cache_name())
         last = outputs.logits[:, -1:]
         if logits is None:
@@ -153,27 +153,27 @@ def _prefill_groups(
     return outputs
 
 
-def _groups(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_front: bool = False) -> Groups:
-    """Which rows run together, and their positions; none where groups do not pay, or more than their result is seen.
+def _buckets(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_front: bool = False) -> Buckets:
+    """The rows of each bucket, and their positions; none where buckets do not pay, or more than the result is read.
 
     `part` is the encoder, or the model that has only a decoder; `in_front` tells where the padding is.
     """
     if (
         ids.dim() != 2
         or ids.shape[0] == 1
-        or ids.device.type != "cpu"  # elsewhere, looking at the lengths would wait for the device
+        or ids.device.type != "cpu"  # elsewhere, reading the lengths would wait for the device
         or not isinstance(mask, Tensor)
         or mask.shape != ids.shape
-        or config.return_dict_in_generate  # what is returned has the K/V of the padding in it
+        or config.return_dict_in_generate  # the K/V that are returned include padding
         or any(getattr(source, name, False) for source in (config, part.config) for name in _FURTHER_OUTPUTS)
         or call.rows_depend_on_each_other
     ):
         return []
-    return length_buckets.groups(mask, in_front)
+    return length_buckets.by_mask(mask, in_front)
 
 
 def _check_nothing_else(what: str, outputs: Any, *known: str) -> None:
-    """Raises RuntimeError if there are further outputs, of which it is not known how to put the groups together."""
+    """Raises RuntimeError if there are further outputs, which cannot be merged."""
     others = [name for name, value in outputs.items() if name not in known and value is not None]
     if others:
         raise RuntimeError(f"{what} gives {', '.join(others)} besides {known[0]}")

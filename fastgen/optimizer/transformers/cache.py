@@ -151,7 +151,7 @@ class StepCache(StaticCache):
         Cache.__init__(self, layers=[*layers])  # StaticCache's makes layers of its own
 
 
-class StoreInCache:
+class ExchangedLayers:
     """Puts `SharedLayer`s into a cache for the length of one `generate` call, and the library's own layers back.
 
     Only `layers` is exchanged, so nothing is lost when the call is given up half-way.
@@ -166,6 +166,7 @@ class StoreInCache:
     def __init__(self, cache: Cache, per_input: int, initial_capacity: int) -> None:
         self.cache = cache
         self._saved = [(part, part.layers, part.layer_class_to_replicate) for part in _parts(cache)]
+        self._has_source = _layers_with_source(cache)
         shared = [
             [self._shared(layer, per_input, initial_capacity) for layer in layers] for _, layers, _ in self._saved
         ]
@@ -183,6 +184,17 @@ class StoreInCache:
             shared.update(layer.keys[::per_input].contiguous(), layer.values[::per_input].contiguous())
         return shared
 
+    def begin_with(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Puts K and V of the first positions into the layers of self-attention, before the prompt is stored."""
+        part = _parts(self.cache)[0]
+        for number, kv in enumerate(layers):
+            if number == len(part.layers):
+                assert part.layer_class_to_replicate is not None, "a layer for each of the model's"
+                part.layers.append(part.layer_class_to_replicate())
+            layer = part.layers[number]
+            assert isinstance(layer, SharedLayer), "the store is in the cache"
+            layer.update(*kv)
+
     def expand(self, beams: Beams) -> None:
         """The prompt is stored: from now on every input has `beams.per_input` rows."""
         self._beams = beams
@@ -196,7 +208,7 @@ class StoreInCache:
         return (layer for part in _parts(self.cache) for layer in _shared_layers(part.layers))
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Goes on with the given inputs of those that are there, [n] in ascending order."""
+        """Goes on with the given inputs of the batch, [n] in ascending order."""
         for layer in self._layers():
             layer.kv.keep(inputs)
             layer.translate = translate
@@ -217,11 +229,16 @@ class StoreInCache:
         """The library's own layers again, as they were before the call."""
         for part, layers, replicate in self._saved:
             part.layers, part.layer_class_to_replicate = layers, replicate
+        if isinstance(self.cache, EncoderDecoderCache):
+            self.cache.is_updated = self._has_source
 
     def hand_over(self) -> None:
         """The library's own layers again, filled with what was stored: the cache goes to the user."""
         shared = [part.layers for part, _, _ in self._saved]
+        has_source = _layers_with_source(self.cache)
         self.restore()
+        if isinstance(self.cache, EncoderDecoderCache):
+            self.cache.is_updated = has_source
         for (_, layers, replicate), filled in zip(self._saved, shared, strict=True):
             for index, layer in enumerate(_shared_layers(filled)):
                 if replicate is not None and index == len(layers):
@@ -251,6 +268,11 @@ def _fill(layer: DynamicLayer, kv: GrowingKV) -> None:
 
 def _window(layer: Any) -> int | None:
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
+
+
+def _layers_with_source(cache: Cache) -> dict[int, bool]:
+    """Of each layer, whether it has the K and V of the encoder's output, as the library notes it."""
+    return dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
 
 
 def _parts(cache: Cache) -> list[Cache]:

@@ -23,7 +23,7 @@ from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.interrupts import undoing
 from fastgen.ops import elementwise
 from fastgen.ops._library import warn_if_missing
-from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.models import rows_depend_on_each_other
 from fastgen.optimizer.transformers.user_code import Errors
@@ -92,7 +92,7 @@ class Call:
     has_failed: bool = False  # FastGen's own code has raised something while it decided
     has_intervened: bool = False  # what the library computes is no longer all its own: an error may be FastGen's
     takes_best: bool = False  # it is an accelerated beam search that takes the best continuations, and draws none
-    store: StoreInCache | None = None  # once the call is accelerated
+    store: ExchangedLayers | None = None  # once the call is accelerated
     compaction: BatchCompaction | None = None  # the rows that the model runs on, where finished inputs may leave
     draft: Any = None  # what the call asks to draft its tokens with
     prefilled: Any = None  # the outputs of the prefill, made ahead of the library's loop

@@ -1,8 +1,8 @@
-"""Inputs whose search is over leave the batch: the model runs on the others, the library's loop goes on with all.
+"""Batch compaction: inputs whose search is over leave the model's batch, and the library's loop goes on with all.
 
 What is computed for a finished input changes nothing: a greedy or sampled row gets padding, and a full beam search
 takes no further hypothesis. So each of its rows gets the logits of another input in the loop. That is invisible unless
-something looks at those rows, and where something may, all rows stay (`loop_hooks.may_leave`).
+something reads those rows, and where something may, all rows stay (`loop_hooks.may_leave`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen import releases
 from fastgen.decoding.kv.rows import rows_of
-from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.cache import ExchangedLayers
 
-# Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.
+# Compaction copies the K/V of the inputs that stay, so it waits until so large a part of them is finished.
 _MIN_PART = 0.25
 # Tensors of the model's inputs that have a row per sequence, when they are matrices.
 _PER_ROW = frozenset("input_ids attention_mask position_ids token_type_ids".split())
@@ -35,21 +35,21 @@ class BatchCompaction:
     A beam search (`searches`) tells itself when an input is done (`note_search`); otherwise the criteria do.
     """
 
-    def __init__(self, store: StoreInCache, batch: int, per_input: int, searches: bool) -> None:
+    def __init__(self, store: ExchangedLayers, batch: int, per_input: int, searches: bool) -> None:
         self._store = store
         self._per_input = per_input
         self._searches = searches
-        self._inputs = torch.arange(batch)  # those that are still there
+        self._inputs = torch.arange(batch)  # those in the model's batch
         self._ended = torch.zeros(batch * per_input, dtype=torch.bool)  # by row, of all inputs
         self._has_changed = False
-        self._criteria: bool | None = None  # whether it is known what they mean
-        self._rows: Tensor | None = None  # of the rows that are still there: which one of all it is
-        self._numbers = torch.arange(batch * per_input)  # of each of all rows: its number among those; 0 if it has left
+        self._criteria: bool | None = None  # whether their meaning is known
+        self._rows: Tensor | None = None  # of the rows in the model's batch: their index among all
+        self._numbers = torch.arange(batch * per_input)  # the inverse; 0 for a row that has left
         self._slices: dict[int, tuple[Any, Any]] = {}
         self._translated: tuple[Tensor, Tensor] | None = None
 
     def note_criteria(self, criteria: Any, done: Tensor) -> bool:
-        """Takes [rows] flags of the stopping criteria; False if it cannot be told what they mean."""
+        """Takes [rows] flags of the stopping criteria; False if their meaning is unknown."""
         if self._criteria is None:
             self._criteria = all(type(criterion) in _CRITERIA for criterion in criteria)
         if self._criteria and not self._searches:

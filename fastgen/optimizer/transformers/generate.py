@@ -1,18 +1,27 @@
-"""The hook around `GenerationMixin.generate`: opens a call, and repeats it with the original code if it fails."""
+"""The two ways into a call: the hook around `GenerationMixin.generate`, and `fastgen.decode`, which needs no patch.
+
+Both open a `Call`, and repeat it with the original code if it fails.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
 from fastgen import caches, counters, interrupts, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.transformers import models, user_code
+from fastgen.optimizer.transformers import loop, models, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
+from fastgen.optimizer.transformers.hooked import hooked
 from fastgen.optimizer.transformers.speculation import assisted
 from fastgen.releases import Usual
 
@@ -25,14 +34,134 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         wrapped = patching.on_behalf(wrapped)
     if not patching.is_active():
         return wrapped(*args, **kwargs)
+    if kwargs.get("custom_generate") is decode:  # the loop that runs without, too
+        kwargs = {name: value for name, value in kwargs.items() if name != "custom_generate"}
     bound = patching.bound(original, args, kwargs)
     if bound is None:
         return wrapped(*args, **kwargs)
     arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     arguments.pop("kwargs", None)
+    return _attempted(model, partial(_decide, model, arguments), wrapped, partial(wrapped, *args, **kwargs))
+
+
+@interrupts.guarded
+def decode(
+    model: Any,
+    input_ids: torch.Tensor,
+    *,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any = None,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    """FastGen's decoding loop, for `model.generate(..., custom_generate=fastgen.decode)`: it needs no patch.
+
+    `generate` calls it with what it has prepared, for greedy search and sampling, with beams or without. It works while
+    FastGen is disabled, by `fastgen.disable()` or FASTGEN_DISABLE=1; inside `fastgen.disabled()` the library's own loop
+    runs.
+
+    Args:
+        model: of Transformers.
+        input_ids: int64 [sequences, length], `num_beams` or `num_return_sequences` rows for each input.
+        logits_processor: the call's, the library's own among them.
+        stopping_criteria: likewise.
+        generation_config: what the options of the call come to.
+        streamer: by default the one that `generate` was given.
+        synced_gpus: likewise.
+        **model_kwargs: the model's inputs, the K/V cache and the encoder's output among them.
+
+    Returns:
+        What the library's loop returns, a LongTensor [sequences, length] or a ModelOutput.
+
+    Raises:
+        FallbackError: in strict mode, where the library's loop would run.
+        ValueError: the library has no loop for such a call.
+    """
+    given = _given_to_generate(model)
+    arguments = {
+        "input_ids": input_ids,
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        "streamer": given.get("streamer") if streamer is None else streamer,
+        "synced_gpus": bool(synced_gpus or given.get("synced_gpus")),
+        **model_kwargs,
+    }
+    original = _librarys_loop(model, arguments, given)
+    if patching.is_suspended():
+        return original()
+    with hooked(model, arguments) as (with_hooks, arguments):
+        decide = partial(_decide_loop, model, arguments, given)
+        return _attempted(model, decide, partial(_run_loop, model, with_hooks), original)
+
+
+def _given_to_generate(model: Any) -> dict[str, Any]:
+    """The variables of the library's `generate` that calls `decode`: it does not hand on the streamer, an assistant,
+    nor what it was given as a cache. None of them where others call it.
+    """
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not code:
+        frame = frame.f_back
+    found = dict(frame.f_locals) if frame.f_code is code else {}
+    return found if found.get("self") is model else {}
+
+
+def _librarys_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Callable[[], Any]:
+    """The call on the library's own loop.
+
+    Raises:
+        ValueError: there is none, or it does not take these arguments, which `generate` says only without `decode`.
+    """
+    config, assistant = arguments["generation_config"], given.get("assistant_model")
+    mode = config.get_generation_mode(assistant)
+    of_loop = {"streamer": arguments["streamer"], "assistant_model": assistant}
+    model._validate_generation_mode(mode, config, {name: x for name, x in of_loop.items() if x is not None})
+    name = GENERATION_MODES_MAPPING[mode]
+    if not hasattr(model, name):
+        raise ValueError(f"fastgen.decode has no loop for {mode.value}: leave out custom_generate")
+    if mode.value == "assisted_generation":
+        arguments = {**arguments, "assistant_model": assistant, "inputs_tensor": given.get("inputs_tensor")}
+    return partial(getattr(model, name), **arguments)
+
+
+def _run_loop(model: Any, with_hooks: Any, **arguments: Any) -> Any:
+    """The loop of a call that drafts nothing by itself, on FastGen where that is active."""
+    name = "_beam_search" if arguments["generation_config"].num_beams > 1 else "_sample"
+    function = inspect.getattr_static(type(model), name)
+    own = patching.original_of(function) or function
+    return loop.decode(own.__get__(with_hooks), model, (), arguments)
+
+
+def _decide_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> _Attempt | None:
+    """The call of `decode` to be accelerated; None, and the reason is counted, if the library's loop runs."""
+    of_draft = {"inputs": given.get("inputs_tensor"), "assistant_model": given.get("assistant_model")}
+    asked = {name: value for name, value in arguments.items() if name in (*user_code.ARGUMENTS, "generation_config")}
+    draft, plain = assisted.taken_over(model, {**asked, **of_draft})
+    config = plain["generation_config"]
+    reason = _unsupported(model, {**plain, "synced_gpus": arguments["synced_gpus"]})
+    if reason is not None:
+        fall_back(model, reason)
+        return None
+    cache_is_the_users = releases.has_own_cache(given["kwargs"]) if given else True
+    call = Call(model, not config.output_logits, cache_is_the_users, draft=draft)
+    return _Attempt(call, {**arguments, "generation_config": config})
+
+
+def _attempted(
+    model: Any, decide: Callable[[], _Attempt | None], wrapped: Callable[..., Any], original: Callable[[], Any]
+) -> Any:
+    """The call that `decide` returns.
+
+    Args:
+        decide: looks at the call, and changes nothing; None where it goes to the original code.
+        wrapped: runs a call of these arguments, on the original code where FastGen is suspended.
+        original: the call on the original code.
+    """
     attempt, failed = None, None
     try:
-        attempt = _decide(model, arguments)
+        attempt = decide()
     except FallbackError:
         raise
     except Exception as failure:  # nothing has been changed yet
@@ -40,7 +169,7 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         failed = failure
     if attempt is None:
         with patching.suspended():  # an assistant's own calls are part of this one
-            result = wrapped(*args, **kwargs)
+            result = original()
         if failed is not None:
             _report(model, failed)
         return result

@@ -23,14 +23,14 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
-from fastgen.optimizer.transformers import speculation, user_code
+from fastgen.optimizer.transformers import entering, speculation, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
 from fastgen.optimizer.transformers.captured.prefilled import LAST
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies, masks_source
-from fastgen.optimizer.transformers.prefill import has_no_rows
+from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 from fastgen.optimizer.transformers.speculation.drafts import Draft
@@ -72,11 +72,10 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         with call.decides():
             draft = speculation.draft_for(call, config)
             _check(call, arguments, model_kwargs)
-            if draft is None:
+            if draft is None and entering.current() is None:
                 _check_without_draft(arguments)
-            prefill = model._prefill
         call.prefilled = prefill(
-            arguments["input_ids"], config, model_kwargs, is_first_iteration=not config.is_assistant
+            model._prefill, model, (arguments["input_ids"], config, model_kwargs, not config.is_assistant), {}
         )
         if not call.accelerated:
             return wrapped(**arguments, **model_kwargs)
@@ -115,7 +114,11 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
         except CannotBeCaptured as reason:
             counters.count_not_used(SPECULATION, str(reason))
             _check_without_draft(arguments)
-    return Decoding(call, arguments, model_kwargs).run()
+    how = entering.current()
+    if how is None:
+        return Decoding(call, arguments, model_kwargs).run()
+    how.take(Decoding(call, arguments, model_kwargs, enters_slots=True))
+    return arguments["input_ids"]
 
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
@@ -152,9 +155,10 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
-    if config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS:
-        raise CannotBeCaptured("only a few tokens to generate")
     ignored = () if masks_source(call.model) else ("attention_mask",)
+    is_short = config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS
+    if is_short and entering.current() is None:
+        raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if name in ignored:
             continue  # of a batch of recordings, when some of them have come to their end
@@ -178,7 +182,7 @@ def _check_weights(model: Any) -> None:
         return
     if model.device.type == "cpu" or formats.unavailable(now.weight_dtype, model.device) is None:
         graph_cache.drop(model)
-        raise CannotBeCaptured('weights in other numbers, which are not kept (packed_weights="keep")')
+        raise CannotBeCaptured('copies of weights that are not kept (packed_weights="keep")')
 
 
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
@@ -189,7 +193,7 @@ def _check_on_cpu(model: Any, tokens: Tensor) -> None:
 
 
 def _size_of_weights(model: Any) -> float:
-    """Numbers of the matrix that one of the model's numbers is in, on the average: small ones hardly count."""
+    """The mean size of a weight matrix, each counted by its elements: so small ones hardly count."""
     sizes = [weight.numel() for weight in model.parameters() if weight.dim() == 2]
     return sum(size * size for size in sizes) / max(sum(sizes), 1)
 

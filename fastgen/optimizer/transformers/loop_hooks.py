@@ -37,7 +37,7 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
         and not call.runs_user_code
         and not config.return_dict_in_generate
         and not call.cache_is_the_users
-        and all(patching.original_of(librarys[name]) is not None for name in _HOOKED)
+        and all(patching.stands_for(f"GenerationMixin.{name}") for name in _HOOKED)
         and all(inspect.getattr_static(kind, name, None) is librarys.get(name) for name in (*_HOOKED, *_SEARCH))
         and not call.rows_depend_on_each_other
     )

@@ -37,18 +37,23 @@ _CAPTURABLE = frozenset(
         "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
         "mvp.modeling_mvp.MvpForConditionalGeneration",
         "plbart.modeling_plbart.PLBartForConditionalGeneration",
-        "prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration",  # with the hooks of captured/prophetnet.py
         "xglm.modeling_xglm.XGLMForCausalLM",
     )
 )
+# With the hooks of captured/prophetnet.py.
+_PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
 # Its attention reads all of the source, whatever mask `generate` is given, which counts the frames of a recording.
 _SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
 
 
 def masks_source(model: Any) -> bool:
     """Whether `attention_mask` says which positions of the source the decoder attends to."""
+    return _class_of(model) != _SOURCE_WITHOUT_MASK
+
+
+def _class_of(model: Any) -> str:
     kind = type(model)
-    return f"{kind.__module__}.{kind.__qualname__}" != _SOURCE_WITHOUT_MASK
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def unsupported(model: Any) -> str | None:
@@ -130,7 +135,7 @@ def has_global_hooks() -> bool:
 
 
 def attention_functions() -> Hashable:
-    """Those that are registered in the library: what a recording has frozen besides the model."""
+    """The functions that are registered in the library: a recording takes them for granted besides the model."""
     return tuple([(name, IdentityGuard.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
 
 
@@ -172,11 +177,11 @@ def has_captured_steps(model: Any) -> bool:
 
     Whether it can be captured is found out by trying.
     """
-    kind = type(model)
     return (
         counts_on_the_host(model)
-        or hasattr(kind, "step_positions")
-        or f"{kind.__module__}.{kind.__qualname__}" in _CAPTURABLE
+        or hasattr(type(model), "step_positions")
+        or _class_of(model) in _CAPTURABLE
+        or (_class_of(model) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
     )
 
 
@@ -196,7 +201,7 @@ def handed_on(model: Any) -> tuple[tuple[str, ...], ...] | None:
     kind, method = type(model), "_update_model_kwargs_for_generation"
     if inspect.getattr_static(kind, method, None) is vars(GenerationMixin).get(method):
         return ()
-    return releases.HANDED_ON.get(f"{kind.__module__}.{kind.__qualname__}")
+    return releases.HANDED_ON.get(_class_of(model))
 
 
 def positions_of_step(model: Any) -> int:

@@ -16,8 +16,9 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen import patching, releases
 from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
+from fastgen.optimizer.transformers import entering
 from fastgen.optimizer.transformers.buckets import prefill_in_groups
-from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
@@ -72,8 +73,12 @@ def _prefill(
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
-    store = call.store = StoreInCache(releases.cache_in(model_kwargs), per_input, initial_capacity)
-    outputs = prefill_in_groups(call, wrapped, one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
+    store = call.store = ExchangedLayers(releases.cache_in(model_kwargs), per_input, initial_capacity)
+    how, given = entering.current(), (one_row_ids, generation_config, one_row_kwargs)
+    if how is not None and how.serves(call.model, *given):
+        outputs = how.prefill(store, wrapped, *given, is_first_iteration)
+    else:
+        outputs = prefill_in_groups(call, wrapped, *given, is_first_iteration)
     if releases.cache_in(outputs) is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
         call.abandon()

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 # Arguments of `generate` that are code of the user's.
-_ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 # Arguments of the decoding loops that are lists of the library's, whose elements may be the user's.
 _LISTS = ("logits_processor", "stopping_criteria")
 # An object with more than so many parts, or larger tensors, is not saved: copying it would cost more than it is worth.
@@ -72,7 +72,7 @@ def says(criterion: Any, name: str) -> bool:
 
 def passed_to(arguments: dict[str, Any]) -> list[Any]:
     """The processors, criteria, functions and streamers among the arguments of `generate`."""
-    given = [arguments.get(name) for name in _ARGUMENTS]
+    given = [arguments.get(name) for name in ARGUMENTS]
     parts = [part for value in given for part in (list(value) if isinstance(value, (list, tuple)) else [value])]
     return [part for part in parts if part is not None]
 

@@ -43,7 +43,7 @@ _KINDS: dict[type, set[str]] = {bool: {"bool"}, str: {"str"}, int: {"int", "floa
 # Smaller values make no sense to the library, which does not look at all of them itself.
 _LEAST = dict.fromkeys(["num_beams", "num_return_sequences", "num_beam_groups", "max_new_tokens", "max_length"], 1)
 _LEAST |= dict.fromkeys(["min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"], 0)
-# Those that ask for drafts, which the model then checks several at a time.
+# Those that ask for drafts, which the model verifies several at a time.
 DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 # Fields that describe the file a configuration came from rather than the generation.
 _METADATA = {"transformers_version"}
@@ -94,17 +94,30 @@ class RunOptions(DataOptions):
 
     workers: int | None = option(
         None,
-        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)",
+        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4); with --ray, "
+        "processes that hold the model",
         group="running",
         free=True,
         rare=True,
         least=0,
         most=1024,
     )
+    ray: str | None = option(
+        None,
+        "address of a Ray cluster whose workers run the model, or local for one on this machine; needs --workers",
+        free=True,
+        rare=True,
+    )
+    batching: str = option(
+        "auto",
+        "static; continuous: a record that is done makes room for the next one; or auto: continuous where the model "
+        "runs in slots (default: auto)",
+        free=True,
+    )
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)
     self_speculation: str = option(
         lambda: process_settings.current().self_speculation,
-        "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model checks (default: off); "
+        "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model verifies (default: off); "
         "kernels are chosen by measurements then",
         rare=True,
     )
@@ -121,8 +134,13 @@ class RunOptions(DataOptions):
     def __post_init__(self) -> None:
         check_types(self)
         among("detokenizer", self.detokenizer or "none", ("moses", "none"))
+        among("batching", self.batching, ("auto", "static", "continuous"))
+        if self.batching == "continuous" and self.max_tokens is not None:
+            raise SetupError("max-tokens cuts static batches: leave it out, or choose --batching static")
         for metric in self.metrics:
             among("metrics", metric, METRICS)
+        if self.ray and not self.workers:
+            raise SetupError("ray needs workers that hold the model: give --workers and their number")
         if self.reference and self.reference_column:
             raise SetupError("give either a reference file or a reference column, not both")
         if (self.metrics or self.score_path) and not (self.reference or self.reference_column):

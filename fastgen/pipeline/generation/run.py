@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import os
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, one_by_one
+from fastgen.pipeline.batches import Batch, BatchResult, Window, one_by_one
+from fastgen.pipeline.errors import SetupError, check_installed
+from fastgen.pipeline.generation import on_ray
+from fastgen.pipeline.generation.continuous import is_continuous, stage_for
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding, load, prepare
-from fastgen.pipeline.generation.options import RunOptions, captured_drafts
+from fastgen.pipeline.generation.model import RawOutput
+from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.layouts import Generation
 from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
 from fastgen.pipeline.postprocess import Outcome, PostprocessJob, PostProcessor, Processor, default_workers
@@ -71,13 +73,17 @@ class Generate(DataRun):
         detokenizer = None if settings.detokenizer == "none" else settings.detokenizer
         self._job = PostprocessJob(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
         self._job.check()
+        if settings.ray:
+            check_installed("ray", "--ray", "pip install 'fastgen-transformers[ray]'")
+            if self.model is not None:
+                raise SetupError("a model in memory is not sent to the workers of Ray: give its folder")
 
     def check(self) -> None:
         super().check()
         settings = self.settings
         has_reference = bool(settings.reference or settings.reference_column)
         self.layout = Generation(self.inputs.kept, settings.output_column, has_reference, settings.token_ids)
-        workers = default_workers() if settings.workers is None else settings.workers
+        workers = default_workers() if settings.workers is None or settings.ray else settings.workers
         # They start while the model is loaded.
         workers = workers if self._job.any else 0
         self._workers = self.closing.enter_context(closing(PostProcessor(partial(Processor, self._job), workers)))
@@ -85,9 +91,19 @@ class Generate(DataRun):
     def load(self) -> None:
         settings = self.settings
         loaded = load(settings) if self.model is None else prepare(self.model, self.tokenizer, settings)
-        self.loaded, self.rules = loaded, {"equal_lengths": depends_on_padding(loaded)}
-        self.tokenise, self.stage = Encoder(loaded, settings), ModelStage(loaded, settings)
+        self.loaded, self.tokenise = loaded, Encoder(loaded, settings)
+        continuous = is_continuous(loaded, settings)
+        self.stage = stage_for(loaded, settings, continuous)
+        self.rules = {"continuous": True} if continuous else {"equal_lengths": depends_on_padding(loaded)}
         self._decode, self.results = Decoder(loaded, settings), self._texts
+
+    def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
+        planned, settings = super().planned(), self.settings
+        if settings.ray is None or settings.workers is None:
+            return planned
+        self.closing.enter_context(on_ray.cluster(settings.ray, settings.workers))
+        job = on_ray.Job.of(settings, self.loaded, "continuous" in self.rules)
+        return on_ray.computed(planned, job, settings.workers, self.stage)
 
     def _texts(self, batch: BatchResult[RawOutput]) -> Results:
         """What `generate` returned, as texts, and through the worker processes."""
@@ -97,12 +113,12 @@ class Generate(DataRun):
             _completed(result, outcome) for (result, _, _), outcome in zip(decoded, outcomes.result(), strict=True)
         ]
 
-    def automatic_batch(self) -> tuple[int, int]:
+    def automatic_batch(self) -> tuple[int, int | None]:
         settings, loaded = self.settings, self.loaded
         # Where the model does not say how long an input may be, memory is planned for those of a usual length.
         longest = min(loaded.positions or USUAL_LENGTH, settings.max_source_length or sys.maxsize)
         rows, tokens = automatic_batch(loaded.model, loaded.generation, longest)
-        return rows, settings.max_tokens or tokens
+        return rows, settings.max_tokens or (None if "continuous" in self.rules else tokens)
 
 
 def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:
@@ -167,152 +183,6 @@ class Encoder:
             message = f"{len(ids)} tokens, but the model takes at most {self._positions}"
             return record.skipped(Problem("too-long", message))
         return replace(record, ids=ids)
-
-
-@dataclass
-class RawOutput:
-    """What the model returned for some rows: all sequences of a row together, best first."""
-
-    rows: list[Record]
-    sequences: Any
-    """An array of token ids, still with everything that `generate` puts around them."""
-    prompt_width: int
-    """Columns that hold the padded prompt (decoder-only) or the start token (encoder-decoder)."""
-    scores: list[float] | None = None
-    """Of each sequence; None where there are none."""
-
-    def written(self, loaded: LoadedModel) -> list[list[int]]:
-        """What the model wrote in each sequence, its end token included, without the padding after it."""
-        end = loaded.generation.eos_token_id
-        ends = frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
-        rows = self.sequences[:, self.prompt_width :].tolist()
-        return [row[: token_count(row, ends, loaded.pad_id)] for row in rows]
-
-
-class SequenceScores:
-    """A stopping criterion that never stops: it looks at the scores of each step and lets them go.
-
-    `generate` would keep the scores over the whole vocabulary of every step: gigabytes, for one number a sequence. This
-    adds up the log-probability of each chosen token (beam search does its own sum) and empties the stored tensor.
-    """
-
-    releases_cache = True
-    """FastGen need not fill the cache that a call returns: nobody looks at it."""
-
-    def __init__(self, beams: bool) -> None:
-        self.releases_scores = beams
-        """FastGen need not make what would only be let go."""
-        self._beams = beams
-        self._chosen: list[Any] = []
-        self._usable = True
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        import torch
-
-        if isinstance(scores, tuple) and scores:
-            last = scores[-1]
-            if not self._beams:
-                # One step, one token: anything else (speculation) has no scores here.
-                if len(scores) == len(self._chosen) + 1 and last.shape[0] == input_ids.shape[0]:
-                    logs = torch.log_softmax(last.float(), dim=-1)
-                    self._chosen.append(logs.gather(1, input_ids[:, -1:]).squeeze(1))
-                else:
-                    self._usable = False
-            last.set_()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    def sums(self, lengths: Sequence[int]) -> list[float] | None:
-        """For each sequence the sum over its first `length` tokens; None where it could not be followed."""
-        import torch
-
-        if not self._usable or not self._chosen or len(self._chosen) < max(lengths):
-            return None
-        table = torch.stack(self._chosen, dim=1).double().cpu()
-        return [float(row[:length].sum()) for row, length in zip(table, lengths, strict=True)]
-
-
-class ModelStage(BatchStage[RawOutput]):
-    """Puts batches through `generate`."""
-
-    def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
-        super().__init__(loaded.device, settings.weights | (captured_drafts() if loaded.asks_for_drafts else {}))
-        self.loaded = loaded
-        self._settings = settings
-
-    def size(self, rows: Sequence[Record]) -> int:
-        """The size of a batch as far as memory goes: padded input tokens, and as many again for each row's output."""
-        return len(rows) * (max(len(row.ids) for row in rows) + self._new_tokens)
-
-    @property
-    def _new_tokens(self) -> int:
-        generation = self.loaded.generation
-        return generation.max_new_tokens or generation.max_length or 20
-
-    def _captured_step(self, batch: Batch) -> dict[str, Any]:
-        """FastGen's setting for a batch, from the plan alone: so a resumed run has the same bits as one without a stop.
-
-        On a GPU every step that can be is captured. Where something drafts, how much it drafts decides about bits.
-        """
-        is_on_cpu = self.loaded.device.type == "cpu"
-        if not is_on_cpu or self._drafts or process_settings.current().captured_step != "auto":
-            return {}
-        steps = batch.alike * min(self._new_tokens, process_settings.STEPS_OF_A_CALL)
-        return {"captured_step": "always" if steps >= process_settings.RECORDING_PAYS_FROM else "never"}
-
-    @property
-    def _drafts(self) -> bool:
-        if not self._settings.to_text:  # with scores, batches run without drafts
-            return False
-        return self.loaded.asks_for_drafts or process_settings.current().self_speculation != "off"
-
-    def forward(self, rows: list[Record], batch: Batch) -> RawOutput:
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        loaded = self.loaded
-        # Decoder-only models continue the last column, so the padding must be on the left.
-        side = "right" if loaded.encoder_decoder else "left"
-        tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
-        ids = pad_sequence(tokens, True, loaded.pad_id, side)
-        mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
-        options: dict[str, Any] = {}
-        scores = None if self._settings.to_text else SequenceScores((loaded.generation.num_beams or 1) > 1)
-        if scores is not None:
-            options["stopping_criteria"] = [scores]
-        if loaded.generation.stop_strings is not None:
-            options["tokenizer"] = loaded.tokenizer
-        if loaded.generation.do_sample:
-            # A seed of its own for every batch: a resumed run draws what an uninterrupted one would have.
-            words = f"{self._settings.seed}:{batch.window}:{batch.index}:{rows[0].position}".encode()
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big"))
-        start = time.perf_counter()
-        try:
-            with process_settings.changed(**self._captured_step(batch)):
-                output = loaded.model.generate(
-                    input_ids=ids.to(loaded.device),
-                    attention_mask=mask.to(loaded.device),
-                    generation_config=loaded.generation,
-                    **options,
-                )
-            sequences = (output if torch.is_tensor(output) else output.sequences).cpu().numpy()
-        finally:
-            self.seconds += time.perf_counter() - start
-        raw = RawOutput(rows, sequences, 1 if loaded.encoder_decoder else ids.shape[1])
-        own = getattr(output, "sequences_scores", None)
-        if scores is not None:
-            raw.scores = own.tolist() if own is not None else scores.sums(list(map(len, raw.written(loaded))))
-        return raw
-
-
-def token_count(generated: Sequence[int], ends: frozenset[int], pad_id: int) -> int:
-    """Tokens that the model wrote, its end token included, without the padding after it."""
-    for index, token in enumerate(generated):
-        if token in ends:
-            return index + 1
-    count = len(generated)
-    while count and generated[count - 1] == pad_id:
-        count -= 1
-    return count
 
 
 class Decoder:

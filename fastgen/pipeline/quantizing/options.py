@@ -12,7 +12,7 @@ from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, among, check_bounds, check_types, option
 
 METHODS = ("gptq", "rtn", "autoround")
-_LEAST_GROUP = 8  # inputs, whose numbers of 4 bits fill a word
+_LEAST_GROUP = 8  # whose values of 4 bits fill an int32
 
 
 @dataclass(frozen=True)

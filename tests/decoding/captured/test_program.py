@@ -26,7 +26,6 @@ from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.operations import Place
 from fastgen.ops import elementwise
 from fastgen.ops.linear import choose, gemm, upcast
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
@@ -324,14 +323,6 @@ class TestProducts:
                 bias.normal_()
 
     @needs_kernel
-    def test_more_dimensions_and_an_input_that_was_computed(self) -> None:
-        x, weight, bias = torch.randn(2, 1, 24), torch.randn(70, 24), torch.randn(70)
-        count, replay = self.captured(lambda: F.linear(F.linear(x * 2, weight, bias).relu(), weight.t()))
-        assert count == 2
-        expected = (x * 2 @ weight.t() + bias).relu() @ weight
-        torch.testing.assert_close(replay(), expected, atol=1e-3, rtol=1e-5)
-
-    @needs_kernel
     @pytest.mark.parametrize(
         "product",
         [
@@ -372,20 +363,6 @@ class TestProducts:
             recorded.capture(partial(F.linear, x, stored))
             kernel = choose.kernel_for(x, stored, None)
             assert kernel is not None and kernel.out in recorded.functions
-
-    @needs_kernel
-    @pytest.mark.parametrize("biased", [True, False])
-    @pytest.mark.parametrize("rows", [6, 20])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_half_precision(self, dtype: torch.dtype, rows: int, biased: bool) -> None:
-        """Few rows by GEMV, more of them with the weight upcast, where torch's product is not faster."""
-        x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows // 2, 2, 24), (70, 24), (70,)))
-        layer = partial(F.linear, x, weight, bias if biased else None)
-        count, replay = self.captured(layer)
-        assert count == int(choose.kernel_for(x.flatten(0, 1), weight, None) is not None)
-        for _ in range(2):
-            torch.testing.assert_close(replay(), layer())
-            x.normal_(), weight.normal_(), bias.normal_()
 
     @needs_kernel
     @pytest.mark.parametrize(
@@ -573,44 +550,6 @@ def test_any_function(steps: list[tuple[str, int, int]]) -> None:
         x.copy_(before)
         torch.testing.assert_close(results, run(steps, x), rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(after, x, rtol=0, atol=0, equal_nan=True)
-
-
-@given(steps=SOME_STEPS)
-@example(steps=[("add", n, n) for n in range(20)])
-@of_hypothesis(max_examples=100)
-def test_memory_is_planned(steps: list[tuple[str, int, int]]) -> None:
-    x = torch.randn(40)
-    recording, _ = record(lambda: run(steps, x))
-    operations = [each for each in recording.operations if not each.is_allocation]
-    places = Arena().place(program._lifetimes(recording, [[each] for each in operations]))
-
-    used = [
-        {place.storage for place in (*each.leaves, *each.fresh) if isinstance(place, Place)} & recording.made
-        for each in operations
-    ]
-    assert set(places) == set().union(*used)
-    times = {number: [t for t, now in enumerate(used) if number in now] for number in places}
-    begins = {number: chunk.storage.data_ptr() + begin for number, (chunk, begin) in places.items()}
-    ends = {number: begin + recording.storages[number].nbytes() for number, begin in begins.items()}
-    for a, (chunk, _) in places.items():
-        assert begins[a] % 64 == 0 and chunk.storage.data_ptr() <= begins[a]
-        assert ends[a] <= chunk.storage.data_ptr() + chunk.storage.nbytes()
-        for b in places:
-            if a < b and times[a][0] <= times[b][-1] and times[b][0] <= times[a][-1]:
-                assert ends[a] <= begins[b] or ends[b] <= begins[a]
-
-
-def chain() -> Tensor:
-    x = torch.ones(1000)
-    for _ in range(30):
-        x = x + 1
-    return x
-
-
-def test_memory_is_used_again() -> None:
-    recording, _ = record(chain)
-    places = Arena().place(program._lifetimes(recording, [[each] for each in recording.operations]))
-    assert {begin for _, begin in places.values()} == {0, 4032}
 
 
 def test_programs_share_their_memory() -> None:

@@ -41,7 +41,7 @@ def test_greedy(device, eos, spare, late):
         if len(done) > late and done[-1 - late]:
             break
     wanted = plain(prompt, steps, eos)
-    assert state.results(3, 1).tolist() == wanted
+    assert state.results(slice(3), 1).tolist() == wanted
     assert (state.running_tokens[:, :spare] == NOTHING).all()
     assert (len(wanted[0]) < 11) == bool(eos)
 
@@ -54,8 +54,8 @@ def test_copies(device):
     scores[torch.arange(12), torch.arange(12) % VOCABULARY] = 1
     state.choose(scores, normalise=True)
     assert bool(state.done)
-    assert state.results(2, 3)[:, -1].tolist() == [0, 1, 2, 3, 4, 5]
-    assert state.results(2, 3)[:, 0].tolist() == [3, 3, 3, 5, 5, 5]
+    assert state.results(slice(2), 3)[:, -1].tolist() == [0, 1, 2, 3, 4, 5]
+    assert state.results(slice(2), 3)[:, 0].tolist() == [3, 3, 3, 5, 5, 5]
 
 
 def test_samples(device):

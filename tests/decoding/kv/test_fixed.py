@@ -7,16 +7,12 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fastgen.decoding import host_memory
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.view import CannotBeCaptured, KVView
-
-pytestmark = pytest.mark.sampled(2)
 
 BATCH, PER_INPUT, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
 PREFIX, PREFIX_CAPACITY, CAPACITY = 5, 8, 6
@@ -76,8 +72,9 @@ def step(kv: FixedKV, rows: int, device: torch.device):
     return query, keys, values, F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("inputs", [BATCH, 1])
-def test_rows_attend_to_their_own_history(device, at_end, inputs):
+def test_rows_attend_to_their_own_history(device, at_end, inputs, each_backend):
     """Inputs may be fewer than the capacity; beams continue other beams at every step."""
     state, kv = make(device)
     given = prompt(device, inputs)
@@ -94,20 +91,6 @@ def test_rows_attend_to_their_own_history(device, at_end, inputs):
             parents[0 if number % 4 else 1] = parents[1 if number % 4 else 0]
         state.advance(parents)
         history.rows = [list(history.rows[parent]) for parent in parents[:rows].tolist()]
-
-
-def test_a_call_leaves_nothing_to_the_next(device):
-    state, kv = make(device)
-    for inputs in (3, 2):
-        given = prompt(device, inputs)
-        kv.load(*given, at_end=True)
-        state.begin()
-        history = History(inputs, *given[:2])
-        query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
-        rows = inputs * PER_INPUT
-        history.append(keys[:rows], values[:rows])
-        torch.testing.assert_close(found[:rows], history.attend(query[:rows]), rtol=1e-5, atol=1e-5)
-        state.advance(torch.arange(BATCH * PER_INPUT, device=device))
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -209,8 +192,9 @@ def test_a_mask_that_is_added(device, lowest):
     assert kv._needed(seen, 2) is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [1, 3, 6, 20])
-def test_a_sliding_window(device, window):
+def test_a_sliding_window(device, window, each_backend):
     state, kv = make(device, window=window)
     given = prompt(device)
     kv.load(*given, at_end=True)
@@ -277,7 +261,7 @@ def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
         state_of_others.advance(parents)
 
 
-def test_rows_that_keep_different_numbers_of_positions(device):
+def test_rows_that_keep_different_numbers_of_positions(device, each_backend):
     """As when a row takes some of the tokens that were drafted for it; one that keeps none writes over them."""
     state, kv = make(device, capacity=12, width=3)
     given = prompt(device)
@@ -296,29 +280,6 @@ def test_rows_that_keep_different_numbers_of_positions(device):
             torch.testing.assert_close(found[:, :, position : position + 1], wanted, rtol=1e-5, atol=1e-5)
         history.rows = [row[: len(row) - 3 + count] for row, count in zip(history.rows, kept, strict=True)]
         state.advance(None, torch.tensor(kept, device=device))
-
-
-def test_taking_over(device):
-    """Buffers with more capacity go on where those with less are full."""
-    small, few = make(device, capacity=2)
-    large, many = make(device, capacity=5)
-    given = prompt(device)
-    few.load(*given, at_end=True)
-    small.begin()
-    history = History(BATCH, *given[:2])
-    state, kv = small, few
-    for number in range(5):
-        if number == 2:
-            many.load(*prompt(device), at_end=True)  # of another call
-            many.take_over(few, slice(None), slice(None))
-            large.take_over(small, slice(None))
-            state, kv = large, many
-        query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
-        history.append(keys, values)
-        torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
-        parents = torch.tensor([1, 1, 2, 2, 5, 4], device=device)
-        state.advance(parents)
-        history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
 
 
 @pytest.mark.parametrize("capacity", [CAPACITY, 2 * CAPACITY])
@@ -354,8 +315,9 @@ def test_taking_over_some_inputs(device, capacity):
         history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("says_more", [False, True])
-def test_masks(device, says_more):
+def test_masks(device, says_more, each_backend):
     """One that says what the lengths say is not read after the first look; another one always is."""
     state, kv = make(device)
     given = prompt(device)
@@ -379,23 +341,6 @@ def test_masks(device, says_more):
     plain = F.scaled_dot_product_attention(query, *kv.read(), enable_gqa=True)
     torch.testing.assert_close(unread, plain)
     assert torch.equal(wanted, plain) is not says_more
-
-
-def test_products_leave_out_what_does_not_count(device):
-    """Attention spelled out, without a mask."""
-    state, kv = make(device)
-    given = prompt(device)
-    kv.load(*given, at_end=False)
-    state.begin()
-    history = History(BATCH, *given[:2])
-    query, keys, values, _ = step(kv, BATCH * PER_INPUT, device)
-    history.append(keys, values)
-    stored_keys, stored_values = kv.read()
-    groups = HEADS // KV_HEADS
-    wide = query.view(BATCH * PER_INPUT, KV_HEADS, groups, DIM)
-    scores = torch.matmul(wide, stored_keys.transpose(2, 3)) * DIM**-0.5
-    found = torch.matmul(scores.softmax(dim=-1), stored_values).view(query.shape)
-    torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
 
 
 def test_the_full_tensor_is_refused(device):
@@ -430,24 +375,3 @@ def test_without_memory_for_k_and_v_neither_grows(part, device, monkeypatch):
     assert sizes() == before
     getattr(kv, f"grow_{part}")(2 * PREFIX_CAPACITY)
     assert [each.shape[2] for each in getattr(kv, part)] == 2 * [2 * PREFIX_CAPACITY]
-
-
-@given(batch=st.integers(1, 3), per_input=st.integers(2, 5), length=st.integers(1, 12), seed=st.integers())
-@settings(max_examples=30)
-def test_histories_are_found_through_the_table(batch, per_input, length, seed):
-    """A cache of labels, written only at the current position, read through the table after every reorder."""
-    draw = random.Random(seed)
-    rows = batch * per_input
-    cache = torch.zeros(rows, length, dtype=torch.int64)
-    state = StepState(batch, per_input, length, torch.device("cpu"))
-    histories = [[] for _ in range(rows)]
-    for step in range(length):
-        parents = [row // per_input * per_input + draw.randrange(per_input) for row in range(rows)]
-        if step:
-            state.advance(torch.tensor(parents))
-        assert state.position.tolist() == [step] * rows
-        histories = [histories[parent] + [(step, row)] for row, parent in enumerate(parents)]
-        cache[:, step] = torch.arange(rows) + 1000 * step
-        for row, history in enumerate(histories):
-            read = [int(cache[state.ancestry[row, t], t]) for t in range(step + 1)]
-            assert read == [1000 * t + source for t, source in history]

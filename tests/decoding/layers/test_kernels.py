@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -140,28 +138,6 @@ def test_a_weight_of_another_type_fails_as_without_fastgen() -> None:
         model[0].weight = nn.Parameter(torch.randn(30, 40).double())
         with pytest.raises(RuntimeError, match="dtype"):
             model(x)
-
-
-def test_a_model_that_changes_its_type(multiplied: Multiplied) -> None:
-    model = nn.Sequential(layer())
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float16):
-        model.to(dtype)
-        with FastLayers.of(model, KINDS):
-            assert model(torch.randn(2, 40).to(dtype)).dtype is dtype
-            model.bfloat16()
-            assert model(torch.randn(2, 40).bfloat16()).dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("count", [2, 20])
-def test_weights_are_not_held(count: int, dtype: torch.dtype) -> None:
-    fastgen.enable(packed_weights="keep")
-    model = nn.Sequential(layer(dtype))
-    with FastLayers.of(model, KINDS):
-        model(torch.randn(count, 40).to(dtype))
-    weight = weakref.ref(model[0].weight)
-    model[0].weight = nn.Parameter(torch.randn(30, 40).to(dtype))
-    gc.collect()
-    assert weight() is None
 
 
 def test_a_bias_that_becomes_an_attribute_counts() -> None:

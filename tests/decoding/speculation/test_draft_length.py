@@ -104,6 +104,7 @@ def always(rate: float) -> Callable[[int, int], float]:
 # ---- calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("machine", [CHEAP, NEAR_MEMORY, FOUND], ids=["cheap", "near memory", "found"])
 @pytest.mark.parametrize("rate", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("rows", [1, 4])
@@ -349,7 +350,7 @@ def test_places_of_finished_rows_are_used() -> None:
 # ---- back-off
 
 
-def test_pauses_of_calls_double() -> None:
+def test_waits_of_calls_double() -> None:
     """The first call that does not pay may have been disturbed; one that pays ends them."""
     back_off, said = of_calls(), []
     for _ in range(20):

@@ -81,16 +81,6 @@ def test_latest(tokens, max_ngram, most):
     assert lookup.propose(0) == latest_by_definition(tokens, max_ngram, most)
 
 
-def test_which_occurrence():
-    tokens = [7, 5, 1, 7, 5, 2, 9, 5]
-    for latest, wanted in ((False, [1, 7, 5]), (True, [2, 9, 5])):
-        lookup = PromptLookup(1, 2, 3, latest=latest)
-        lookup.append(0, tokens)
-        assert lookup.propose(0) == wanted  # 9, 5 is new, 5 is not
-        lookup.append(0, [7, 5])
-        assert lookup.propose(0) == wanted
-
-
 def test_most_and_eos():
     lookup = PromptLookup(1, 2, 10, eos=[4])
     lookup.append(0, [1, 2, 3, 4, 5, 1])

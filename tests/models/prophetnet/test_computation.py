@@ -34,6 +34,7 @@ def test_every_stream_is_what_the_paper_defines(changes):
         torch.testing.assert_close(torch.stack(streams)[:, row], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("enabled", [True, False], ids=["fastgen", "fairseq"])
 @torch.no_grad()

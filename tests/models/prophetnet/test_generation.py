@@ -21,12 +21,14 @@ def pool() -> dict[str, Any]:
     return {name: model_of(arguments(**changes), seed=2) for name, changes in VARIANTS.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_hypotheses_are_the_same(pool, strict, options):
     check(lambda: generator_for([pool["two streams"]], **options), sources(5))
     assert accelerated() == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(1, 5), (7, 40), (3, 90)], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_models_and_sources_of_all_shapes(pool, strict, variant, shape):

@@ -50,9 +50,8 @@ def from_port(port: Any) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("seed", range(3))
 @torch.no_grad()
-def test_scores_are_those_of_the_port_in_transformers(seed):
+def test_scores_are_those_of_the_port_in_transformers(seed=0):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
     config = transformers.ProphetNetConfig(

@@ -210,7 +210,7 @@ def _bytes_of(x: Tensor) -> set[int]:
 
 
 def _put_back() -> None:
-    """No plan is open, and nobody has the team."""
+    """No command list is open, and nobody has the thread pool."""
     with contextlib.suppress(RuntimeError):  # there was none
         torch.ops.fastgen.close_plan(-1)
     torch.ops.fastgen.give_team_back()

@@ -1,4 +1,4 @@
-"""Elementwise operators, norms, fingerprints, the largest output, plans and the team of threads."""
+"""Elementwise operators, norms, fingerprints, approximate logits, command lists and the thread pool."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def largest(rng: random.Random) -> Case:
     return Case(given, check)
 
 
-# ---- plans and the team: the state of the process
+# ---- command lists and the thread pool: the state of the process
 
 
 def _planned() -> tuple[Tensor, Tensor]:
@@ -216,13 +216,13 @@ def run_plan(rng: random.Random, name: str) -> Case:
 
 
 @of("take_team", "give_team_back")
-def team(rng: random.Random, name: str) -> Case:
+def thread_pool(rng: random.Random, name: str) -> Case:
     _ops.give_team_back()
     threads = rng.choice((0, 1, 2, 3, 4))
 
-    def check(args: list[Any], has_team: Any) -> None:
+    def check(args: list[Any], has_pool: Any) -> None:
         if name == "take_team":
-            assert has_team == (threads > 1)
+            assert has_pool == (threads > 1)
             scores = torch.randn(64, 2000)
             tokens, is_near = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bool)
             _ops.top_two_out(tokens, is_near, scores, MASKED, 0.0)

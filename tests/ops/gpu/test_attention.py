@@ -13,7 +13,7 @@ from fastgen.ops import gpu
 from fastgen.ops.attention import composed, decode_attention, reference, shared_prefix_attention
 from fastgen.ops.gpu.attention import plan, split_count
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -150,7 +150,7 @@ def assert_right(case, result, wanted):
 @example(case=PLAIN | {"padding": "left", "window": 30, "splits": 2})
 @example(case=PLAIN | {"row_lengths": True, "splits": 2, "bias": "row"})
 @example(case=PLAIN | {"row_lengths": True, "window": 30, "group": 7, "per_input": 3, "suffix": 40})
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_kernel(case, device, kernels):
     arguments = make(case, device)
     assert_right(case, decode_attention(**arguments, splits=case["splits"]), expected(arguments))
@@ -254,15 +254,6 @@ def test_results_without_a_number(shape, batch, kv_heads, suffix, interpreted, m
     given = torch.randn(shape), *prefix, *(own if suffix else ())
     for attend in (decode_attention, reference, shared_prefix_attention, composed):
         assert attend(*given).shape == shape
-
-
-@pytest.mark.parametrize("batch", [0, 2])
-def test_a_row_map_of_no_rows(batch):
-    prefix, own = torch.randn(2, batch, 2, 5, 8), torch.randn(2, batch, 2, 3, 8)
-    query, row_map = torch.randn(0, 2, 1, 8), torch.zeros(0, dtype=torch.int64)
-    for attend in (decode_attention, reference):
-        assert attend(query, *prefix, *own, row_map=row_map).shape == query.shape
-        assert attend(query, *prefix, row_map=row_map).shape == query.shape
 
 
 @pytest.mark.parametrize("interpreted", ["0", "1"])  # the kernel of the CPU, and Triton's

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fastgen.ops import gpu as package
 from fastgen.ops.gpu import grouped_linear as operator
 from fastgen.ops.linear import grouped as on_cpu
+from tests.quantization.definitions import by_definition, random_weight
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -133,7 +134,7 @@ def test_more_rows_than_the_kernel_takes(served, device, monkeypatch):
 
 
 @given(case=cases, count=st.integers(0, 30))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_lines(case, count, device, kernels):
     weight, meant = weight_of(case, device)
     which = torch.randint(0, case["outputs"], (count,), generator=torch.Generator().manual_seed(count)).to(device)

@@ -57,7 +57,7 @@ def check(operator, case, device):
 @example(case=PLAIN | {"position": -1})
 @example(case=PLAIN | {"position": 5})
 @example(case=PLAIN | {"position": [4, -1, 0, 5]})
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_kernel(case, device, kernels):
     check(kv_write, case, device)
 

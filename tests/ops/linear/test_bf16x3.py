@@ -8,8 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from fastgen.ops.linear import bf16x3
 from tests.ops.instructions import instruction_set, needs_amx
@@ -24,28 +22,6 @@ def _error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: tor
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
     return float(((found - exact).abs() / size.clamp(min=1e-30)).max()) if found.numel() else 0.0
-
-
-@needs_amx
-@given(
-    rows=st.integers(0, 70),
-    inputs=st.integers(1, 100),
-    outputs=st.integers(0, 80),
-    biased=st.booleans(),
-    seed=st.integers(0, 2**30),
-)
-@example(rows=2100, inputs=70, outputs=40, biased=True, seed=0)  # more rows than are split at once
-@example(rows=33, inputs=1700, outputs=290, biased=True, seed=0)  # and more inputs and outputs
-@example(rows=600, inputs=800, outputs=1100, biased=True, seed=0)  # and more outputs than sums are kept of
-def test_is_a_linear_layer_in_float32(rows: int, inputs: int, outputs: int, biased: bool, seed: int) -> None:
-    """With rows and lines of a weight that are not next to each other. Nothing else is written."""
-    x, weight = _numbers(seed, rows, inputs + 3)[:, :inputs], _numbers(seed + 1, outputs, inputs + 2)[:, :inputs]
-    bias = _numbers(seed + 2, outputs) if biased else None
-    around = torch.full((rows + 2, outputs), torch.nan)
-    torch.ops.fastgen.bf16x3_gemm_out(around[1:-1], x, weight, bias)
-    # Two parts would leave out what is 2**-16 of a number.
-    assert _error(around[1:-1], x, weight, bias) < 5e-7
-    assert around[[0, -1]].isnan().all()
 
 
 @needs_amx
@@ -105,22 +81,6 @@ def test_what_has_no_parts_is_multiplied_as_it_is(odd: float, of_weight: bool) -
     (weight if of_weight else x)[33, 3] = odd
     found = bf16x3.bf16x3_gemm(x, weight, bias)
     torch.testing.assert_close(found, F.linear(x, weight, bias), equal_nan=True)
-
-
-@needs_amx
-@pytest.mark.parametrize(
-    ("x", "weight", "bias"),
-    [
-        (torch.ones(8, 5), torch.ones(3, 6), None),
-        (torch.ones(8, 5), torch.ones(5, 3).t(), None),
-        (torch.ones(8, 5), torch.ones(3, 5), torch.ones(4)),
-        (torch.ones(8, 5).double(), torch.ones(3, 5), None),
-        (torch.ones(8, 0), torch.ones(3, 0), None),
-    ],
-)
-def test_refuses_what_does_not_fit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    with pytest.raises(RuntimeError, match="bf16x3_gemm"):
-        torch.ops.fastgen.bf16x3_gemm_out(torch.empty(8, 3), x, weight, bias)
 
 
 def test_a_named_instruction_set_rules_it_out() -> None:

@@ -36,16 +36,6 @@ def test_every_layout_of_a_weight_gives_the_same_bits(backend: str, rows: int, i
     )
 
 
-@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
-def test_every_way_to_divide_rows_among_tiles(backend: str) -> None:
-    """Rows side by side in vectors: whole ones, and half of one behind them. The bits are those of laid-out pieces."""
-    x, weight, bias = torch.randn(140, 20), torch.randn(37, 20), torch.randn(37)
-    with instruction_set(backend):
-        expected = gemm.gemm(x, weight.t().contiguous().t(), bias)
-        for rows in range(1, len(x) + 1):
-            assert torch.equal(gemm.gemm(x[:rows], weight, bias), expected[:rows]), rows
-
-
 @pytest.mark.parametrize("rows", [1, 5, 9, 16, 18, 20, 24, 28, 32, 40, 49, 56])
 @pytest.mark.parametrize("inputs", [37, 39, 300])
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)

@@ -19,22 +19,6 @@ INSTRUCTION_SETS = [None, "avx512", "avx2", "default"]
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
-@pytest.mark.parametrize("rows", [1, 16, 17, 24, 25, 49])
-def test_multiples_of_lines_are_added_in_parts(name: str | None, rows: int) -> None:
-    """Parts of the outputs, the last of which is smaller, and rows that are multiplied after others."""
-    generator = torch.Generator().manual_seed(rows)
-    outputs = 1083 * torch.get_num_threads()  # which share them out
-    x, lines = torch.randn(rows, 43, generator=generator), torch.randn(43, outputs, generator=generator)
-    out, bias = torch.full((rows, outputs), torch.nan), torch.randn(outputs, generator=generator)
-    alone = torch.full((1, outputs), torch.nan)
-    with instruction_set(name):
-        torch.ops.fastgen.gemv_out(out, x, lines.t(), bias)
-        torch.ops.fastgen.gemv_out(alone, x[-1:], lines.t(), bias)
-    torch.testing.assert_close(out.double(), x.double() @ lines.double() + bias, atol=1e-4, rtol=1e-5)
-    assert torch.equal(out[-1:], alone)
-
-
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_every_number_of_float16(name: str | None) -> None:
     """Denormal numbers, infinities and NaN too, read from a weight and written as a result."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
@@ -87,27 +71,3 @@ def test_weights_of_one_call_lie_in_one_way() -> None:
     with pytest.raises(RuntimeError, match="one way"):
         torch.ops.fastgen.gemv_batch_out(results, x, [rows, columns], [None, None])
     assert all((result == 1).all() for result in results)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"x": torch.zeros(4, 2).t()},
-        {"x": torch.zeros(2, 4, dtype=torch.float16)},
-        {"x": torch.zeros(2, 4, dtype=torch.bfloat16)},
-        {name: torch.zeros(3, 4, dtype=torch.float64) for name in ("x", "weight")},
-        {"weight": torch.zeros(6, 8)[::2, ::2]},
-        {"weight": torch.zeros(4, 3, dtype=torch.bfloat16).t()},
-        {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)},
-        {"weight": torch.zeros(3, 4, dtype=torch.float16), "bias": torch.zeros(3, dtype=torch.float16)},
-        {"weight": torch.zeros(3, 4, dtype=torch.float16), "x": torch.zeros(2, 4, dtype=torch.bfloat16)},
-        {"bias": torch.zeros(4)},
-    ],
-    ids=lambda changes: " ".join(f"{name} {list(x.shape)} {x.stride()} {x.dtype}" for name, x in changes.items()),
-)
-def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None:
-    given = {"out": torch.zeros(2, 3), "x": torch.rand(2, 4), "weight": torch.rand(3, 4), "bias": torch.rand(3)}
-    torch.ops.fastgen.gemv_out(**given)
-    given |= changes
-    with pytest.raises(RuntimeError, match="gemv"):
-        torch.ops.fastgen.gemv_out(**given)

@@ -204,7 +204,7 @@ def _check(kernel: Kernel, x: Tensor, packed: Packed, bias: Tensor | None) -> Te
 
 
 @EVERY
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     m=st.integers(0, 70),
     n=st.integers(0, 150),
@@ -229,9 +229,8 @@ def test_is_a_linear_layer(
 # exactly, one row and many outputs, tiles of rows that multiply different numbers of panels, more rows than are split
 # or in float32 at once.
 BLOCKS = [
-    (97, 97, 513), (128, 50, 300), (200, 96, 256), (8, 48, 1024), (193, 1, 300), (1030, 97, 260), (1, 1290, 600),
-    (3, 1100, 45), (7, 1000, 64), (18, 153, 1700), (29, 300, 513), (64, 64, 256), (20, 130, 5000), (2100, 40, 70),
-    (16, 32, 64), (17, 33, 1024),
+    (97, 97, 513), (200, 96, 256), (8, 48, 1024), (193, 1, 300), (1030, 97, 260), (1, 1290, 600), (3, 1100, 45),
+    (18, 153, 1700), (29, 300, 513), (64, 64, 256), (20, 130, 3000), (2100, 40, 70), (17, 33, 1024),
 ]  # fmt: skip
 
 
@@ -248,8 +247,9 @@ def test_shapes_beyond_one_block(kernel: Kernel, vectors: str | None) -> None:
 @EVERY
 def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vectors: str | None) -> None:
     """However many there are, and whatever is in them."""
-    # All numbers of rows, and sums in several parts.
-    for k, sizes in ((300, range(1, 141)), (1700, (1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 24, 26, 49))):
+    # All numbers of rows that fill tiles or parts of them, and sums in several parts.
+    many = (*range(1, 34), 39, 40, 41, 48, 49, 50, 63, 64, 65, 70, 96, 97, 127, 128, 129, 140)
+    for k, sizes in ((300, many), (1700, (1, 2, 5, 8, 9, 16, 17, 26, 49))):
         draw, sizes = Draw(kernel), [m for m in sizes if m <= kernel.most]
         x, bias = draw.numbers(sizes[-1], k), draw.numbers(53)
         others = torch.cat((x[:1] * 1000, x[1:7], -x[7:]))
@@ -271,7 +271,7 @@ def test_the_number_of_threads_does_not_matter(kernel: Kernel, vectors: str | No
     try:
         for layout in kernel.layouts:
             weight, found = draw.weight(500, 600, layout), []
-            for threads in (1, 2, 3, 7):
+            for threads in (1, 3):
                 torch.set_num_threads(threads)
                 with instruction_set(vectors):
                     packed = kernel.pack(weight).weight
@@ -297,7 +297,7 @@ def test_more_dimensions_and_strides_of_x(kernel: Kernel, vectors: str | None) -
 
 
 @EVERY
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("odd", [torch.nan, -torch.inf])
 def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: str | None, odd: float) -> None:
     """Also where rows share a vector, and in the inputs that fill none."""
     draw = Draw(kernel)
@@ -309,7 +309,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: 
             (plain, meant), (packed, others) = kernel.pack(weight), kernel.pack(strange)
             # In groups, one weight that is no number changes the type of all scales.
             kept, columns = (meant == others).all(dim=1), torch.arange(37) != 9
-            for m in (2, 3, 8, 11, 17, 24, 33, 49):
+            for m in (2, 3, 8, 11, 17, 33, 49):
                 x = draw.numbers(m, k)
                 expected = kernel.multiply(x, plain, bias)
                 rows = torch.arange(m) != m // 2
@@ -323,7 +323,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: 
 
 
 @WITH_SEVERAL
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     m=st.integers(0, 70),
     sizes=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=4),

@@ -13,7 +13,8 @@ from fastgen.pipeline.batches import MOST_FAILURES, Batch, free_captured_steps
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import depends_on_padding, load
-from fastgen.pipeline.generation.run import Decoder, Encoder, ModelStage, token_count
+from fastgen.pipeline.generation.model import ModelStage, token_count
+from fastgen.pipeline.generation.run import Decoder, Encoder
 from fastgen.pipeline.records import Record
 from tests.pipeline import tiny
 

@@ -1,4 +1,4 @@
-// Numbers of float32 in 16 bits, where each of them is such a number. The schema is defined in fastgen/ops/narrow.py.
+// Numbers of float32 in 16 bits, where each of them is such a number. The schema is defined in fastgen/ops/exact_cast.py.
 #include "../bits.h"
 #include "../checks.h"
 #include "../float16.h"

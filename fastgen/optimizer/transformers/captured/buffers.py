@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.decoding.captured.symbolic_length import SymbolicLength
+from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.exchange import LEAST_LENGTH, Growing
 from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.row_lengths import RowLengths
 from fastgen.decoding.kv.rows import StepState
+from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, Key, Prompt
@@ -85,18 +87,32 @@ class StepBuffers:
 
     # ---- the model's cache
 
-    def cache(self, seen: Tensor | int | None = None) -> Cache:
+    def cache(self, search: Search, seen: int | None = None) -> Cache:
         """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
-        return cache_of(self.own, self.cross, self.bounds if seen is None else seen)
+        given = self.bounds if seen is None else seen
+        return cache_of(self.own, self.cross, given, self._lengths_at(self.position, self.bounds, search))
 
-    def cache_at(self, position: StepState, seen: SymbolicLength, lengths: Callable[[], Tensor] | None = None) -> Cache:
-        """The cache as a step finds it that is at another position.
+    def cache_at(self, position: StepState, seen: SymbolicLength, search: Search) -> Cache:
+        """The cache as a step finds it that is at another position; `seen`: positions in front of its longest row."""
+        own = [kv.view(position) for kv in self.own]
+        return cache_of(own, self.cross, seen, self._lengths_at(position, seen, search))
 
-        Args:
-            seen: positions in front of its longest row.
-            lengths: gives those of the rows, where positions are computed from them.
+    def _lengths_at(
+        self, position: StepState, bounds: SymbolicLength, search: Search
+    ) -> Callable[[], RowLengths] | None:
+        """Gives the lengths of the rows, where the model computes positions from them.
+
+        Nothing counts of a row that is finished: it is not to go on behind its limit.
         """
-        return cache_of([kv.view(position) for kv in self.own], self.cross, seen, lengths)
+        if not self._key.has_own_lengths:
+            return None
+        stored = self.sizes.stored
+
+        def lengths_of_rows() -> RowLengths:
+            own = torch.where(search.unfinished.view(-1), position.position, 0)
+            return RowLengths.of(own + stored, bounds)
+
+        return lengths_of_rows
 
     def length(self, seen: Tensor) -> SymbolicLength:
         """`seen`, with what the sizes say of it."""
@@ -105,7 +121,7 @@ class StepBuffers:
     # ---- sizes
 
     def make_room(self, needed: Sizes) -> bool:
-        """Has the buffers grow to these sizes at least. What is generated stays, and between two calls nothing does.
+        """Has the buffers grow to these sizes at least. What is generated stays; with slots, all that is there does.
 
         Returns:
             whether all that the model was told of how long the cache can be is still true.
@@ -113,13 +129,14 @@ class StepBuffers:
         have, growing = self.sizes, self.growing
         assert growing is not None, "a key without sizes is one of buffers that grow"
         self.sizes = sizes = Sizes(*map(max, have, needed))
+        keeps = self._key.slots
         if sizes.stored > have.stored:
             for kv in self.own:
-                kv.grow_prefix(sizes.stored)
+                kv.grow_prefix(sizes.stored, "end" if keeps else None)
             self.stored.fill_(sizes.stored)
         if sizes.source > have.source:
             for kv in self.cross:
-                kv.grow_prefix(sizes.source)
+                kv.grow_prefix(sizes.source, "start" if keeps else None)
         if sizes.new > have.new:
             for kv in self.own:
                 kv.grow_suffix(sizes.new + self._key.width - 1)
@@ -127,7 +144,8 @@ class StepBuffers:
         for name, buffer in self.inputs.items():
             if (width := self._width_of(name)) != buffer.shape[1]:
                 larger = buffer.new_zeros(len(buffer), width)
-                larger[:, : buffer.shape[1]] = buffer
+                first = sizes.stored - have.stored if self._key.is_sequences_mask(name) else 0
+                larger[:, first : first + buffer.shape[1]] = buffer
                 growing.exchange(buffer, larger)
         return self._move_bounds()
 
@@ -151,7 +169,7 @@ class StepBuffers:
 
     # ---- a call
 
-    def begin(self, prompt: Prompt, inputs: slice) -> bool:
+    def begin(self, prompt: Prompt, inputs: slice = slice(None)) -> bool:
         """Takes over what the prefill has left of these inputs. Returns what `make_room` returns."""
         key = self._key
         for kv, (keys, values) in zip(self.own, prompt.own, strict=True):
@@ -204,6 +222,32 @@ class StepBuffers:
         for mask in self._masks:
             at = self.sizes.stored + self.position.position.unsqueeze(1) + columns
             mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
+
+    def insert(self, other: StepBuffers, source: int, target: int) -> bool:
+        """Has an input go on at `target` that is at `source` in `other`, of the same sizes.
+
+        Returns:
+            what `make_room` returns.
+        """
+        for kv, old in zip((*self.own, *self.cross), (*other.own, *other.cross), strict=True):
+            kv.insert(old, source, target)
+        self.position.insert(other.position, source, target)
+        for name, buffer in self.inputs.items():
+            part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
+            part[target] = given[source]
+        self._measure()
+        self._most_new = max(self._most_new, other._most_new)
+        return self._move_bounds()
+
+    def leave(self, inputs: slice) -> None:
+        """These inputs are over: attention reads nothing of them, and the model gets what any position has."""
+        for kv in (*self.own, *self.cross):
+            kv.leave(inputs)
+        self.position.begin(inputs)
+        for buffer in self.inputs.values():
+            buffer.view(self._key.batch, self._key.per_input, -1)[inputs] = 0
+        self._measure()
+        self._mark()
 
     def take_over(self, other: StepBuffers, inputs: Tensor | slice, rows: Tensor | slice) -> bool:
         """Goes on where these `inputs`, that is `rows`, of `other` are, which has no more capacity.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
 
@@ -68,12 +70,14 @@ class _Written(CannotBeCaptured):
 class Decoding:
     """One call with a captured step, after its prefill."""
 
-    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], enters_slots: bool = False
+    ) -> None:
         assert call.store is not None, "the prefill was accelerated"
-        self._call, self._model, self._store = call, call.model, call.store
-        self._config = arguments["generation_config"]
-        self._processors = arguments["logits_processor"]
-        self._per_input = max(self._config.num_beams, self._config.num_return_sequences)
+        self._call, self.model, self._store = call, call.model, call.store
+        self.config = arguments["generation_config"]
+        self._processors, self.streamer = arguments["logits_processor"], arguments.get("streamer")
+        self._per_input = max(self.config.num_beams, self.config.num_return_sequences)
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
         self._raised: Exception | None = None
@@ -82,23 +86,25 @@ class Decoding:
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
         # The search stops at these by itself: not at a maximum length that is less than the call's.
-        own, limit = (EosTokenCriteria, MaxLengthCriteria), self._config.max_length
+        own, limit = (EosTokenCriteria, MaxLengthCriteria), self.config.max_length
         self._criteria = [x for x in criteria if type(x) not in own or getattr(x, "max_length", limit) != limit]
         # What the call returns of every step, by name.
-        names = RECORDS if self._config.return_dict_in_generate else ()
-        self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self._config, f"output_{name}")}
+        names = RECORDS if self.config.return_dict_in_generate else ()
+        self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self.config, f"output_{name}")}
+        if enters_slots:  # there, who stops a call takes its inputs out
+            self._criteria = [x for x in self._criteria if getattr(x, "max_time", None) != math.inf]
         if self._criteria and all(user_code.says(x, "releases_scores") for x in self._criteria):
             self._criteria = []  # they only let go what is not kept then
             self._kept.pop("scores", None)
-        self._host = Host(self._process, self._stops, self._keep)
+        self.host = Host(self._process, self._stops, self._keep)
         prefilled = Prefilled(call, self._input_ids, self._per_input, model_kwargs, limit, self._eos)
-        self._prompt, self._windows = prefilled.prompt, prefilled.windows
+        self.prompt, self._windows = prefilled.prompt, prefilled.windows
         self._lengths = processors.Lengths(
-            self._input_ids.shape[1], self._config.max_length, freezes=self._model.device.type != "cpu"
+            self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
         )
-        self._needed, self._may_pad = self._needed_sizes()
-        self._key = self._own_key = self._make_key()
-        self._ledger = Ledger.of(self._model)
+        self._needed, self.may_pad = self._needed_sizes()
+        self._key = self.own_key = self._make_key()
+        self._ledger = Ledger.of(self.model)
 
     def run(self) -> Any:
         """What the library's loop returns, on the step that fits.
@@ -106,10 +112,10 @@ class Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
-        if self._config.num_beams > 1 and any(user_code.kind_of(each) in _writers for each in self._criteria):
+        if self.config.num_beams > 1 and any(user_code.kind_of(each) in _writers for each in self._criteria):
             raise CannotBeCaptured(_WRITES)
         self._eager_steps = self._steps_before_capture()
-        random_state = RandomState(self._model.device)
+        random_state = RandomState(self.model.device)
         self._calls = user_code.Calls((*self._processors, *self._criteria))
         step = None
         try:
@@ -122,7 +128,7 @@ class Decoding:
             interrupts.pass_on(error)
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
                 random_state.restore()
-                self._calls.rewind(self._config.do_sample and not graph.is_recorded(self._model.device))
+                self._calls.rewind(self.config.do_sample and not graph.is_recorded(self.model.device))
             if memory.is_out(error):
                 graph_cache.drop_all()
                 raise CannotBeCaptured("out of memory") from None
@@ -132,15 +138,15 @@ class Decoding:
             self._calls.end()
             self._raised = None  # its frames hold this object
             # It refers to this object, which holds what the call returns of every step.
-            del self._host
+            del self.host
         if step.is_captured:
-            graph_cache.give_back(self._model, step)
+            graph_cache.give_back(self.model, step)
         return result
 
     @property
     def _must_pay(self) -> bool:
         """Whether a step is to be recorded only where that pays."""
-        return self._model.device.type == "cpu" and settings.current().captured_step != "always"
+        return self.model.device.type == "cpu" and settings.current().captured_step != "always"
 
     def _steps_before_capture(self) -> int:
         """Steps that run as they are before one is captured.
@@ -151,12 +157,12 @@ class Decoding:
         # The first one is looked at (`DecodeStep.verify`), so it may as well be one of the call's own; but its results
         # may differ from those of a captured one in the last digits. With "always" no result depends on calls before.
         first = int(settings.current().captured_step != "always")
-        if not self._must_pay or graph_cache.kept(self._model, self._key) is not None:
+        if not self._must_pay or graph_cache.kept(self.model, self._key) is not None:
             return first
-        asked = self._certain_tokens, self._prompt.new_tokens
+        asked = self.certain_tokens, self.prompt.new_tokens
         steps = self._ledger.starts_at(self._key, *asked)
         if self._rows_may_idle:
-            others = graph_cache.others(self._model, self._key)
+            others = graph_cache.others(self.model, self._key)
             larger = self._ledger.with_more_rows(self._key, others, *asked, records=steps == 0)
             if larger is not None:
                 self._key = larger
@@ -172,24 +178,24 @@ class Decoding:
         return not is_seen
 
     @property
-    def _certain_tokens(self) -> int:
+    def certain_tokens(self) -> int:
         """Tokens that the call generates whatever the model says."""
         if self._call.runs_user_code:
             return 1
-        return certain_tokens(self._config, self._input_ids.shape[1], self._prompt.new_tokens)
+        return certain_tokens(self.config, self._input_ids.shape[1], self.prompt.new_tokens)
 
     def _note(self, tokens: int, eager_steps: int) -> None:
         """The call is over."""
-        may_end = self._certain_tokens < self._prompt.new_tokens
-        self._ledger.note_call(self._own_key, tokens, may_end, eager_steps)
-        if self._key.batch != self._own_key.batch:
-            self._ledger.note_idle(self._own_key, self._key, tokens)
+        may_end = self.certain_tokens < self.prompt.new_tokens
+        self._ledger.note_call(self.own_key, tokens, may_end, eager_steps)
+        if self._key.batch != self.own_key.batch:
+            self._ledger.note_idle(self.own_key, self._key, tokens)
 
     def _result(self, step: DecodeStep) -> Any:
-        config, search = self._config, step.search
+        config, search = self.config, step.search
         if bool(search.has_nan):
             raise ValueError("probabilities to draw from are not numbers")
-        count = self._prompt.inputs, config.num_return_sequences if config.num_beams > 1 else self._per_input
+        count = slice(self.prompt.inputs), self._count
         sequences = search.results(*count)
         if not config.return_dict_in_generate:
             return sequences
@@ -199,7 +205,7 @@ class Decoding:
         if isinstance(search, BeamSearch):
             found["beam_indices"] = search.result_indices(*count)
             found["sequences_scores"] = search.result_scores(*count) if config.output_scores else None
-        output = _OUTPUTS[isinstance(search, BeamSearch), self._model.config.is_encoder_decoder]
+        output = _OUTPUTS[isinstance(search, BeamSearch), self.model.config.is_encoder_decoder]
         return output(sequences=sequences, **releases.with_cache(self._store.cache), **found)
 
     def _keep(self, made: dict[str, Tensor]) -> None:
@@ -208,13 +214,13 @@ class Decoding:
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         # The first step of the library's loop has the prompt itself, into which somebody may write.
-        is_prompt = tokens.shape == self._input_ids.shape and self._config.num_beams == 1
+        is_prompt = tokens.shape == self._input_ids.shape and self.config.num_beams == 1
         with self._users():
             processed = self._processors(self._input_ids if is_prompt else tokens, scores)
         if is_prompt:
             tokens.copy_(self._input_ids)
         # The library draws and compares in that type. Scores of beams are added to others in float32 first.
-        is_drawn = self._config.do_sample and self._config.num_beams == 1
+        is_drawn = self.config.do_sample and self.config.num_beams == 1
         dtype = processed.dtype if is_drawn else torch.promote_types(processed.dtype, torch.float32)
         if dtype is not torch.float32:
             raise CannotBeCaptured(f"scores in {processed.dtype} from a processor")
@@ -225,7 +231,7 @@ class Decoding:
         if scores is None and "scores" in self._kept:
             scores = tuple(self._kept["scores"])
         for criterion in self._criteria:
-            before = tokens.clone() if self._config.num_beams > 1 else None
+            before = tokens.clone() if self.config.num_beams > 1 else None
             with self._users():
                 done = done | criterion(tokens, scores)
             if before is not None and not torch.equal(tokens, before):
@@ -240,7 +246,7 @@ class Decoding:
         """
         mode = torch.inference_mode() if self._call.in_inference_mode else contextlib.nullcontext()
         try:
-            with graph.stepped_aside(self._model.device), mode:
+            with graph.stepped_aside(self.model.device), mode:
                 yield
         except Exception as error:
             self._raised = error
@@ -248,10 +254,10 @@ class Decoding:
 
     def _decode(self, step: DecodeStep) -> DecodeStep:
         """Runs the search to its end; returns the step, or the larger one that has replaced it."""
-        prompt, config = self._prompt, self._config
+        prompt, config = self.prompt, self.config
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
-        step.begin(prompt, self._fill(), **options)
-        step.choose_first(prompt.logits, self._host)
+        step.begin(prompt, self.fill(), **options)
+        step.choose_first(prompt.logits, self.host)
         done, replays, begun = 1, 0, None
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
@@ -259,7 +265,7 @@ class Decoding:
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
-            self._start(step, partial(step.verify, self._model, self._host, done, captures))
+            self._start(step, partial(step.verify, self.model, step.turns(self.host, done), captures))
             if begun is None:
                 begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
             else:
@@ -284,7 +290,7 @@ class Decoding:
                 self._ledger.note_eager(step.key.rows, seconds)
             return None
         if not (step.key.sizes.new or step.parts.follows):
-            graph_cache.bind(self._model, step)
+            graph_cache.bind(self.model, step)
         if not was_kept and is_measured:
             self._ledger.recording = seconds
         return replays, time.perf_counter()
@@ -296,23 +302,20 @@ class Decoding:
         except Exception as error:
             is_ours = error is not self._raised and interrupts.behind(error) is None and not isinstance(error, _Written)
             if is_ours and not step.parts.is_complete and not memory.is_out(error):
-                graph_cache.refuse(self._model, self._key, _describe(error))
+                graph_cache.refuse(self.model, self._key, _describe(error))
             raise
 
     def _may_release(self, step: DecodeStep) -> bool:
         """Whether the step has all that is needed, and will not be exchanged for a larger one."""
-        is_whole = step.is_captured and self._prompt.new_tokens <= step.sizes.new
+        is_whole = step.is_captured and self.prompt.new_tokens <= step.sizes.new
         # The user's code may yet do what a captured step cannot.
         begins_again = self._call.runs_user_code and not self._calls.is_much()
         return is_whole and not self._has_released and not begins_again
 
     def _release(self) -> None:
         """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
-        self._has_released = True
         self._calls.end()
-        self._store.release()
-        self._prompt.own.clear()
-        self._prompt.cross.clear()
+        self.release()
 
     def _larger(self, step: DecodeStep) -> DecodeStep:
         """The step with room for more of what is generated, or another one where this one has got to."""
@@ -323,15 +326,14 @@ class Decoding:
         self._key = replace(step.key, sizes=more)
         larger = self._step()
         larger.take_over(step)
-        graph_cache.give_back(self._model, step)
+        graph_cache.give_back(self.model, step)
         return larger
 
     def _step(self) -> DecodeStep:
-        step = graph_cache.take(self._model, self._key, self._new_step)
-        pairs = zip(step.processors or (), self._processors, strict=False)
-        if not all(processors.refresh(made, given, self._lengths) for made, given in pairs):
+        step = graph_cache.take(self.model, self._key, self._new_step)
+        if not self.refresh(step.processors or ()):
             if step.is_captured:
-                graph_cache.give_back(self._model, step)  # for the calls that it fits
+                graph_cache.give_back(self.model, step)  # for the calls that it fits
             step = self._new_step()
         step.make_room(self._sizes())
         return step
@@ -343,31 +345,85 @@ class Decoding:
         return self._rounded_sizes()
 
     def _rounded_sizes(self, at_once: bool = False) -> Sizes:
-        on_gpu = not graph.is_recorded(self._model.device)
-        found = sizes.rounded(self._needed, self._may_pad, on_gpu, at_once)
+        on_gpu = not graph.is_recorded(self.model.device)
+        found = sizes.rounded(self._needed, self.may_pad, on_gpu, at_once)
         # A source in front of the prompt is as long as what is stored says.
-        return found if self._prompt.cross else found._replace(source=self._needed.source)
+        return found if self.prompt.cross else found._replace(source=self._needed.source)
 
     def _new_step(self) -> DecodeStep:
-        if self._key.processors is None:
-            return self._step_with(None)
-        vocabulary = self._prompt.logits.shape[-1]
-        bucket = processors.Bucket(self._model.device, self._key.batch, self._key.per_input, vocabulary)
+        return self._step_with(self.captured_processors(self._key))
+
+    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
+        return DecodeStep(self._key, self.prompt, made, self._sizes())
+
+    # ---- its inputs enter slots (`slots`)
+
+    def slot(self, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
+        """One of its inputs, as slots see it.
+
+        Args:
+            new_tokens: the most that it may generate; None for as many as the call may.
+            length: tokens of its prompt; None for as many as the call has.
+            seed: of what it draws; None for one that is drawn.
+        """
+        generator = None
+        if self.config.do_sample:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed)
+        is_seen = self.own_key.waits_for_host or self.processors_data is None
+        put = None if self.streamer is None else self.streamer.put
+        most = self.prompt.new_tokens if new_tokens is None else new_tokens
+        padding = 0 if length is None else self.prompt.tokens.shape[1] - length
+        return Slot(most, padding, self._count, self.host if is_seen else None, generator, put)
+
+    def release(self) -> None:
+        """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
+        self._has_released = True
+        self._store.release()
+        self.prompt.own.clear()
+        self.prompt.cross.clear()
+
+    @property
+    def window(self) -> int | None:
+        """The shortest sliding window of the model's layers; None if they see everything."""
+        return min((window for window in self._windows if window), default=None)
+
+    @property
+    def _count(self) -> int:
+        """Sequences that each input returns."""
+        return self.config.num_return_sequences if self.config.num_beams > 1 else self._per_input
+
+    # ---- the processors of the call
+
+    def captured_processors(self, key: Key) -> list[CapturedProcessor] | None:
+        """For a step of this key; None if the host runs them."""
+        if key.processors is None:
+            return None
+        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, self.prompt.logits.shape[-1])
         made: list[CapturedProcessor] = []
         for processor in self._processors:
             captured = processors.captured(processor, bucket, self._lengths)
             if captured is None:
                 raise CannotBeCaptured("a processor does not fit into its buffers")
             made.append(captured)
-        return self._step_with(made)
+        return made
 
-    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
-        return DecodeStep(self._key, self._prompt, made, self._sizes())
+    def refresh(self, made: Sequence[CapturedProcessor]) -> bool:
+        """Has captured processors do what those of this call do; whether they can."""
+        pairs = zip(made, self._processors, strict=False)
+        return all(processors.refresh(captured, given, self._lengths) for captured, given in pairs)
 
-    def _fill(self) -> int:
+    @property
+    def processors_data(self) -> tuple[Hashable, ...] | None:
+        """What `refresh` takes over of processors that do the same for any rows; None if not all are such."""
+        if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):
+            return None
+        return tuple(processors.data(each, self._lengths) for each in self._processors)
+
+    def fill(self) -> int:
         """What stands behind the end of a sequence."""
-        pad = 0 if self._config._pad_token_tensor is None else int(self._config._pad_token_tensor)
-        if self._config.num_beams == 1:
+        pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
+        if self.config.num_beams == 1:
             return pad
         return (pad or self._eos[0]) if self._eos else -1
 
@@ -375,13 +431,13 @@ class Decoding:
 
     def _batch(self, inputs: int) -> int:
         """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
-        if graph.is_recorded(self._model.device):
+        if graph.is_recorded(self.model.device):
             return inputs
         return next((n for n in BATCHES if n >= inputs), processors.round_up(inputs, 16))
 
     def _needed_sizes(self) -> tuple[Sizes, bool]:
         """What the call needs, and whether its prompt may be put behind padding."""
-        prompt, length = self._prompt, self._prompt.tokens.shape[1]
+        prompt, length = self.prompt, self.prompt.tokens.shape[1]
         encoded = self._model_kwargs.get("encoder_outputs")
         source = 0 if encoded is None else encoded[0].shape[1]
         stored = length
@@ -390,19 +446,19 @@ class Decoding:
             stored = source + length - 1
         # A prompt may be put behind padding where its mask says so, and its positions are given.
         may_pad = (
-            not self._model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
+            not self.model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
         )
         return Sizes(length, stored, prompt.new_tokens, source), may_pad
 
     def _make_key(self) -> Key:
-        prompt, config = self._prompt, self._config
+        prompt, config = self.prompt, self.config
         encoded = self._model_kwargs.get("encoder_outputs")
         captured = [processors.signature(processor, self._lengths) for processor in self._processors]
         key = Key(
             batch=self._batch(prompt.inputs),
             per_input=self._per_input,
             sizes=self._rounded_sizes(),
-            width=positions_of_step(self._model),
+            width=positions_of_step(self.model),
             encoder=None if encoded is None else (type(encoded), encoded[0].shape[2]),
             source_in_front=encoded is not None and not prompt.cross,
             early_stopping=(config.early_stopping or False) if config.num_beams > 1 else None,
@@ -430,11 +486,16 @@ class Decoding:
 
     def _open(self, key: Key) -> Key:
         """The key for buffers that grow, where there may be such."""
-        if not graph.is_recorded(self._model.device) or key.source_in_front:
+        if not graph.is_recorded(self.model.device) or key.source_in_front:
             return key
-        exact = {} if self._may_pad else {"prompt": key.sizes.prompt, "stored": key.sizes.stored}
-        key_of_any = replace(key, sizes=Sizes(0, 0, 0, 0)._replace(**exact))
-        return key if graph_cache.is_bound(self._model, key_of_any) else key_of_any
+        key_of_any = self.of_any_sizes(key)
+        return key if graph_cache.is_bound(self.model, key_of_any) else key_of_any
+
+    def of_any_sizes(self, key: Key) -> Key:
+        """The key for buffers that grow."""
+        prompt = self._needed
+        exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.stored, 0, 0)
+        return replace(key, sizes=exact)
 
 
 def _room_for_ends(eos: tuple[int, ...]) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastgen import releases
 from fastgen.decoding import layer_forms
-from fastgen.decoding.captured.symbolic_length import Ranges
+from fastgen.decoding.captured.search import Search
+from fastgen.decoding.kv.symbolic_length import Ranges
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.norms import fused
 from fastgen.optimizer.transformers.cache import layers_in
@@ -28,8 +29,8 @@ class Forward:
         is_eager: it runs as the library's loop would run it, and is not captured.
     """
 
-    def __init__(self, key: Key, prompt: Prompt, buffers: StepBuffers) -> None:
-        self._key, self._buffers = key, buffers
+    def __init__(self, key: Key, prompt: Prompt, buffers: StepBuffers, search: Search) -> None:
+        self._key, self._buffers, self._search = key, buffers, search
         # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
         self._nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
         self.is_watched = self.is_eager = self._watches = False
@@ -55,7 +56,7 @@ class Forward:
 
     def cache(self, model: Any, cache: Any) -> Any:
         """`cache`, or one that takes no time: as long as an int says, where the host may ask."""
-        return self._buffers.cache(int(self._buffers.seen)) if self._is_known(model) else cache
+        return self._buffers.cache(self._search, int(self._buffers.seen)) if self._is_known(model) else cache
 
     @contextlib.contextmanager
     def watched(self, cache: Any) -> Iterator[None]:
@@ -81,7 +82,8 @@ class Forward:
 
     def _is_known(self, model: Any) -> bool:
         """Whether the host may ask how long the cache is, in a step that nobody looks at."""
-        return self.is_eager and self.is_watched and counts_on_the_host(model)
+        is_one = not self._key.has_own_lengths
+        return is_one and self.is_eager and self.is_watched and counts_on_the_host(model)
 
     def _constants(self, width: int) -> dict[str, Any]:
         """The model's inputs that are in no buffers."""

@@ -90,6 +90,16 @@ def take(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     return found
 
 
+def state(model: Any) -> Hashable:
+    """The model as it is now: what was captured with another one does not serve.
+
+    Raises:
+        CannotBeCaptured: the model runs more than the libraries' own code.
+    """
+    with _lock:
+        return _of(model).state
+
+
 def give_back(model: Any, found: Kept) -> None:
     """Keeps what was captured for the next call of its key; those that were not used for longest go for it."""
     most = _most_bytes(found.device)

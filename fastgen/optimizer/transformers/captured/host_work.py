@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.part import Piece
 from fastgen.decoding.captured.search import Search
-from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import Host, Key
 
 # What a search chooses from, and whether it has to be normalised: the arguments of its `propose`.
 Scores = tuple[Tensor, bool]
+
+
+class Turn(NamedTuple):
+    """Some inputs of a step, next to each other and as long as each other, and what the host does for them."""
+
+    host: Host
+    inputs: slice
+    start: int  # where their sequences begin and end in the buffers of the search
+    end: int
 
 
 class HostWork:
@@ -24,15 +33,16 @@ class HostWork:
         vocabulary: scores of each row.
     """
 
-    def __init__(self, key: Key, vocabulary: int, buffers: StepBuffers, search: Search) -> None:
-        self._buffers, self._search = buffers, search
+    def __init__(self, key: Key, vocabulary: int, search: Search) -> None:
+        self._search, self._per_input = search, key.per_input
+        self._device = device = search.tokens.device
         self._has_criteria, self._has_processors = key.has_criteria, key.processors is None
         size = key.rows, vocabulary
-        self.scores = torch.zeros(size if self._has_processors else (0,), device=buffers.device)
-        self.kept = {name: torch.zeros(size, device=buffers.device) for name in key.kept}
+        self.scores = torch.zeros(size if self._has_processors else (0,), device=device)
+        self.kept = {name: torch.zeros(size, device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
-        self._stops = torch.zeros(0, dtype=torch.bool, device=buffers.device)
-        self._last: Tensor | None = None  # what a criterion has written in the place of the last tokens
+        self._stops = torch.zeros(0, dtype=torch.bool, device=device)
+        self._written: list[tuple[slice, int, Tensor]] = []  # what criteria have written over the last tokens
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +73,12 @@ class HostWork:
             self.kept[name].copy_(made)
 
     def take_over(self, other: HostWork) -> None:
-        """Goes on where another one is, of a step of the same key."""
+        """Goes on where another one is, of a step of the same key, but maybe for another number of inputs."""
         if not self._proposal and other._proposal:
-            self._make_proposal(other._proposal)
+            times = len(self._search.length), len(other._search.length)
+            sizes = [(part.shape[0] * times[0] // times[1], *part.shape[1:]) for part in other._proposal]
+            like = zip(other._proposal, sizes, strict=True)
+            self._make_proposal(tuple(part.new_empty(size) for part, size in like))
 
     # ---- what is captured
 
@@ -82,40 +95,45 @@ class HostWork:
 
     def _make_proposal(self, like: tuple[Tensor, ...]) -> None:
         self._proposal = tuple(torch.zeros_like(part) for part in like)
-        self._stops = torch.zeros(like[0].numel(), dtype=torch.bool, device=self._buffers.device)
+        self._stops = torch.zeros(like[0].numel(), dtype=torch.bool, device=self._device)
 
     def _take(self, end: Callable[[], None]) -> None:
         self._search.take(self._proposal, self._stops)
         end()
 
-    # ---- what the host does, after `done` tokens
+    # ---- what the host does
 
-    def _process(self, host: Host, done: int) -> None:
-        search, rows = self._search, self._buffers.rows
-        sequences = search.running_tokens[:rows, self._buffers.start : search.prompt_capacity + done]
-        # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
-        given = sequences.clone()
-        self.scores[:rows] = host.process(given, self.scores[:rows].clone())
-        if not torch.equal(sequences, given):  # somebody has written there, which counts in the library's loop, too
-            sequences.copy_(given)
+    def _rows(self, inputs: slice) -> slice:
+        return slice(inputs.start * self._per_input, inputs.stop * self._per_input)
 
-    def _keep(self, host: Host, done: int) -> None:
-        host.keep({name: buffer[: self._buffers.rows].clone() for name, buffer in self.kept.items()})
+    def _process(self, turns: Sequence[Turn]) -> None:
+        for host, inputs, start, end in turns:
+            rows = self._rows(inputs)
+            sequences = self._search.running_tokens[rows, start:end]
+            # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
+            given = sequences.clone()
+            self.scores[rows] = host.process(given, self.scores[rows].clone())
+            if not torch.equal(sequences, given):  # somebody has written there, which counts in the library's loop, too
+                sequences.copy_(given)
 
-    def _stop(self, host: Host, done: int) -> None:
-        self._keep(host, done)
-        search, start, end = self._search, self._buffers.start, self._search.prompt_capacity + done
-        tokens = search.proposed(self._proposal, self._buffers.present, start, end)
-        given = tokens.clone()
-        stops = host.stops(given)
-        self._stops[: stops.shape[0]] = stops
-        if not torch.equal(tokens, given):
-            search.running_tokens[: len(given), start:end] = given[:, :-1]
-            self._last = given[:, -1]
+    def _keep(self, turns: Sequence[Turn]) -> None:
+        for host, inputs, *_ in turns:
+            host.keep({name: buffer[self._rows(inputs)].clone() for name, buffer in self.kept.items()})
 
-    def _write_last(self, host: Host, done: int) -> None:
+    def _stop(self, turns: Sequence[Turn]) -> None:
+        self._keep(turns)
+        search, self._written = self._search, []
+        stops = self._stops.view(len(search.length), -1)
+        for host, inputs, start, end in turns:
+            tokens = search.proposed(self._proposal, inputs, start, end)
+            given = tokens.clone()
+            stops[inputs] = host.stops(given).view_as(stops[inputs])
+            if not torch.equal(tokens, given):
+                rows = self._rows(inputs)
+                search.running_tokens[rows, start:end] = given[:, :-1]
+                self._written.append((rows, end, given[:, -1]))
+
+    def _write_last(self, turns: Sequence[Turn]) -> None:
         """The token that a criterion has written: what it was decides whether the sequence ends."""
-        if self._last is not None:
-            rows, end = len(self._last), self._search.prompt_capacity + done
-            self._search.running_tokens[:rows, end] = self._search.tokens.view(-1)[:rows] = self._last
-            self._last = None
+        for rows, end, tokens in self._written:
+            self._search.running_tokens[rows, end] = self._search.tokens.view(-1)[rows] = tokens

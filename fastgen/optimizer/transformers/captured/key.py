@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -56,6 +57,7 @@ class Key:
     kv: Hashable  # shapes and dtypes of K and V of each layer
     windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
     draft: Any = None  # a `DraftKey`, where the step verifies what is drafted
+    slots: bool = False  # inputs come and go while others go on: each row has a length of its own
 
     @property
     def rows(self) -> int:
@@ -71,10 +73,10 @@ class Key:
         return name == ("attention_mask" if self.encoder is None else "decoder_attention_mask")
 
     @property
-    def rows_may_begin_alone(self) -> bool:
-        """Whether an input can begin while others go on."""
-        is_plain = self.processors == () and not (self.has_criteria or self.kept or self.encoder or any(self.windows))
-        return is_plain and not self.samples and {"attention_mask", "position_ids"} <= {*self.tensors}
+    def has_own_lengths(self) -> bool:
+        """Whether the model computes positions from a length of each row: it may have none behind a row's limit."""
+        is_each = self.slots if self.draft is None else not self.draft.together
+        return is_each and {*POSITIONS}.isdisjoint(self.tensors)
 
 
 @dataclass
@@ -96,3 +98,44 @@ class Prompt:
     @property
     def inputs(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def bytes_per_position(self) -> tuple[int, int]:
+        """Of K and V of all layers of self-attention, for one row; and of cross-attention."""
+        own, cross = (
+            sum(part.shape[1] * part.shape[3] * part.itemsize for pair in pairs for part in pair)
+            for pairs in (self.own, self.cross)
+        )
+        return own, cross
+
+    def only(self, number: int, per_input: int, new_tokens: int, first: int) -> Prompt:
+        """That of one input, which may generate so many tokens, without its `first` positions."""
+        one, rows = slice(number, number + 1), slice(number * per_input, (number + 1) * per_input)
+        tensors = {name: tensor[one] for name, tensor in self.tensors.items()}
+        cross, cross_span, own_mask = self.cross, self.cross_span, "attention_mask"
+        if cross_span is not None:  # the source is padded, too
+            source, own_mask = slice(*(int(bound[number]) for bound in cross_span)), "decoder_attention_mask"
+            cross = [(keys[one, :, source], values[one, :, source]) for keys, values in cross]
+            length = torch.tensor([source.stop - source.start])
+            cross_span = torch.zeros_like(length), length
+            if "attention_mask" in tensors:
+                tensors["attention_mask"] = tensors["attention_mask"][:, source]
+        if own_mask in tensors:
+            tensors[own_mask] = tensors[own_mask][:, first:]
+        own = [(k[one, :, self._left(k, first) :], v[one, :, self._left(v, first) :]) for k, v in self.own]
+        return replace(
+            self,
+            tokens=self.tokens[one, first:],
+            new_tokens=new_tokens,
+            stored=self.stored - first,
+            own=own,
+            cross=cross,
+            span=(self.span[0][one] - first, self.span[1][one] - first),
+            cross_span=cross_span,
+            tensors=tensors,
+            logits=self.logits[rows],
+        )
+
+    def _left(self, stored: Tensor, first: int) -> int:
+        """Of the first positions so many are in what a layer has stored, maybe only behind a sliding window."""
+        return max(first - (self.stored - stored.shape[2]), 0)

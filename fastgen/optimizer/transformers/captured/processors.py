@@ -8,7 +8,7 @@ each call copies its own into buffers that stay (`CapturedProcessor.refresh`), s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +99,20 @@ def captured(processor: Any, bucket: Bucket, lengths: Lengths) -> CapturedProces
     return made if made.refresh(*signed.data) else None
 
 
+def is_of_any_rows(processor: Any, lengths: Lengths) -> bool:
+    """Whether its capturable form does the same for rows of any number, each of a length of its own. A whitelist."""
+    signed = _signed(processor, lengths)
+    if signed is None or signed.frozen[0] not in _OF_ANY_ROWS:
+        return False
+    return signed.frozen[0] is not rewritten.RepetitionPenalty or signed.frozen[1] is None
+
+
+def data(processor: Any, lengths: Lengths) -> Hashable:
+    """What `refresh` takes over: calls that agree in it, and in the signature, do the same."""
+    signed = _signed(processor, lengths)
+    return None if signed is None else tuple(x.tolist() if isinstance(x, Tensor) else x for x in signed.data)
+
+
 def refresh(made: CapturedProcessor, processor: Any, lengths: Lengths) -> bool:
     """Has a captured processor do what this one of the same signature does; False if it does not fit."""
     signed = _signed(processor, lengths)
@@ -137,7 +151,7 @@ def _room(tokens: tuple[int, ...], least: int = _TOKENS) -> int:
 def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: str, *names: str) -> _Reader:
     """Tokens, the first attribute, banned or forced where the position compares so to the sum of the others."""
 
-    # Of one token that is forced, the largest output is found without all of them (`fastgen.decoding.largest_outputs`).
+    # Of one token that is forced, the largest output is found without all of them (`fastgen.decoding.lm_head_pass`).
     least = 1 if kind is rewritten.Force else _TOKENS
 
     def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> _Signed:
@@ -231,7 +245,7 @@ _BIASES = _Reader(
 )
 _KEPT = ("filter_value", "min_tokens_to_keep")
 _READERS_BY_NAME = {
-    "MinLengthLogitsProcessor": _at(rewritten.Ban, torch.lt, "start", "eos_token_id", "min_length"),
+    "MinLengthLogitsProcessor": _at(rewritten.Ban, torch.lt, "prompt", "eos_token_id", "min_length"),
     "MinNewTokensLengthLogitsProcessor": _at(
         rewritten.Ban, torch.lt, "prompt", "eos_token_id", "prompt_length_to_skip", "min_new_tokens"
     ),
@@ -268,3 +282,13 @@ _READERS_BY_NAME = {
     "LogitNormalization": _library(),
 }
 _READERS = {getattr(library, name): reader for name, reader in _READERS_BY_NAME.items() if hasattr(library, name)}
+
+_OF_ANY_ROWS = (
+    rewritten.Ban,
+    rewritten.Force,
+    rewritten.RepetitionPenalty,
+    rewritten.NoRepeatNGram,
+    rewritten.SequenceBias,
+    rewritten.Library,
+    rewritten.Eta,
+)

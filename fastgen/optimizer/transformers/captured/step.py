@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fastgen import releases
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.part import Piece, run_pieces
-from fastgen.decoding.captured.search import NOTHING, Search
-from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
+from fastgen.optimizer.transformers.captured.choice import Choice, search_of
 from fastgen.optimizer.transformers.captured.forward import Forward
-from fastgen.optimizer.transformers.captured.host_work import HostWork, Scores
+from fastgen.optimizer.transformers.captured.host_work import Turn
 from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt
 from fastgen.optimizer.transformers.captured.parts import Parts
-from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 # Steps under way on a GPU that the host does not know the outcome of. On the CPU there are none.
@@ -55,14 +52,15 @@ class DecodeStep:
         self.key, self.processors, self.device = key, processors, prompt.tokens.device
         self.state: Hashable = None  # of the model that it is captured with
         self.buffers = StepBuffers(key, prompt, sizes)
-        self.search: Any = search or _search(key, sizes, self.device, self.buffers.growing)
-        self.host_work = HostWork(key, prompt.logits.shape[-1], self.buffers, self.search)
-        self.forward = Forward(key, prompt, self.buffers)
+        self.search: Any = search or search_of(key, sizes, self.device, self.buffers.growing)
+        self.forward = Forward(key, prompt, self.buffers, self.search)
         self.parts = Parts(key, self.buffers, self.forward)
-        self._cache = self.buffers.cache()
+        self._cache = self.buffers.cache(self.search)
         self.flag = graph.LateFlag(self.device, 0 if key.waits_for_host else _LATE)
         self.seconds_of_calls: deque[float] = deque(maxlen=4)  # what a step of the last calls has taken
         self.drafting: Any = None if drafting is None else drafting(self, prompt)
+        record = None if self.drafting is None else self._record
+        self.choice = Choice(key, prompt.logits.shape[-1], self.search, processors, record)
 
     @property
     def sizes(self) -> Sizes:
@@ -76,7 +74,7 @@ class DecodeStep:
     @property
     def nbytes(self) -> int:
         """Of K and V, and of what a call returns of each step; what is computed lies in memory that all steps share."""
-        return sum(part.nbytes for part in (self.buffers, self.host_work, self.drafting) if part is not None)
+        return sum(part.nbytes for part in (self.buffers, self.choice.host_work, self.drafting) if part is not None)
 
     def make_room(self, needed: Sizes) -> None:
         """Has the buffers grow to these sizes at least: of those that the key leaves open, and between two calls all.
@@ -94,18 +92,11 @@ class DecodeStep:
 
     # ---- a call
 
-    def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
-        """Takes over a prompt. The other arguments are those of the search's `begin`.
-
-        That of single `inputs`, which begin while others go on, has K and V of all tokens but the last: the next step
-        reads that one, as its tensors say, and chooses the first token. ValueError: they can only begin together.
-        """
-        may_begin = self.key.rows_may_begin_alone and prompt.new_tokens <= self.sizes.new and inputs.step in (None, 1)
-        if inputs != slice(None) and not may_begin:
-            raise ValueError("inputs of this step can only begin together")
+    def begin(self, prompt: Prompt, fill: int, **options: Any) -> None:
+        """Takes over a prompt. The other arguments are those of the search's `begin`."""
         # First: it refuses what does not fit, and nothing has been changed then.
-        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, inputs=inputs, **options)
-        if not self.buffers.begin(prompt, inputs):
+        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, **options)
+        if not self.buffers.begin(prompt):
             self.parts.drop()
         self.flag.reset()
         if self.drafting is not None:
@@ -115,19 +106,23 @@ class DecodeStep:
         """K and V of the last call are of no use any more. On a CPU they take no memory then."""
         self.buffers.clear()
 
+    def turns(self, host: Host, done: int) -> list[Turn]:
+        """Of a call, whose inputs are all as long as each other, behind `done` tokens."""
+        buffers = self.buffers
+        return [Turn(host, slice(0, buffers.present), buffers.start, self.search.prompt_capacity + done)]
+
     def choose_first(self, logits: Tensor, host: Host) -> None:
         """The first token, from the prompt's logits, [inputs * per_input, vocabulary]."""
         all_rows = logits.new_zeros(self.key.rows, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
-        pieces = self._pieces(lambda: all_rows, self._send)
-        run_pieces([(graph.capturable(run), then) for run, then in pieces], (host, 0))
+        self.choice.first(all_rows, self._send, self.turns(host, 0))
 
     def is_over(self) -> bool:
         """To be called after each token: whether the search is known to be over."""
         return self.flag.is_set()
 
-    def verify(self, model: Any, host: Host, done: int, captures: bool = True) -> None:
-        """Starts the step for the token after `done` of them. With a draft, `drafting.verify` stands for it.
+    def verify(self, model: Any, turns: Sequence[Turn], captures: bool = True) -> None:
+        """Starts the step for the next token. With a draft, `drafting.verify` stands for it.
 
         One that is not captured yet is captured now, if it is to be; otherwise it runs as it is, as on a GPU the first
         ones do in any case.
@@ -136,13 +131,10 @@ class DecodeStep:
             CannotBeCaptured: it does something that a captured step cannot do. Anything else that is raised before
                 there is a graph means that, too.
         """
-        logits = partial(self._logits, model)
         if captures and not self.forward.is_watched and graph.is_recorded(self.device):
-            # For a step to come, which will store the same keys and values once more.
-            with self.forward.watched(self._cache):
-                graph.capturable(logits)()
-        pieces = partial(self._pieces, logits, self._advance)
-        self.parts.run(1, pieces, self._cache, host, done, captures=captures)
+            self.watch(model)
+        pieces = partial(self.choice.pieces, partial(self._logits, model), self._advance)
+        self.parts.run(1, pieces, self._cache, turns, captures=captures)
 
     def stored(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim].
@@ -157,11 +149,66 @@ class DecodeStep:
         if not self.buffers.take_over(other.buffers, inputs, rows):
             self.parts.drop()
         self.search.take_over(other.search, inputs)
-        self.host_work.take_over(other.host_work)
+        self.choice.host_work.take_over(other.choice.host_work)
         self.flag.reset()
         if self.drafting is not None:
             self.forward.is_watched |= other.forward.is_watched  # what masks say, the other one may have found out
             self.drafting.take_over(other.drafting)
+
+    def watch(self, model: Any) -> None:
+        """Finds out what masks say, in a step to come: that will store the same keys and values once more.
+
+        Raises:
+            CannotBeCaptured: as `verify`.
+        """
+        with self.forward.watched(self._cache):
+            graph.capturable(partial(self._logits, model))()
+
+    # ---- slots: inputs come and go while others go on
+
+    def open(self, eos: Sequence[int]) -> None:
+        """Begins with no input. Tokens of `eos` end the sequences of all that come."""
+        self.search.put_ends(eos)
+        self.search.has_nan.fill_(False)
+        self.buffers.present = self.key.batch
+        for place in range(self.key.batch):
+            self.leave(place)
+        self.flag.reset()
+
+    def arrival(self, prompt: Prompt, fill: int, **options: Any) -> tuple[Search, Choice]:
+        """The search of one input that is to come, and what chooses its first token.
+
+        Args:
+            options: of the search's `begin`.
+        """
+        search = search_of(replace(self.key, batch=1), self.sizes, self.device)
+        search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, **options)
+        return search, Choice(replace(self.key, batch=1), prompt.logits.shape[-1], search, self.processors)
+
+    def load(self, place: int, prompt: Prompt) -> None:
+        """Takes over what the prefill of an input has left."""
+        if not self.buffers.begin(prompt, slice(place, place + 1)):
+            self.parts.drop()
+
+    def enter(self, place: int, search: Search, choice: Choice) -> None:
+        """The input goes on from its first token."""
+        self.search.insert(search, 0, place)
+        self.choice.host_work.take_over(choice.host_work)
+        self.flag.reset()
+
+    def leave(self, place: int) -> None:
+        """An input is over: nothing is computed of it that counts, until another one takes its place."""
+        inputs = slice(place, place + 1)
+        self.search.leave(inputs)
+        self.buffers.leave(inputs)
+
+    def move_in(self, other: DecodeStep, source: int, target: int) -> None:
+        """Has an input go on here, at `target`, that is at `source` in `other`, of the same sizes."""
+        self.search.insert(other.search, source, target)
+        if not self.buffers.insert(other.buffers, source, target):
+            self.parts.drop()
+        self.choice.host_work.take_over(other.choice.host_work)
+        self.forward.is_watched |= other.forward.is_watched
 
     # ---- what is captured
 
@@ -173,55 +220,10 @@ class DecodeStep:
         self.buffers.advance(self.search.parents, self.search.taken.view(-1))
         self._send()
 
-    def _pieces(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Piece]:
-        return self.host_work.pieces(partial(self._put_scores, logits), partial(self._processed, logits), end)
+    def _record(self, given: Tensor, place: int) -> None:
+        self.drafting.record(given.unsqueeze(1), place)
 
     def _logits(self, model: Any) -> Tensor:
         """[rows, vocabulary] of the tokens that the search has chosen."""
         tokens, cache = self.search.tokens.unsqueeze(1), self.forward.cache(model, self._cache)
         return self.forward(model, cache, tokens, self.buffers.inputs, 1)[:, -1]
-
-    def _normalised(self, logits: Tensor) -> Tensor:
-        """What processors get: of beam search log-probabilities, otherwise the logits, in float32."""
-        if isinstance(self.search, BeamSearch):
-            return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        return logits.float()
-
-    def _put_scores(self, logits: Callable[[], Tensor]) -> None:
-        """What the host's processors get."""
-        found = logits()
-        self.host_work.keep("logits", found)
-        self.host_work.scores.copy_(self._normalised(found))
-
-    def _processed(self, logits: Callable[[], Tensor]) -> Scores:
-        """What the search chooses from, after the processors."""
-        kept = self.host_work
-        if self.processors is None:  # the host has run them
-            kept.keep("scores", kept.scores)
-            return kept.scores, False
-        found = logits()
-        kept.keep("logits", found)
-        if self.drafting is not None:
-            self.drafting.record(found.unsqueeze(1), 1)  # before processors, which may write into it
-        if not self.processors and "scores" not in kept.kept:
-            scores, normalise = found, True
-        else:
-            scores, normalise = self._normalised(found), False
-            tokens = StepTokens.of(self.search)
-            for processor in self.processors:
-                scores = processor(scores, tokens)
-        kept.keep("scores", scores)
-        if self.drafting is not None:
-            self.drafting.record(scores.unsqueeze(1), 0)
-        return scores, normalise
-
-
-def _search(key: Key, sizes: Sizes, device: torch.device, growing: Growing | None) -> Any:
-    """Of the key's kind; each call says which tokens end a sequence."""
-    given = key.batch, key.per_input, sizes.prompt, sizes.new, device, [NOTHING] * key.ends
-    if key.draft is not None:
-        return SpeculativeSearch(*given, samples=key.samples, width=key.width, together=key.draft.together)
-    if key.early_stopping is None:
-        return Search(*given, samples=key.samples, growing=growing)
-    sorts, stops = key.samples and releases.sorts_drawn_candidates(), key.early_stopping
-    return BeamSearch(*given, early_stopping=stops, samples=key.samples, sorts=sorts, growing=growing)

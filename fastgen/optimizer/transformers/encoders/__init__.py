@@ -14,7 +14,7 @@ def patches() -> list[Patch]:
         Patch(
             "transformers.modeling_utils",
             "AttentionInterface.get_interface",
-            f"{package}.passes:get_interface",
+            f"{package}.unpadded_forward:get_interface",
             has("attn_implementation default"),
         ),
         Patch(
@@ -30,7 +30,12 @@ def patches() -> list[Patch]:
             has("features"),
         ),
         *(
-            Patch(f"transformers.models.{module}", f"{name}.forward", f"{package}.passes:stack", has(" ".join(given)))
+            Patch(
+                f"transformers.models.{module}",
+                f"{name}.forward",
+                f"{package}.unpadded_forward:stack",
+                has(" ".join(given)),
+            )
             for (module, name), (_, given) in STACKS.items()
         ),
         *(

@@ -1,4 +1,4 @@
-"""Attention of an encoder over whole texts that are as long as each other, by FastGen's operator.
+"""Attention of an encoder over a batch of sequences of one length, by FastGen's operator.
 
 torch's runs for everything else, and where it is measured to be faster.
 """
@@ -18,19 +18,19 @@ from fastgen import patching, releases
 from fastgen.decoding import packing
 from fastgen.decoding.captured.recording import is_capturing
 
-# Arguments of attention functions that change what one token sees of the others of its text.
+# Arguments of attention functions that change which tokens of its sequence one attends to.
 _CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", releases.PAGED_CACHE)
 
 _is_overridden: ContextVar[bool] = ContextVar("fastgen_overridden_attention", default=False)
 
 
 def override_attention() -> AbstractContextManager[None]:
-    """Inside this, the library's attention function for SDPA is `of_whole_texts`."""
+    """Inside this, the library's attention function for SDPA is `over_all_tokens`."""
     return patching.held(_is_overridden, True)
 
 
 def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
-    """A further argument of an attention function that changes what tokens see of each other, if there is one."""
+    """A further argument of an attention function that changes which tokens attend to each other, if there is one."""
     given = ((name, kwargs.get(name)) for name in _CHANGING)
     return next((name for name, value in given if value is not None and value is not False), None)
 
@@ -38,7 +38,7 @@ def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
 def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The attention function that runs in the place of one of the library."""
     is_other = function is sdpa_attention_forward and _is_overridden.get() and _may_change()
-    return of_whole_texts if is_other else function
+    return over_all_tokens if is_other else function
 
 
 def _may_change() -> bool:
@@ -47,7 +47,7 @@ def _may_change() -> bool:
     return is_as_usual and not torch.compiler.is_compiling() and not is_capturing()
 
 
-def of_whole_texts(
+def over_all_tokens(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -57,10 +57,12 @@ def of_whole_texts(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`sdpa_attention_forward`, by FastGen's operator where each token sees all of its text, and nothing else."""
+    """`sdpa_attention_forward`, by FastGen's operator where each token attends to all of its sequence, and nothing
+    else.
+    """
     is_over_all = attention_mask is None and not dropout and not getattr(module, "is_causal", True)
     if is_over_all and changing_argument(kwargs) is None:
-        context = packing.attend_texts(query, key, value, scaling)
+        context = packing.attend_equal(query, key, value, scaling)
         if context is not None:
             return context, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

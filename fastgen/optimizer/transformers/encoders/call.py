@@ -29,8 +29,8 @@ from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs, results
-from fastgen.optimizer.transformers.encoders.passes import Declined, Passes, Unexpected
 from fastgen.optimizer.transformers.encoders.stacks import VARLEN, way_of
+from fastgen.optimizer.transformers.encoders.unpadded_forward import Declined, Unexpected, UnpaddedForward
 
 ENTRY_POINT = counters.ENCODER
 # Padding is left out when it is so large a part of the positions.
@@ -125,14 +125,14 @@ class _Plan:
 
     Attributes:
         many_rows: the faster form of layers for it, closed where the pass is repeated without.
-        passes: those without padding; None for one as the model has it.
+        unpadded: the forward pass without padding; None for one with it.
         key: of calls like this one, with padding.
         has_layers: in a pass without padding that could be left out, whether the layers are the faster ones.
     """
 
     known: _Model
     many_rows: ExitStack = field(default_factory=ExitStack)
-    passes: Passes | None = None
+    unpadded: UnpaddedForward | None = None
     key: Hashable = None
     has_layers: bool = False
 
@@ -147,21 +147,21 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
         plan = counters.decided(ENTRY_POINT, _planned, context, model, given, padding)
         if plan is None:
             return forward()
-        if plan.passes is None:
+        if plan.unpadded is None:
             result = forward()
             if plan.has_layers:
                 counters.count_accelerated(f"{ENTRY_POINT}, layers")
             elif plan.key is None:  # where there is one, it has a reason
                 counters.count_not_used(ENTRY_POINT, _NO_PADDING)
             return result
-        passes = plan.passes
+        unpadded = plan.unpadded
         try:
-            with plan.many_rows, patching.held(Passes.current, passes):
+            with plan.many_rows, patching.held(UnpaddedForward.current, unpadded):
                 result = forward()
-            if not passes.has_run:
+            if not unpadded.has_run:
                 raise Unexpected("the layers of the model have not been called")
             if padding != "unseen":
-                result = _result(result, given["attention_mask"], padding == "zero", passes)
+                result = _result(result, given["attention_mask"], padding == "zero", unpadded)
         except Declined as declined:
             counters.count_not_used(ENTRY_POINT, str(declined))
             if isinstance(declined, Unexpected):
@@ -169,7 +169,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             result = forward()
             # Where the library's result has NaN, too, that says nothing about padding.
             if not _has_nan(result):
-                if passes.has_embedded:
+                if unpadded.has_embedded:
                     plan.known.sees_embeddings.add(plan.key)
                 else:
                     plan.known.reading[plan.key] = str(declined)
@@ -207,7 +207,7 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
             else:
                 fill = 0.0 if padding == "unseen" else math.nan
                 embeds = plan.key not in known.sees_embeddings
-                plan.passes = Passes(known.stack, known.way, mask, fill, embeds=embeds)
+                plan.unpadded = UnpaddedForward(known.stack, known.way, mask, fill, embeds=embeds)
         context.enter_context(entered.pop_all())
         return plan
 
@@ -266,7 +266,7 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
 
 
 def _positions(given: dict[str, Any]) -> int:
-    """Of the batch, padding included; 0 where they are not known."""
+    """Positions of the batch, padding included; 0 where they are unknown."""
     found = [given[name] for name in ("input_ids", "inputs_embeds") if type(given.get(name)) is Tensor]
     return found[0].shape[:2].numel() if found else 0
 
@@ -290,7 +290,7 @@ def _may_be_recorded(model: Any, given: dict[str, Any]) -> bool:
 
 
 def _padding_mask(given: dict[str, Any]) -> Tensor | None:
-    """Where the tokens are, [texts, longest], bool; None if there is too little padding, or another kind of mask."""
+    """Where the tokens are, [batch, longest], bool; None if there is too little padding, or another kind of mask."""
     mask = given.get("attention_mask")
     if type(mask) is not Tensor or mask.device.type != "cpu" or mask.dim() not in (2, 3) or not mask.numel():
         return None
@@ -304,11 +304,11 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
     config, values = model.config, given["attention_mask"]
     inputs = [given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
     if len(inputs) != 1 or inputs[0].shape[: values.dim()] != values.shape or inputs[0].device.type != "cpu":
-        return "inputs that are not a token for each number of the mask"
+        return "inputs that are not a token for each element of the mask"
     if values.dtype is not torch.bool and not bool(((values == 0) | (values == 1)).all()):
-        return "a mask of other numbers than 0 and 1"
+        return "a mask of other values than 0 and 1"
     if not bool(mask.any(dim=1).all()):
-        return "a text that is all padding"
+        return "a sequence that is all padding"
     if known.way != VARLEN and not _is_contiguous(mask):
         return "a mask with holes"
     more = [name for name in _MORE if given.get(name) not in (None, False)]
@@ -348,7 +348,7 @@ def _is_contiguous(mask: Tensor) -> bool:
     return bool(((mask[:, 1:] != mask[:, :-1]).sum(dim=1) <= 1).all())
 
 
-def _result(result: Any, mask: Tensor, zeros: bool, passes: Passes) -> Any:
+def _result(result: Any, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -> Any:
     """The result of the model, checked; with `zeros`, these are in the place of padding.
 
     The states of all layers, which the library records as the layers have them, are padded.
@@ -357,19 +357,19 @@ def _result(result: Any, mask: Tensor, zeros: bool, passes: Passes) -> Any:
         Declined: it depends on padded positions, or nobody knows whether it does.
     """
     try:
-        return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, passes))
+        return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, unpadded))
     except results.Unknown as unknown:
         raise Declined(str(unknown)) from unknown
 
 
-def _checked(result: Tensor, mask: Tensor, zeros: bool, passes: Passes) -> Tensor:
+def _checked(result: Tensor, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -> Tensor:
     if not result.is_floating_point():
         return result
-    result = passes.padded(result)
+    result = unpadded.padded(result)
     if mask.dim() > 2 and result.shape[: mask.dim()] != mask.shape:  # of choices: a row of the layers' states is one
         mask = mask.flatten(0, -2)
     if zeros and result.shape[: mask.dim()] == mask.shape:
-        if passes.has_made(result):
+        if unpadded.has_made(result):
             return _with_zeros(result, mask)
         padding = mask.bool().logical_not().view(*mask.shape, *[1] * (result.dim() - mask.dim()))
         result = torch.where(padding & result.isnan(), 0.0, result)
@@ -379,7 +379,7 @@ def _checked(result: Tensor, mask: Tensor, zeros: bool, passes: Passes) -> Tenso
 
 
 def _with_zeros(states: Tensor, mask: Tensor) -> Tensor:
-    """States as the layers give them, [texts, longest, size], with zeros in the place of padding: the same tensor.
+    """States as the layers give them, [batch, longest, size], with zeros in the place of padding: the same tensor.
 
     Most of a batch may be padding, of which nothing is looked at.
 

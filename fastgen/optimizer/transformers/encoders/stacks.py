@@ -25,9 +25,9 @@ def _stacks(way: str, given: tuple[str, ...], **names: str) -> dict[tuple[str, s
 # By the module, behind "transformers.models.", and the name of the class: the way, and parameters of its forward pass.
 #
 # VARLEN: it takes the states of tokens, and looks at other tokens in the library's attention functions alone, wherever
-# they are. All texts are one row.
-# BUCKETED: it takes states, and has attention code of its own or positions that are relative. Texts of about the same
-# length are one batch.
+# they are. All sequences are packed in one row.
+# BUCKETED: it takes states, and has attention code of its own or positions that are relative. Sequences of about the
+# same length are one batch.
 # RIGHT_PADDED: likewise, and it counts positions from the first column: padding must be behind the tokens.
 STACKS = {
     **_stacks(
@@ -114,7 +114,7 @@ _LIBRARY = "transformers.models."
 
 
 def way_of(module: Any) -> str | None:
-    """How a module runs without padding; None for one that is no stack known here."""
+    """How a module runs without padding; None for one that is no known stack."""
     found = STACKS.get(_place(module))
     return found[0] if found is not None else None
 

@@ -19,7 +19,7 @@ from fastgen.quantization.awq import AWQ
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gptq_format import GPTQ
-from fastgen.quantization.grouped import BITS
+from fastgen.quantization.quantized_tensor import BITS
 
 # What checkpoints are counted under in `fastgen.stats()`.
 ENTRY_POINT = "transformers.from_pretrained"

@@ -1,4 +1,4 @@
-"""Layers of a model that are replaced by layers on weights of few bits, and back."""
+"""Layers of a model that are replaced by layers on low-bit weights, and back."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.layers import (
     QuantizedEmbedding,
     QuantizedLinear,
-    QuantizedProduct,
+    QuantizedLinearLayer,
     QuantizedWeight,
     is_plain_embedding,
 )
 
 
-class QuantizedConv1D(QuantizedProduct, Conv1D):
-    """In the place of the library's Conv1D, whose weight is [inputs, outputs]."""
+class QuantizedConv1D(QuantizedLinearLayer, Conv1D):
+    """In the place of the library's Conv1D, whose weight is [K, N]."""
 
     transposed = True
 
-    def __init__(self, outputs: int, inputs: int, *stored: Any) -> None:
-        super().__init__(outputs, inputs, *stored)
-        self.nf, self.nx = outputs, inputs
+    def __init__(self, n: int, k: int, *stored: Any) -> None:
+        super().__init__(n, k, *stored)
+        self.nf, self.nx = n, k
 
     def dequantize(self) -> Conv1D:
         """A plain layer with the same weight in floating point."""
@@ -38,7 +38,7 @@ class QuantizedConv1D(QuantizedProduct, Conv1D):
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a layer that can be replaced; None for any other module."""
+    """N and K of a layer that can be replaced; None for any other module."""
     if type(module) is nn.Linear:
         return module.out_features, module.in_features
     if type(module) is Conv1D:
@@ -60,7 +60,7 @@ def replacement(module: nn.Module, form: Format, stored: Mapping[str, Tensor]) -
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """The model's layers on weights of few bits, by name."""
+    """The model's layers on low-bit weights, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
 
 
@@ -73,7 +73,7 @@ def tied_to(model: Any, layer: str) -> list[str]:
 
 
 class Replaced:
-    """Layers of a model on weights in few bits from its files; what is tied to one of them has its weight.
+    """Layers of a model on low-bit weights from its files; what is tied to one of them has its weight.
 
     Attributes:
         shared: those that have the weight of another one, by their names, with the name of that one.
@@ -122,10 +122,10 @@ class Replaced:
         self._unpack(model, list(quantized_layers(model)), kind)
 
     def unpack(self, model: Any, layers: Collection[nn.Module]) -> None:
-        """The same for some of them, and those that have their weights."""
-        numbers = {layer.packed.numbers.data_ptr() for layer in layers if isinstance(layer, QuantizedWeight)}
+        """`dequantize` for some layers, and those that share their weights."""
+        memory = {layer.packed.qweight.data_ptr() for layer in layers if isinstance(layer, QuantizedWeight)}
         found = quantized_layers(model).items()
-        self._unpack(model, [name for name, layer in found if layer.packed.numbers.data_ptr() in numbers], None)
+        self._unpack(model, [name for name, layer in found if layer.packed.qweight.data_ptr() in memory], None)
 
     def _unpack(self, model: Any, names: Collection[str], dtype: torch.dtype | None) -> None:
         for name in names:

@@ -18,7 +18,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.back_off import BackOff
 from fastgen.decoding.speculation.costs import HOST
-from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_PAUSES, DraftLength, can_begin
+from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
@@ -27,7 +27,8 @@ from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftK
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
-from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.prefill import prefill
+from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
 from fastgen.optimizer.transformers.speculation.drafts import Draft
@@ -41,12 +42,12 @@ _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
 _MOST_AT_ONCE = 2**16
 
-_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
+_back_offs: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
 
 
-def _pauses_of(model: Any, draft: Draft, rows: int) -> BackOff:
-    """Those of the calls with a draft of this kind and so many rows; found before anything is made for the call."""
-    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), draft_length.pauses())
+def _back_off_of(model: Any, draft: Draft, rows: int) -> BackOff:
+    """Of calls with a draft of this kind and so many rows; found before anything is made for the call."""
+    return _back_offs.setdefault(model, {}).setdefault((type(draft), rows), draft_length.of_calls())
 
 
 def seconds_of_step(model: Any, key: Key) -> float | None:
@@ -69,20 +70,20 @@ class SpeculativeDecoding(Decoding):
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
         self._length = 0  # tokens drafted in the last iteration
-        self._sums = {"checks": 0, "drafted": 0, "accepted": 0}
+        self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
-        self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
-        if draft.schedule is None and self._pauses.waits():
+        self._back_off = _back_off_of(call.model, draft, arguments["input_ids"].shape[0])
+        if draft.schedule is None and self._back_off.waits():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
             raise CannotBeCaptured("a logits processor that runs on the host")
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
-        if self._config.return_dict_in_generate and len(self._input_ids) > 1 and self._eos:
+        if self.config.return_dict_in_generate and len(self._input_ids) > 1 and self._eos:
             # Rows that are finished go on in the library, which returns what they store and score then.
             raise CannotBeCaptured("a returned cache of sequences that end one by one")
-        if positions_of_step(self._model) != 1:
+        if positions_of_step(self.model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
         if draft.schedule is None and self._is_too_short():
             raise CannotBeCaptured("a call of so few tokens that drafts might lose time")
@@ -92,18 +93,18 @@ class SpeculativeDecoding(Decoding):
 
         What is known may be wrong: after many such calls, it is measured again.
         """
-        step, plain_step = (graph_cache.kept(self._model, key) for key in (self._key, self._plain_key))
+        step, plain_step = (graph_cache.kept(self.model, key) for key in (self._key, self._plain_key))
         # A call without drafts must have a step, too. With a streamer, the library's loop would run.
         is_served = plain_step is not None or not self._must_pay
         if step is None or not is_served or self._streamer is not None:
             return False
         # Plain calls of a few tokens do not say what a step takes: a verify without a draft takes about as long.
         costs = step.drafting.costs
-        costs.plain = seconds_of_step(self._model, self._plain_key)
-        if can_begin(costs, self._prompt.new_tokens):
+        costs.plain = seconds_of_step(self.model, self._plain_key)
+        if can_begin(costs, self.prompt.new_tokens):
             return False
         costs.short_calls += 1
-        if costs.short_calls > MOST_PAUSES:
+        if costs.short_calls > MOST_CALLS:
             costs.forget()
             return False
         return True
@@ -132,11 +133,11 @@ class SpeculativeDecoding(Decoding):
 
     def _steps_asked_for(self) -> int:
         """Steps that the call is likely to make."""
-        return min(self._prompt.new_tokens, pays.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
+        return min(self.prompt.new_tokens, pays.STEPS_OF_A_CALL) if self._eos else self.prompt.new_tokens
 
     def _steps_before_capture(self) -> int:
         at_once_from = self._draft.recorded_at_once_from
-        if not self._must_pay or (at_once_from is not None and self._prompt.new_tokens >= at_once_from):
+        if not self._must_pay or (at_once_from is not None and self.prompt.new_tokens >= at_once_from):
             return 0
         # There are several parts to be recorded: it takes more steps until they have paid.
         parts = 1 if at_once_from is not None else _PARTS
@@ -149,7 +150,7 @@ class SpeculativeDecoding(Decoding):
         if self._call.rows_depend_on_each_other:
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
         kind = RaggedDrafting if self._key.draft.is_ragged else Drafting
-        return DecodeStep(self._key, self._prompt, made, self._sizes(), kind)
+        return DecodeStep(self._key, self.prompt, made, self._sizes(), kind)
 
     def _make_key(self) -> Key:
         self._plain_key = key = super()._make_key()
@@ -160,24 +161,24 @@ class SpeculativeDecoding(Decoding):
         sizes = self._rounded_sizes(at_once=self._draft.has_buffers)
         # Criteria are looked at between the iterations, and scores are kept there.
         key = replace(key, width=LENGTHS[-1] + 1, draft=draft, sizes=sizes, has_criteria=False, kept=())
-        if graph_cache.is_refused(self._model, key) and {*POSITIONS}.isdisjoint(key.tensors):
+        if graph_cache.is_refused(self.model, key) and {*POSITIONS}.isdisjoint(key.tensors):
             # It computes positions from the length of its cache in a way that `RowLengths` cannot stand for.
             return replace(key, draft=draft._replace(together=True))
         ragged = replace(key, draft=draft._replace(is_ragged=True))
-        is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self._model.device)
-        return ragged if is_served and self._model not in _not_ragged else key
+        is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self.model.device)
+        return ragged if is_served and self.model not in _not_ragged else key
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
         try:
             return super()._start(step, run)
         except Exception:
-            if self._key.draft.is_ragged and graph_cache.is_refused(self._model, self._key):
-                _not_ragged.add(self._model)  # whatever the shapes of a call are
+            if self._key.draft.is_ragged and graph_cache.is_refused(self.model, self._key):
+                _not_ragged.add(self.model)  # whatever the shapes of a call are
             raise
 
     def _records(self) -> tuple[bool, bool]:
         """Whether the scores, and whether the logits of every position are returned."""
-        config = self._config
+        config = self.config
         returns = bool(config.return_dict_in_generate)
         return returns and bool(config.output_scores), returns and bool(config.output_logits)
 
@@ -189,7 +190,7 @@ class SpeculativeDecoding(Decoding):
     @property
     def vocabulary(self) -> int:
         """Tokens that there are."""
-        return int(self._prompt.logits.shape[-1])
+        return int(self.prompt.logits.shape[-1])
 
     def of_assistant(self, call: Call, source: Tensor | None) -> Assistant:
         """The same call of another model, which drafts for this one; `source` is what its encoder reads, if it has one.
@@ -220,49 +221,49 @@ class SpeculativeDecoding(Decoding):
         try:
             self._draft.make(0.0)
         except CannotBeCaptured:
-            self._pauses.give_up()
+            self._back_off.give_up()
             raise
         drafting, costs = step.drafting, step.drafting.costs
-        has_plain = graph_cache.kept(self._model, self._plain_key) is not None
+        has_plain = graph_cache.kept(self.model, self._plain_key) is not None
         is_at_once = not self._must_pay
         costs.only_timed = not is_at_once and has_plain and self._draft.is_prepared
         if not costs.only_timed:
             return
 
         def begin() -> None:
-            step.begin(self._prompt, self._fill())
-            step.choose_first(self._prompt.logits, self._host)
+            step.begin(self.prompt, self.fill())
+            step.choose_first(self.prompt.logits, self.host)
 
         is_ready, reason = False, "what drafts need is made little by little, in calls without them"
         if costs.plain is not None:  # calls of a few tokens do not say what a step takes
             budget = self._ledger.budget(self._key)
-            make = partial(make_next, budget, drafting, self._model, self._draft, costs.plain, begin)
+            make = partial(make_next, budget, drafting, self.model, self._draft, costs.plain, begin)
             is_ready = self._start(step, make)
             if costs.most_gain() < LEAST_GAIN:
                 costs.forget()  # the machine may have been busy: the next time, they are measured again
-                self._pauses.give_up()
+                self._back_off.give_up()
                 is_ready, reason = False, "drafts would gain nothing"
         if not is_ready:
-            graph_cache.give_back(self._model, step)
+            graph_cache.give_back(self.model, step)
             raise CannotBeCaptured(reason)
 
     def _decode(self, step: DecodeStep) -> DecodeStep:
-        prompt, rows = self._prompt, self._prompt.inputs * self._per_input
+        prompt, rows = self.prompt, self.prompt.inputs * self._per_input
         costs = step.drafting.costs
-        costs.plain = seconds_of_step(self._model, self._plain_key)
+        costs.plain = seconds_of_step(self.model, self._plain_key)
         self._prepare(step)
         self._draft.begin(step.drafting, self)
-        step.begin(prompt, self._fill())
-        step.choose_first(prompt.logits, self._host)
+        step.begin(prompt, self.fill())
+        step.choose_first(prompt.logits, self.host)
         self._positions = self._make_positions(rows)
         progress = self._follow(step)
         policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         left: list[tuple[DecodeStep, Tensor]] = []
         begun = time.perf_counter()
         while not progress.done:
-            key = self._key_to_leave_for(step, progress)
+            key = self._key_after_compaction(step, progress)
             if key is not None:
-                left.append((step, leaving.staying(step.drafting, key.batch)))
+                left.append((step, batch_compaction.remaining(step.drafting, key.batch)))
                 step = self._smaller(*left[-1], key, policy)
                 progress = step.search.progress()
                 begun = time.perf_counter()
@@ -271,9 +272,9 @@ class SpeculativeDecoding(Decoding):
             progress, begun = self._iterate(step, policy, progress, begun)
         has_paid = policy.pays()
         if policy.cannot_pay:
-            self._pauses.give_up()
+            self._back_off.give_up()
         elif has_paid is not None:
-            (self._pauses.succeed if has_paid else self._pauses.fail)()
+            (self._back_off.succeed if has_paid else self._back_off.fail)()
         counters.add(ENTRY_POINT, near_ties=int(step.drafting.near_ties), **self._sums)
         self._draft.end()
         whole = self._whole(step, left)
@@ -282,23 +283,23 @@ class SpeculativeDecoding(Decoding):
             whole.drafting.costs.forget()
         return whole
 
-    def _key_to_leave_for(self, step: DecodeStep, progress: Progress) -> Key | None:
-        """Of a step with fewer inputs, if those that go on are to leave the others for it."""
+    def _key_after_compaction(self, step: DecodeStep, progress: Progress) -> Key | None:
+        """Of a step with fewer inputs, if the batch is to be compacted now."""
         # What is done at each position, an assistant's step, and a cache that is returned are those of the whole batch.
         if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
             return None
         drafting = step.drafting
-        key = leaving.smaller_key(drafting)
+        key = batch_compaction.smaller_key(drafting)
         if key is None:
             return None
         shortest = min(progress.lengths[row] for row in progress.rows)
-        tokens = self._prompt.new_tokens + step.search.prompt_capacity - shortest
-        return key if leaving.pays(self._model, drafting, key, self._length, tokens) else None
+        tokens = self.prompt.new_tokens + step.search.prompt_capacity - shortest
+        return key if batch_compaction.pays(self.model, drafting, key, self._length, tokens) else None
 
     def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
         """A step that goes on with these inputs of another one."""
         rows = rows_of(inputs, key.per_input)
-        self._key, self._processors = key, leaving.narrowed(self._processors, rows)
+        self._key, self._processors = key, batch_compaction.selected(self._processors, rows)
         smaller = self._step()
         drafting = smaller.drafting
         drafting.costs.only_timed = False
@@ -315,7 +316,7 @@ class SpeculativeDecoding(Decoding):
         for larger, inputs in reversed(left):
             step.search.put_back(larger.search, inputs)
             if step.is_captured:
-                graph_cache.give_back(self._model, step)
+                graph_cache.give_back(self.model, step)
             step = larger
         return step
 
@@ -350,8 +351,8 @@ class SpeculativeDecoding(Decoding):
         """
         drafting, rows, lengths = step.drafting, progress.rows, progress.lengths
         # Of what a row may still get, one token is not drafted: that behind the draft.
-        decisive = max if drafting.has_own_lengths else min
-        limit = self._prompt.new_tokens + step.search.prompt_capacity - 1
+        decisive = max if drafting.key.has_own_lengths else min
+        limit = self.prompt.new_tokens + step.search.prompt_capacity - 1
         most = limit - decisive(lengths[row] for row in rows)
         available = self._draft.available(drafting, rows, min(most, step.key.width - 1))
         is_ragged = step.key.draft.is_ragged
@@ -362,11 +363,11 @@ class SpeculativeDecoding(Decoding):
         if drafted:
             if available is not None and is_ragged:
                 self._draft.cut(policy.shares(rows, available, drafted))
-            self._start(step, partial(self._draft.propose, drafting, self._model, drafted))
-        self._start(step, partial(drafting.verify, self._model, drafted))
+            self._start(step, partial(self._draft.propose, drafting, self.model, drafted))
+        self._start(step, partial(drafting.verify, self.model, drafted))
         begun += drafting.now(waits=True) - before  # what follows waits for the device anyway
         progress = self._follow(step)
-        counts, accepted = self._come_of(drafting, rows, drafted)
+        counts, accepted = self._count_verified(drafting, rows, drafted)
         policy.observe(rows, drafted, counts, accepted)
         if available is not None and not drafted:
             policy.learn(rows, self._draft.hits(rows))
@@ -374,9 +375,9 @@ class SpeculativeDecoding(Decoding):
         drafting.costs.add(HOST, ended - begun)
         return progress, ended
 
-    def _come_of(self, drafting: Drafting, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
-        """Counts what was verified. Returns how many drafted tokens these rows had, and how many were accepted."""
-        self._sums["checks"] += 1
+    def _count_verified(self, drafting: Drafting, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
+        """Counts a verify. Returns how many drafted tokens these rows had, and how many were accepted."""
+        self._sums["verifies"] += 1
         if not drafted:
             return [0] * len(rows), [0] * len(rows)
         of_all = drafting.counts.tolist(), drafting.accepted.tolist()
@@ -393,7 +394,8 @@ class Assistant(Decoding):
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:
         self._is_rated = is_rated
         call.runs_user_code = False
-        call.prefilled = call.model._prefill(arguments["input_ids"], arguments["generation_config"], model_kwargs)
+        given = arguments["input_ids"], arguments["generation_config"], model_kwargs
+        call.prefilled = prefill(call.model._prefill, call.model, given, {})
         if not call.accelerated:
             raise CannotBeCaptured("the prefill of the assistant is not accelerated")
         super().__init__(call, arguments, model_kwargs)
@@ -404,12 +406,12 @@ class Assistant(Decoding):
         """Its step on the sequences of another one: the one that is kept, if it fits."""
         self._of = of
         step = kept if kept is not None and kept.key == self._key else self._new_step()
-        step.begin(self._prompt, self._fill())
+        step.begin(self.prompt, self.fill())
         return step
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
         kind = partial(AssistantDrafting, of=self._of)
-        return DecodeStep(self._key, self._prompt, made, self._sizes(), kind, self._of.search)
+        return DecodeStep(self._key, self.prompt, made, self._sizes(), kind, self._of.search)
 
     def _make_key(self) -> Key:
         key = super()._make_key()

@@ -17,12 +17,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.decoding.captured.part import Piece
-from fastgen.decoding.captured.symbolic_length import SymbolicLength
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
-from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
@@ -93,24 +91,7 @@ class Drafting:
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
     def _cache_at(self, position: StepState, seen: Tensor) -> Cache:
-        bounded = self._buffers.length(seen)  # one for both: models compare what they compute from them
-        lengths = self._lengths_at(position, bounded) if self.has_own_lengths else None
-        return self._buffers.cache_at(position, bounded, lengths)
-
-    @property
-    def has_own_lengths(self) -> bool:
-        """Whether the model computes positions from lengths of the rows: it may have none behind their limit."""
-        return not self.key.draft.together and {*POSITIONS}.isdisjoint(self.key.tensors)
-
-    def _lengths_at(self, position: StepState, bounded: SymbolicLength) -> Callable[[], RowLengths]:
-        """Nothing counts of a row that is finished: it is not to go on behind its limit."""
-        search, stored = self.search, self._buffers.sizes.stored
-
-        def lengths_of_rows() -> RowLengths:
-            own = torch.where(search.unfinished.view(-1), position.position, 0)
-            return RowLengths.of(own + stored, bounded)
-
-        return lengths_of_rows
+        return self._buffers.cache_at(position, self._buffers.length(seen), self.search)
 
     @property
     def nbytes(self) -> int:
@@ -311,7 +292,7 @@ class Drafting:
         number = next((n for n in range(len(processors), 0, -1) if not isinstance(processors[n - 1], _SCORES_ALONE)), 0)
         if number:
             positions = [self._processed_at(logits[:, at], at, processors[:number]) for at in range(logits.shape[1])]
-            # One position is not copied: it may be recognised as that of the output layer (`largest_outputs`).
+            # One position is not copied: it may be a greedy LM head (`lm_head_pass`).
             scores = torch.stack(positions, dim=1) if len(positions) > 1 else positions[0].unsqueeze(1)
         found = scores.flatten(0, 1)
         for processor in processors[number:]:

@@ -130,10 +130,10 @@ class SelfDraft(Draft):
         weights.copy_head(drafting.takes_largest)
         for _ in range(count):
             try:
-                drafting.draft(model, weights.used, weights.largest)
+                drafting.draft(model, weights.used, weights.argmax)
             except OtherLogits:
                 weights.copy_head(drafting.takes_largest)
-                drafting.draft(model, weights.used, weights.largest)
+                drafting.draft(model, weights.used, weights.argmax)
         drafting.counts.fill_(count)
 
 

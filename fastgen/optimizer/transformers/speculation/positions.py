@@ -96,7 +96,7 @@ class Positions:
             drafting.end(ending, self._reached)
 
     def _keep_scores(self, drafting: Drafting) -> None:
-        """Those of the tokens that the rows have just taken."""
+        """The positions of the tokens that the rows have just taken."""
         if all(kept is None for kept in self._records):
             return
         for row, end in enumerate(drafting.search.length.flatten()[: self._rows].tolist()):

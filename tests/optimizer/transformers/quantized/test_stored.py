@@ -66,7 +66,7 @@ def test_equal_to_the_model_with_dequantized_weights(name: str, case: str, tmp_p
     model = load(tmp_path, name == "bart")
     assert counts() == {"accelerated": 1, "fallback": {}}
     linear = {n for n, module in reference.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    assert set(few_bits(model)) == linear - {"lm_head"}
+    assert set(low_bit_layers(model)) == linear - {"lm_head"}
     assert not any(parameter.is_meta for parameter in model.parameters())
     inputs = inputs_of(reference)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_dequantized(name: str, tmp_path: Path) -> None:
     reference, tensors = quantize(MODELS[name](), CASES["gptq-act-order"])
     save(tmp_path / "given", reference, tensors, CASES["gptq-act-order"].config)
     model = load(tmp_path / "given", name == "bart").dequantize()
-    assert few_bits(model) == [] and type(model) is type(reference)
+    assert low_bit_layers(model) == [] and type(model) is type(reference)
     model.save_pretrained(tmp_path / "plain")
     plain = load(tmp_path / "plain", name == "bart")
     for key, value in reference.state_dict().items():
@@ -361,7 +361,7 @@ def test_truncated_files(part: float, tmp_path: Path) -> None:
 
 def test_other_checkpoints_are_none_of_its_business(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    assert few_bits(load(tmp_path)) == []
+    assert low_bit_layers(load(tmp_path)) == []
     assert ENTRY_POINT not in fastgen.stats()
 
 
@@ -373,7 +373,7 @@ def test_equal_to_what_compressed_tensors_reads(tmp_path: Path) -> None:
         ours = load(tmp_path)
         with fastgen.disabled():
             theirs = load(tmp_path)
-        assert few_bits(ours) and not few_bits(theirs)
+        assert low_bit_layers(ours) and not low_bit_layers(theirs)
         inputs = inputs_of(ours)
         with torch.no_grad():
             expected = theirs(**inputs).logits  # it rounds weights to the type of the scales

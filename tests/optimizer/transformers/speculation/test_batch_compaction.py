@@ -243,7 +243,7 @@ def test_a_search_goes_on_with_some_inputs_and_comes_back(per_input: int) -> Non
     for name, buffer in vars(alone).items():
         if isinstance(buffer, torch.Tensor) and name != "taken":  # finished ones take nothing, then or now
             assert getattr(large, name).equal(buffer), name
-    assert large.results(batch, per_input).equal(alone.results(batch, per_input))
+    assert large.results(slice(batch), per_input).equal(alone.results(slice(batch), per_input))
 
 
 def test_ancestors_of_rows_are_those_of_their_input() -> None:

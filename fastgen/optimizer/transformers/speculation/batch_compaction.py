@@ -1,4 +1,4 @@
-"""When rows that have finished leave the batch: the others go on in a step of fewer inputs.
+"""Batch compaction: rows that have finished leave the batch, and the others go on in a step of fewer inputs.
 
 Such a step does less in each iteration, but has to be recorded first. It is, once iterations would have saved as many
 seconds as recording the larger one took: then no call has lost more than twice what it had to.
@@ -22,7 +22,7 @@ from fastgen.optimizer.transformers.speculation.drafting import Drafting, length
 
 
 def smaller_key(drafting: Drafting) -> Key | None:
-    """That of the smallest step that has room for all inputs that go on; None if it has more than half of this one's.
+    """The key of the smallest step for all inputs that go on; None if it has more than half of this one's.
 
     The larger steps stay until the call ends: so together, they have less than twice the memory of the first one.
     """
@@ -37,14 +37,14 @@ def smaller_key(drafting: Drafting) -> Key | None:
     return replace(smaller, draft=key.draft._replace(is_ragged=key.draft.is_ragged and smaller.rows > 1))
 
 
-def staying(drafting: Drafting, size: int) -> Tensor:
-    """[size], int64: the inputs that go on, and as many of the finished ones as there is room for, in order."""
+def remaining(drafting: Drafting, size: int) -> Tensor:
+    """[size], int64: the inputs that go on, and as many finished ones as fill the batch, in order."""
     has_finished = ~drafting.search.unfinished.any(dim=1)
     return has_finished.byte().argsort(stable=True)[:size].sort().values
 
 
 def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> bool:
-    """Whether the inputs that go on are to leave for a step of this smaller key, now. To be asked in each iteration.
+    """Whether the inputs that go on move to a step of this smaller key now. To be asked in each iteration.
 
     Args:
         length: tokens drafted in the last iteration.
@@ -76,11 +76,11 @@ def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> 
     return True
 
 
-def narrowed(processors: Iterable[Any], rows: Tensor) -> list[Any]:
+def selected(processors: Iterable[Any], rows: Tensor) -> list[Any]:
     """The processors of a call that goes on with these of its rows."""
     found = []
     for processor in processors:
-        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # a number of each row
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # one per row
             processor = copy.copy(processor)
             given = processor.prompt_ignore_length
             processor.prompt_ignore_length = given[rows.to(given.device)]

@@ -1,6 +1,6 @@
 """Memory of a low-bit model beside the size of its weights:
 
-    python -m benchmarks.few_bits_memory MODEL [--gguf FILE] [--new-tokens N] [--activations float|int8] [--json FILE]
+    python -m benchmarks.low_bit_memory MODEL [--gguf FILE] [--new-tokens N] [--activations float|int8] [--json FILE]
                                          [--python-allocator]
 
 MODEL is a folder as `fastgen-quantize` writes it, or one with a GGUF file. A process that does nothing else has loaded
@@ -174,7 +174,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.few_bits_memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.low_bit_memory", description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in the folder")
     parser.add_argument("--new-tokens", type=int, default=64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from fastgen.decoding.captured.symbolic_length import SymbolicLength
+from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.decoding.kv.view import CannotBeCaptured
 
 # What is asked of a tensor without looking at its numbers.

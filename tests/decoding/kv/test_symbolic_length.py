@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
+from fastgen.decoding.kv.symbolic_length import Ranges, SymbolicLength
 from tests.recorded_graph import RecordedGraph
 
 LOW, HIGH = 3, 6

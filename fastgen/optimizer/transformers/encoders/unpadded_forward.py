@@ -1,7 +1,7 @@
-"""The forward pass of a stack of layers without padding, inside the call of an encoder.
+"""The forward pass of an encoder stack without padding, inside the call of an encoder.
 
-The model's own code makes what goes into the stack, and works with what comes out of it. There, padded positions hold
-one number, such as NaN.
+The model's own code makes what goes into the stack, and reads what comes out of it. There, padded positions hold a fill
+value, such as NaN.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from fastgen.decoding.packing import Packing
 from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
-# What a further pass costs, in positions: a small one multiplies slowly, and takes the time of the model's Python code.
-PASS = 32
+# What a further bucket costs, in positions: small products are slow, and the model's Python code takes its time.
+BUCKET_COST = 32
 _NOT_PER_TOKEN = "results of the layers that are not one for each token"
-# Arguments of a stack with a row for each text and a column for each position.
+# Arguments of a stack that are [batch, positions, ...].
 _PER_POSITION = ("hidden_states", "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "bbox")
 
 
 class Declined(Exception):
-    """This pass cannot do without padding; the message says why."""
+    """This call needs its padding; the message says why."""
 
 
 class Unexpected(Declined):
-    """It cannot because the model does something that those of tested releases do not do."""
+    """It needs it because the model does something that those of tested releases do not do."""
 
 
-class Passes:
-    """What one call of an encoder has its stack do.
+class UnpaddedForward:
+    """The forward pass of the stack in one call of an encoder.
 
     Attributes:
         has_run: the stack has run without padding.
     """
 
-    current: ContextVar[Passes | None] = ContextVar("fastgen_encoder", default=None)
+    current: ContextVar[UnpaddedForward | None] = ContextVar("fastgen_encoder", default=None)
 
     def __init__(self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool) -> None:
         self._stack = stack
         self._embeds = embeds and way == VARLEN
         self._fill = fill
         self._way = way
-        self._mask = mask  # [texts, longest], bool
+        self._mask = mask  # [batch, longest], bool
         self.has_run = False
-        self.packing: Packing | None = None  # while the layers run on one row
+        self.packing: Packing | None = None  # while the layers run on packed tokens
         self._row: Packing | None = None  # that on which they have run
-        self._made: list[Tensor] = []  # states with padding between them
-        self._embedded: tuple[Tensor, Tensor] | None = None  # what stands for the embeddings, and those of the row
+        self._made: list[Tensor] = []  # padded states
+        self._embedded: tuple[Tensor, Tensor] | None = None  # a stand-in for the embeddings, and the packed ones
         self._attended = 0
 
     def is_of(self, module: Any) -> bool:
@@ -74,7 +74,7 @@ class Passes:
     def _leaves_out_padding(self, seen: Any) -> bool:
         """Whether this mask of the layers hides padding from the tokens, and nothing else.
 
-        [texts, longest], 0 for padding; or [texts, 1, longest or 1, longest], bool or what is added to the scores.
+        [batch, longest], 0 for padding; or [batch, 1, longest or 1, longest], bool or what is added to the scores.
         """
         if not isinstance(seen, Tensor):
             return False
@@ -88,9 +88,9 @@ class Passes:
             return False
         if seen.shape[2] == 1:
             seen, expected = seen[:, :, 0], mask
-        else:  # what padding itself sees does not matter
-            texts, columns = mask.nonzero(as_tuple=True)
-            seen, expected = seen[texts, :, columns], mask[texts]
+        else:  # what padding attends to does not matter
+            rows, columns = mask.nonzero(as_tuple=True)
+            seen, expected = seen[rows, :, columns], mask[rows]
         is_seen = seen if seen.dtype is torch.bool else seen == 0
         return bool((is_seen == expected.unsqueeze(1)).all())
 
@@ -100,28 +100,26 @@ class Passes:
 
     @property
     def longest(self) -> int:
-        """The positions of a text, padding included."""
+        """The positions of a sequence, padding included."""
         return self._mask.shape[1]
 
     def may_embed(self) -> bool:
-        """Whether embeddings are those of the row, because the layers take that, and have not run yet."""
+        """Whether only tokens are embedded, because the layers take packed states, and have not run yet."""
         return self._embeds and not self.has_run and not self.has_embedded
 
     @property
     def has_embedded(self) -> bool:
-        """Whether the model has something else in the place of embeddings."""
+        """Whether the model has a stand-in for its embeddings."""
         return self._embedded is not None
 
     def packed(self, value: Tensor) -> Tensor | None:
-        """The row of a tensor with a row for each text, or one for all, and a column for each position; None if it is
-        another one.
-        """
-        texts, longest = self._mask.shape
-        is_per_position = value.dim() > 1 and value.shape[0] in (1, texts) and value.shape[1] == longest
-        return self._tokens.pack(value.expand(texts, *value.shape[1:])) if is_per_position else None
+        """A tensor, [batch or 1, longest, ...], packed; None if it has another shape."""
+        batch, longest = self._mask.shape
+        is_per_position = value.dim() > 1 and value.shape[0] in (1, batch) and value.shape[1] == longest
+        return self._tokens.pack(value.expand(batch, *value.shape[1:])) if is_per_position else None
 
     def embedded(self, row: Tensor) -> Tensor:
-        """What stands for embeddings, of which there are those of the row, [1, total, size], until the layers run."""
+        """A stand-in for the embeddings, of which there are the packed ones, [1, total, size], until the layers run."""
         stand_in = row.new_full((1, 1, 1), math.nan).expand(*self._mask.shape, row.shape[2])
         self._embedded = stand_in, row
         return stand_in
@@ -147,7 +145,7 @@ class Passes:
         return _mapped(result, unpacked)
 
     def _is_row(self, states: Tensor) -> bool:
-        """Whether these are of all tokens as one row. A batch with padding has more positions, or more texts."""
+        """Whether these are packed. A batch with padding has more positions, or more rows."""
         return self._row is not None and states.dim() == 3 and states.shape[:2] == (1, self._row.total)
 
     def _remembered(self, states: Tensor) -> Tensor:
@@ -155,17 +153,17 @@ class Passes:
         return states
 
     def padded(self, result: Tensor) -> Tensor:
-        """States of the one row of tokens with padding between them; other tensors are left as they are."""
+        """Packed states with padding between them; other tensors unchanged."""
         if self._row is None or not self._is_row(result):
             return result
         return self._remembered(self._row.unpack(result, self._fill))
 
     def has_made(self, result: Tensor) -> bool:
-        """Whether these are states as the stack has given them: whatever is in padded positions is the fill."""
+        """Whether these are states of the stack: padded positions hold the fill."""
         return any(result is each for each in self._made)
 
     def _packed_argument(self, name: str, value: Any) -> Any:
-        if name == "attention_mask":  # it says no more than the mask does
+        if name == "attention_mask":  # it says the same as the mask
             return None
         if _holds_no_tensor(value):
             return value
@@ -187,12 +185,12 @@ class Passes:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """In the place of an attention function of the library, while the layers run on one row."""
+        """In place of an attention function of the library, while the layers run on packed tokens."""
         name = attention.changing_argument(kwargs)
         if name is not None:
             raise Unexpected(f"an argument of attention ({name})")
         if self.packing is None or attention_mask is not None or dropout or getattr(module, "is_causal", False):
-            raise Declined("attention that is more than over all tokens of a text")
+            raise Declined("attention that is more than over all tokens of a sequence")
         if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == self.packing.total:
             raise Declined("attention over others than the tokens of the batch")
         self._attended += 1
@@ -202,53 +200,53 @@ class Passes:
         in_front = not bool(self._mask[:, 0].all())
         if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
-        groups = length_buckets.groups(self._mask, in_front, cost=PASS)
-        if not groups:  # all run together, as long as the longest of them
+        buckets = length_buckets.by_mask(self._mask, in_front, cost=BUCKET_COST)
+        if not buckets:  # one bucket, as long as its longest sequence
             longest = int(self._mask.sum(dim=1).max())
-            groups = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
+            buckets = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
         parts = []
-        for rows, columns in groups:
+        for rows, columns in buckets:
             part = {name: self._part(name, value, rows, columns) for name, value in given.items()}
             parts.append((rows, columns, forward(**part)))
-        return self._together(parts)
+        return self._merged(parts)
 
-    def _together(self, parts: list[tuple[Tensor, slice, Any]]) -> Any:
-        """The result of all texts, from those of groups of them."""
+    def _merged(self, parts: list[tuple[Tensor, slice, Any]]) -> Any:
+        """The result of the batch, from those of its buckets."""
         some = parts[0][2]
         if isinstance(some, dict):
-            found = {name: self._together([(r, c, each[name]) for r, c, each in parts]) for name in some}
+            found = {name: self._merged([(r, c, each[name]) for r, c, each in parts]) for name in some}
             return type(some)(**found)
         if isinstance(some, tuple | list):
-            return type(some)(self._together([(r, c, each[n]) for r, c, each in parts]) for n in range(len(some)))
+            return type(some)(self._merged([(r, c, each[n]) for r, c, each in parts]) for n in range(len(some)))
         if some is None:
             return None
-        texts, longest = self._mask.shape
+        batch, longest = self._mask.shape
         result: Tensor | None = None
         for rows, columns, states in parts:
             mask = self._mask[rows, columns]
             if not isinstance(states, Tensor) or states.shape[:1] != mask.shape[:1]:
                 raise Declined(_NOT_PER_TOKEN)
-            is_per_text = states.dim() == 2  # what the model makes of its first token
-            if is_per_text:
-                result = states.new_empty(texts, states.shape[1]) if result is None else result
+            is_pooled = states.dim() == 2  # of the first token
+            if is_pooled:
+                result = states.new_empty(batch, states.shape[1]) if result is None else result
                 result[rows] = states
                 continue
             if states.shape[:2] != mask.shape or states.dim() != 3:
                 raise Declined(_NOT_PER_TOKEN)
             if result is None:
-                result = states.new_full((texts, longest, states.shape[2]), self._fill)
+                result = states.new_full((batch, longest, states.shape[2]), self._fill)
             result[rows, columns] = states.masked_fill(~mask.unsqueeze(2), self._fill)
         return self._remembered(result) if result is not None and result.dim() == 3 else result
 
     def _part(self, name: str, value: Any, rows: Tensor, columns: slice) -> Any:
-        """The part of an argument that some texts have."""
+        """The part of an argument that belongs to a bucket."""
         if _holds_no_tensor(value):
             return value
-        texts, longest = self._mask.shape
-        if name in _PER_POSITION and value.shape[1] == longest and value.shape[0] in (1, texts):
-            return value[rows, columns] if value.shape[0] == texts else value[:, columns]
-        if name == "attention_mask" and value.shape[-1] == longest and value.shape[0] in (1, texts):
-            part = value[rows] if value.shape[0] == texts else value
+        batch, longest = self._mask.shape
+        if name in _PER_POSITION and value.shape[1] == longest and value.shape[0] in (1, batch):
+            return value[rows, columns] if value.shape[0] == batch else value[:, columns]
+        if name == "attention_mask" and value.shape[-1] == longest and value.shape[0] in (1, batch):
+            part = value[rows] if value.shape[0] == batch else value
             if value.dim() > 2 and value.shape[-2] == longest:
                 part = part[..., columns, :]
             return part[..., columns]
@@ -260,7 +258,7 @@ def _holds_no_tensor(value: Any) -> bool:
 
 
 def _mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The result of a stack with a function of each tensor in their place."""
+    """The result of a stack with `function` applied to each tensor."""
     if isinstance(result, Tensor):
         return function(result)
     if isinstance(result, dict):
@@ -274,15 +272,15 @@ def _mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of the forward pass of a stack."""
-    passes = Passes.current.get()
-    if passes is None or not passes.is_of(module):
+    unpadded = UnpaddedForward.current.get()
+    if unpadded is None or not unpadded.is_of(module):
         return wrapped(*args, **kwargs)
-    return passes.run(wrapped, args, kwargs)
+    return unpadded.run(wrapped, args, kwargs)
 
 
 def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `AttentionInterface.get_interface`."""
-    passes = Passes.current.get()
-    if passes is not None and passes.packing is not None:
-        return passes.attend
+    unpadded = UnpaddedForward.current.get()
+    if unpadded is not None and unpadded.packing is not None:
+        return unpadded.attend
     return attention.replaced(wrapped(*args, **kwargs))

@@ -1,7 +1,7 @@
-"""A recording with fewer operators, which does the same.
+"""Graph passes: a recorded graph with fewer operators, which does the same.
 
-What is worked out here holds whatever is in memory: of a storage that was there before the recording, the contents may
-change between two replays, and only what a replay itself writes is known.
+A pass relies on nothing that a replay may change. The contents of a storage that was there before the recording may
+differ in each replay; known is only what a replay itself writes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections import Counter, defaultdict
 import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from fastgen.decoding import largest_outputs
+from fastgen.decoding import lm_head_pass
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of
 from fastgen.ops import packed_attention
 
 _aten = torch.ops.aten
-# Of their tensor they use the shape and the type, and not the numbers.
+# They use the shape and the type of their tensor, and not its contents.
 _BY_LAYOUT = frozenset(
     {_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.zeros_like, _aten.ones_like, _aten.full_like}
 )
@@ -26,12 +26,12 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 
 
-def simplified(recording: Recording) -> Recording:
+def run(recording: Recording) -> Recording:
     """The recording without allocations, constants, copies that never differ, and results that nobody reads.
 
-    What is added to a product is its bias. The largest output of a layer is found without computing all of them
-    (`fastgen.decoding.largest_outputs`). Lines of an embedding are selected by an operator that writes them to where
-    they belong: that of embeddings makes a copy. Attention of texts is FastGen's operator where that is faster.
+    An addition after a product becomes its bias. The argmax of an LM head is found from approximate logits
+    (`fastgen.decoding.lm_head_pass`). An embedding becomes an `index_select` that writes where its result belongs;
+    torch's own operator makes a copy. Attention of sequences is FastGen's operator where that is faster.
 
     A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
     """
@@ -42,20 +42,18 @@ def simplified(recording: Recording) -> Recording:
     found.made = recording.made - constants
     operations = [each for each in operations if not each.made or not each.made <= constants]
     operations = _with_own_attention(_without_copies(operations), recording)
-    found.operations = _needed(largest_outputs.recognised(_with_biases(operations)), found.made)
+    found.operations = _needed(lm_head_pass.with_greedy_heads(_with_biases(operations)), found.made)
     return found
 
 
 def _constants(operations: list[Operation]) -> set[int]:
-    """The storages that one operator writes, once, and always with the same numbers."""
+    """The storages that one operator writes, once, and always with the same contents."""
     writers = Counter(storage for each in operations for storage in (*each.made, *each.in_place))
     found: set[int] = set()
     for each in operations:
-        # What is sparse has no place in memory that is known: its numbers may change.
-        has_places = not any(
-            isinstance(leaf, Constant) and isinstance(leaf.value, torch.Tensor) for leaf in each.leaves
-        )
-        is_pure = has_places and each.only_computes and not each.in_place and None not in each.fresh
+        # A sparse tensor lies where no one knows: its contents may change.
+        is_dense = not any(isinstance(leaf, Constant) and isinstance(leaf.value, torch.Tensor) for leaf in each.leaves)
+        is_pure = is_dense and each.only_computes and not each.in_place and None not in each.fresh
         inputs = frozenset() if each.function.overloadpacket in _BY_LAYOUT else each.used
         if is_pure and inputs <= found and all(writers[storage] == 1 for storage in each.made):
             found |= each.made
@@ -109,11 +107,11 @@ def _with_own_attention(operations: list[Operation], recording: Recording) -> li
 
 
 def _own_attention(operation: Operation, used: frozenset[int], recording: Recording) -> Operation | None:
-    """Attention of texts over all of their tokens as FastGen's operator."""
+    """Attention of sequences over all of their tokens as FastGen's operator."""
     args, options = tree_unflatten(operation.leaves, operation.structure)
     scale = options.pop("scale", Constant(None))
     out, sums = operation.fresh
-    # No dropout, no mask, not causal, and nobody reads the sums of its weights.
+    # No dropout, no mask, not causal, and nobody reads the log-sum-exp.
     is_plain = all(isinstance(each, Constant) and not each.value for each in (*args[3:], *options.values()))
     if not is_plain or out is None or sums is None or sums.storage in used:
         return None
@@ -125,18 +123,18 @@ def _own_attention(operation: Operation, used: frozenset[int], recording: Record
     dim = query.shape[-1]
     if not (result.is_contiguous() and packed_attention.serves(query, keys, values)):
         return None
-    texts, length = out.size[0], out.size[2]
+    batch, length = out.size[0], out.size[2]
     *places, place = (
         dataclasses.replace(one, size=tuple(part.shape), stride=part.stride())
         for one, part in zip(given, (query, keys, values, result), strict=True)
     )
-    lengths = torch.full((texts,), length, dtype=torch.int64, device="cpu")
+    lengths = torch.full((batch,), length, dtype=torch.int64, device="cpu")
     others = [Constant(lengths), Constant(packed_attention.scale_of(dim, scale.value))]
     return Operation(packed_attention.OPERATOR, [*places, *others], tree_structure(((None,) * 5, {})), [place])
 
 
 def _as_row(place: Place, recording: Recording) -> torch.Tensor | None:
-    """[texts, heads, length, dim] as [heads, tokens, dim] in the same memory; None where it does not lie so."""
+    """[batch, heads, length, dim] as [heads, tokens, dim] in the same memory; None where it does not lie so."""
     storage = recording.storages[place.storage]
     return packed_attention.as_row(
         torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
@@ -144,7 +142,7 @@ def _as_row(place: Place, recording: Recording) -> torch.Tensor | None:
 
 
 def _with_biases(operations: list[Operation]) -> list[Operation]:
-    """A product, and one number for each column added to it right after, are one operator."""
+    """A product, and a bias that is added to it right after, are one operator."""
     uses = Counter(storage for each in operations for storage in each.used)
     found: list[Operation] = []
     for each in operations:
@@ -166,20 +164,20 @@ def _with_bias(product: Operation, addition: Operation) -> Operation | None:
     x, bias = addition.leaves
     if not (isinstance(x, Place) and isinstance(bias, Place) and x.storage == result.storage):
         return None
-    outputs = result.size[1]
+    n = result.size[1]
     is_one_type = x.dtype is bias.dtype is out.dtype is torch.float32
-    is_bias = bias.size[-1:] == (outputs,) and math.prod(bias.size) == outputs and bias.stride[-1] == 1
+    is_bias = bias.size[-1:] == (n,) and math.prod(bias.size) == n and bias.stride[-1] == 1
     is_whole = all(each.is_contiguous and math.prod(each.size) == math.prod(result.size) for each in (result, x, out))
-    if not (is_one_type and is_bias and is_whole and x.size[-1] == outputs and x.offset == result.offset):
+    if not (is_one_type and is_bias and is_whole and x.size[-1] == n and x.offset == result.offset):
         return None
-    column = dataclasses.replace(bias, size=(outputs,), stride=(1,))
+    column = dataclasses.replace(bias, size=(n,), stride=(1,))
     rows = dataclasses.replace(out, size=result.size, stride=result.stride)
     structure = tree_structure(((None,) * 3, {}))
     return Operation(_aten.addmm.default, [column, *product.leaves], structure, [rows])
 
 
 def _selected(operation: Operation) -> Operation:
-    """The lines of an embedding as rows, [tokens, width]; any other operator as it is."""
+    """An embedding as an `index_select` of rows, [tokens, width]; any other operator unchanged."""
     if operation.function is not _aten.embedding.default:
         return operation
     weight, ids = operation.leaves[:2]
@@ -196,13 +194,13 @@ def _selected(operation: Operation) -> Operation:
 
 
 def _has_layout(one: Place, other: Place) -> bool:
-    """Whether two tensors have the same type, and the same distances between their numbers."""
+    """Whether two tensors have the same type, and the same strides."""
     distances = [[d for n, d in zip(each.size, each.stride, strict=True) if n > 1] for each in (one, other)]
     return one.dtype is other.dtype and one.size == other.size and distances[0] == distances[1]
 
 
 def _needed(operations: list[Operation], made: set[int]) -> list[Operation]:
-    """Those that write what somebody reads, or memory that is not of the recording, or do anything else."""
+    """The operations without those that only compute results which nobody reads."""
     read: set[int] = set()
     found = []
     for each in reversed(operations):

@@ -1,8 +1,8 @@
-"""Where a recording asks a product for nothing but the largest output of each row, as greedy search does.
+"""Finds the greedy LM heads of a recorded graph: products of which only the argmax of each row is read.
 
-Such a product becomes an estimate of all outputs, and the argmax becomes `fastgen.ops.largest_output`. Between the two,
-logits processors may ban tokens: a banned output is -inf, and so is its estimate then. A check of drafted tokens asks
-for the best two in place of the argmax.
+Such a product becomes one of approximate logits, and its argmax that of `fastgen.ops.approximate_logits`. Between the
+two, logits processors may ban tokens: a banned logit is -inf, and so is its approximation then. Where drafted tokens
+are verified, the top two stand in place of the argmax.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ import torch
 from torch.utils._pytree import tree_structure
 
 from fastgen.decoding.operations import Constant, Operation, Place
-from fastgen.ops import largest_output, no_repeat_ngram  # noqa: F401  (the operators)
+from fastgen.ops import no_repeat_ngram  # noqa: F401  (the operator)
+from fastgen.ops.approximate_logits import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 _BAN_NGRAMS = torch.ops.fastgen.no_repeat_ngram_.default
-# Of x, a weight [outputs, inputs] and its bias or None: estimates of all outputs.
-ESTIMATE = largest_output.ESTIMATE
-# Of these, and the same arguments: the largest output of each row; the best two.
-LARGEST, TOP_TWO = largest_output.LARGEST, largest_output.TOP_TWO
-_TOP_TWO_OF_ALL = torch.ops.fastgen.top_two_out.default
+_TOP_TWO_OF_TENSOR = torch.ops.fastgen.top_two_out.default
 
 
-def recognised(operations: list[Operation]) -> list[Operation]:
-    """The operators, with these in the place of such products and their argmax."""
-    places = {id(each): place for place, each in enumerate(operations)}
+def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
+    """The operations, with `APPROXIMATE_LOGITS`, and `ARGMAX` or `TOP_TWO`, in place of greedy LM heads."""
+    index = {id(each): number for number, each in enumerate(operations)}
     made_by = {each.fresh[0].storage: each for each in operations if each.function in _PRODUCTS and each.fresh[0]}
     # A weight that the step itself makes or writes is another one in each step.
     written = frozenset[int]().union(*(each.made | each.in_place for each in operations))
@@ -41,22 +38,22 @@ def recognised(operations: list[Operation]) -> list[Operation]:
         product = made_by.get(scores.storage)
         if product is None or not _is_of_rows(scores, product):
             continue
-        first, last = places[id(product)], places[id(argmax)]
+        first, last = index[id(product)], index[id(argmax)]
         *bias, x, weight = product.leaves
         assert isinstance(weight, Place)
         changed = frozenset[int]().union(*(each.made | each.in_place for each in operations[first + 1 : last]))
         if weight.storage in written or changed & product.used:
             continue
-        users = [place for place, each in enumerate(operations) if scores.storage in each.used | each.made]
+        users = [number for number, each in enumerate(operations) if scores.storage in each.used | each.made]
         if (users[0], users[-1]) != (first, last) or not _only_ban(operations[first : last + 1], scores):
             continue
-        lines = dataclasses.replace(weight, size=weight.size[::-1], stride=weight.stride[::-1])
-        leaves = [x, lines, bias[0] if bias else Constant(None)]
-        found[first] = Operation(ESTIMATE, leaves, _structure(3), product.fresh)
-        if argmax.function is _TOP_TWO_OF_ALL:
+        rows = dataclasses.replace(weight, size=weight.size[::-1], stride=weight.stride[::-1])  # [N, K]
+        leaves = [x, rows, bias[0] if bias else Constant(None)]
+        found[first] = Operation(APPROXIMATE_LOGITS, leaves, _structure(3), product.fresh)
+        if argmax.function is _TOP_TWO_OF_TENSOR:
             found[last] = Operation(TOP_TWO, [*argmax.leaves, *leaves], _structure(8), [], argmax.in_place)
         else:
-            found[last] = Operation(LARGEST, [scores, *leaves], _structure(4), argmax.fresh)
+            found[last] = Operation(ARGMAX, [scores, *leaves], _structure(4), argmax.fresh)
     return found
 
 
@@ -65,15 +62,15 @@ def _structure(arguments: int) -> object:
 
 
 def _chosen_from(operation: Operation) -> Place | Constant | None:
-    """What an operator finds the largest or the best two of, in each row; None for any other operator."""
-    if operation.function is _TOP_TWO_OF_ALL:
+    """What an operator finds the argmax or the top two of, in each row; None for any other operator."""
+    if operation.function is _TOP_TWO_OF_TENSOR:
         return operation.leaves[2]
     is_argmax = operation.function is _aten.argmax.default and operation.leaves[1:] in ([Constant(-1)], [Constant(1)])
     return operation.leaves[0] if is_argmax else None
 
 
 def _is_of_rows(scores: Place, product: Operation) -> bool:
-    """Whether the scores are a product in float32 with a weight, [rows, outputs]."""
+    """Whether the scores are a product in float32 with a weight, [M, N]."""
     (result,), (*bias, x, weight) = product.fresh, product.leaves
     assert result is not None
     is_known = all(isinstance(leaf, Place) and leaf.dtype is torch.float32 for leaf in (x, weight, *bias))

@@ -1,8 +1,8 @@
 """A GGUF file whose bits are kept, beside other libraries and the same model in 16 and 32 bits.
 
-    python -m benchmarks.few_bits FOLDER [--only ROW ...] [--activations float|int8] [--repetitions N] [--threads N]
+    python -m benchmarks.low_bit FOLDER [--only ROW ...] [--activations float|int8] [--repetitions N] [--threads N]
 
-FOLDER is what `python -m benchmarks.smollm2 FOLDER` has made. Sides run in turn, with captured steps. A row has the
+FOLDER is what `python -m benchmarks.smollm2 FOLDER` has made. Sides are interleaved, with captured steps. A row has the
 medians of their times, and how many times as fast the first side is, with the range of pairs of runs. llama.cpp needs
 the environment of `make bench-llama`, OpenVINO GenAI that of `make bench-openvino`.
 
@@ -13,7 +13,7 @@ the environment of `make bench-llama`, OpenVINO GenAI that of `make bench-openvi
 | perplexity | of the example text, in float32, with `weight_dtype="int8"`, and with the weights of the file |
 
 The rows of chats also say how many sequences of tokens are those of the unpacked model by the original code. `python -m
-benchmarks.few_bits_memory` tells what the process holds.
+benchmarks.low_bit_memory` tells what the process holds.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ ROWS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.few_bits", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.low_bit", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help=f"as `{smollm2.__name__}` makes it")
     names = list(ROWS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ROW", help=", ".join(names))

@@ -1,10 +1,10 @@
-"""Operators of a recorded program that one call from Python executes.
+"""Command lists: operators of a recorded graph that one call from Python executes.
 
 A call from Python takes a few microseconds: it looks at what it is given, gives up the interpreter's lock, goes through
-torch's dispatcher and takes the lock back. A decoding step of 30 layers has some 300 of them. So operators that follow
-one another are kept in C++ with what they are given, as a plan (csrc/cpu/plan.h).
+torch's dispatcher and takes the lock back. A decode step of 30 layers has some 300 of them. So operators that follow
+one another are kept in C++ with their arguments, as a command list (csrc/cpu/plan.h, where it is a plan).
 
-A profiler sees nothing in a plan. So while one runs, operators are called one after the other (`is_profiled`).
+A profiler sees nothing inside a list. So while one runs, operators are called one after the other (`is_profiled`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from fastgen.interrupts import undoing
 from fastgen.ops import _library
 
-# Those with FASTGEN_PLANNED in csrc/cpu, and those that know whether a plan is open.
+# Those with FASTGEN_PLANNED in csrc/cpu, and those that know whether a list is open.
 OPERATORS = frozenset(
     f"fastgen::{name}"
     for name in (
@@ -48,16 +48,16 @@ OPERATORS = frozenset(
 )
 
 
-def planned(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """The same calls, with one in the place of operators of FastGen's that follow one another.
+def with_command_lists(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+    """The same calls, with a command list in place of operators of FastGen's that follow one another.
 
-    Calls keep what they were given: another tensor in its place is not seen, other numbers in it are.
+    A list holds the tensors that its calls were given, and reads their contents whenever it runs.
     """
     found: list[Callable[[], object]] = []
     for is_held, some in itertools.groupby(calls, _can_be_held):
         alike = list(some)
-        plan = _plan(alike) if is_held and len(alike) > 1 else None
-        found += alike if plan is None else [plan]
+        recorded = _recorded(alike) if is_held and len(alike) > 1 else None
+        found += alike if recorded is None else [recorded]
     return found
 
 
@@ -72,35 +72,35 @@ def _can_be_held(call: Any) -> bool:
     return is_one and _library.has_kernel("fastgen::run_plan", "CompositeExplicitAutograd")
 
 
-def _plan(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
-    """One call for all of these; None where there can be no more plans."""
+def _recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
+    """One call for all of these; None where there can be no more lists."""
     with undoing(_close):
         torch.ops.fastgen.open_plan.default()
         for call in calls:
-            call()  # adds it to the plan
+            call()  # adds it to the list
         number = torch.ops.fastgen.close_plan.default(len(calls))
     if number < 0:
         return None
-    plan = partial(torch.ops.fastgen.run_plan.default, number)
-    weakref.finalize(plan, _drop, number).atexit = False
-    return plan
+    run = partial(torch.ops.fastgen.run_plan.default, number)
+    weakref.finalize(run, _drop, number).atexit = False
+    return run
 
 
 def _close() -> None:
     """Operators of this thread are executed again."""
-    with contextlib.suppress(RuntimeError):  # it has no plan open
+    with contextlib.suppress(RuntimeError):  # it has no list open
         torch.ops.fastgen.close_plan.default(-1)
 
 
 def _drop(number: int) -> None:
-    """A plan may end in the middle of a recording, where an operator would become a part of that."""
+    """A list may end in the middle of a recording, where an operator would become a part of that."""
     with torch._C._DisableTorchDispatch():
         torch.ops.fastgen.drop_plan.default(number)
 
 
-# From now on, operators that this thread calls are added to a plan in place of being executed.
+# From now on, operators that this thread calls are added to a list in place of being executed.
 _library.define("open_plan() -> ()")
-# The plan's number; -1 if it has another number of operators, which a negative one is, or if there are too many plans.
+# The list's number; -1 where `expected` is not how many operators it has, or there are too many lists.
 _library.define("close_plan(int expected) -> int")
 _library.define("run_plan(int plan) -> ()")
 _library.define("drop_plan(int plan) -> ()")

@@ -1,13 +1,13 @@
-"""Threads of FastGen's own for the operators of a recorded program, where torch's would sleep between them.
+"""A thread pool of FastGen's own for the operators of a recorded graph, where torch's threads would sleep between them.
 
 Torch's threads look out for the next operator for a few milliseconds, and then sleep. When a process has more of them
 than processors, they sleep at once (libgomp). A second thread that has used torch is enough, because it has threads of
 its own: a web server's, say. Then each operator wakes them, which takes as long as a small operator.
 
-So a program looks at how often its thread has had to wait for others in its sleep. If that was often, its next replays
-run on a team of threads (csrc/cpu/parallel.cpp). The parts of the work are the same, and so are the results.
+So a replay counts how often its thread has slept. If that was often, the next replays run on the pool
+(csrc/cpu/parallel.cpp). Work is divided in the same way, and results are the same.
 
-Where the thread may not use a processor for each of torch's threads, there is no team: while some of its threads looked
+Where the thread may not use a processor for each of torch's threads, there is no pool: while some of its threads looked
 out for work, others would wait for their processor.
 """
 
@@ -29,7 +29,7 @@ _resource: Any = importlib.import_module("resource") if importlib.util.find_spec
 # Only Linux counts by threads.
 _OF_THREAD: int | None = getattr(_resource, "RUSAGE_THREAD", None)
 
-# Replays with a team after one whose thread has slept. Then it is looked at again how torch's threads wait.
+# Replays on the pool after one whose thread has slept. Then torch's threads have another try.
 REPLAYS = 256
 # So often it may sleep in a replay: now and then another process has the processor.
 _MOST_SLEEPS = 8
@@ -39,7 +39,7 @@ _left = 0
 
 @contextlib.contextmanager
 def for_replay() -> Iterator[None]:
-    """Inside this, FastGen's operators run on a team, if torch's threads have slept lately."""
+    """Inside this, FastGen's operators run on the pool, if torch's threads have slept lately."""
     global _left
     threads = torch.get_num_threads()
     if _left > 0 and threads <= processors():
@@ -55,7 +55,7 @@ def for_replay() -> Iterator[None]:
 
 
 def is_available() -> bool:
-    """Whether there can be a team in this process."""
+    """Whether there can be a pool in this process."""
     return _OF_THREAD is not None and _library.has_kernel("fastgen::take_team", "CompositeExplicitAutograd")
 
 
@@ -69,7 +69,7 @@ def _sleeps() -> int:
     return 0 if _OF_THREAD is None else _resource.getrusage(_OF_THREAD).ru_nvcsw
 
 
-# From now on, FastGen's operators that this thread calls run on so many threads of FastGen's own. False if they do not:
-# it is fewer than two or more than 1024, the thread has the team already, or another one has it.
+# From now on, FastGen's operators that this thread calls run on so many threads of the pool. False if they do not: they
+# are fewer than two or more than 1024, or this or another thread has the pool.
 _library.define("take_team(int threads) -> bool")
 _library.define("give_team_back() -> ()")

@@ -1,0 +1,112 @@
+"""K and V of beginnings that prompts share: a radix tree over blocks of tokens.
+
+A block is `BLOCK` tokens behind those of its parent, with K and V of each layer. What is not used for longest goes
+first, from the ends of the tree. As in SGLang's RadixAttention (Zheng et al., "SGLang", NeurIPS 2024, section 3), but
+over whole blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fastgen.decoding.kv.cache import Pair
+
+BLOCK = 32
+
+
+@dataclass(eq=False)
+class _Block:
+    parent: _Block | None
+    tokens: tuple[int, ...]
+    layers: list[Pair]  # [1, heads, BLOCK, dim] each
+    children: dict[tuple[int, ...], _Block] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for pair in self.layers for part in pair)
+
+
+class PrefixCache:
+    """Of one model as it is. Not for several threads.
+
+    Args:
+        most_bytes: of K and V, at the most.
+
+    Attributes:
+        reused: positions that prompts have found here.
+        nbytes: of what is there.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes, self.reused = most_bytes, 0, 0
+        self._first: dict[tuple[int, ...], _Block] = {}
+        self._by_use: OrderedDict[_Block, None] = OrderedDict()  # those used last are at the end
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens are there; at least one is left."""
+        return len(self._found(tokens)) * BLOCK
+
+    def take(self, tokens: Sequence[int]) -> list[Pair]:
+        """K and V of these, layer by layer, [1, heads, `match` of them, dim]; nothing if none are there."""
+        found = self._found(tokens)
+        for block in reversed(found):  # a parent is used after its children: it must not go before them
+            self._by_use.move_to_end(block)
+        self.reused += len(found) * BLOCK
+        by_layer = zip(*(block.layers for block in found), strict=True)
+        return [_joined(pairs) for pairs in by_layer]
+
+    def put(self, tokens: Sequence[int], layers: Sequence[Pair]) -> None:
+        """Keeps K and V of a prompt, [1, heads, tokens, dim] each, in whole blocks."""
+        parent: _Block | None = None
+        for begin, part in zip(itertools.count(step=BLOCK), _blocks(tokens), strict=False):
+            known = self._first if parent is None else parent.children
+            block = known.get(part)
+            if block is None:
+                place = slice(begin, begin + BLOCK)
+                block = _Block(parent, part, [(k[:, :, place].clone(), v[:, :, place].clone()) for k, v in layers])
+                known[part] = block
+                self.nbytes += block.nbytes
+            self._by_use[block] = None
+            parent = block
+        while parent is not None:  # parents behind their children, as in `take`
+            self._by_use.move_to_end(parent)
+            parent = parent.parent
+        self._shrink()
+
+    def clear(self) -> None:
+        """The model has changed."""
+        self._first, self.nbytes = {}, 0
+        self._by_use.clear()
+
+    def _found(self, tokens: Sequence[int]) -> list[_Block]:
+        found: list[_Block] = []
+        known = self._first
+        for part in _blocks(tokens[:-1]):
+            block = known.get(part)
+            if block is None:
+                break
+            found.append(block)
+            known = block.children
+        return found
+
+    def _shrink(self) -> None:
+        while self.nbytes > self.most_bytes:
+            oldest = next(iter(self._by_use))
+            del self._by_use[oldest]
+            del (self._first if oldest.parent is None else oldest.parent.children)[oldest.tokens]
+            self.nbytes -= oldest.nbytes
+
+
+def _blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    whole = range(0, len(tokens) - BLOCK + 1, BLOCK)
+    return [tuple(tokens[begin : begin + BLOCK]) for begin in whole]
+
+
+def _joined(pairs: Sequence[Pair]) -> Pair:
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(*pairs, strict=True))
+    return keys, values

@@ -1,0 +1,356 @@
+"""What runs requests: continuous batching in slots, and static batches for what cannot be run so.
+
+A request takes a slot for each of its rows, and gives them to others when it is over. It enters by a call of `generate`
+that ends behind its prefill (`fastgen.optimizer.transformers.entering`). What the hooks of that call decline runs in it
+to its end, as a static batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastgen import patching, settings
+from fastgen.decoding.captured import graph
+from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.engine.executor import CHANGED, StaticBatches, alone_for_model, pads, state_of
+from fastgen.engine.kv_budget import RESERVED, KVBudget
+from fastgen.engine.planning import Costs
+from fastgen.engine.prefills import Prefills
+from fastgen.engine.requests import Request
+from fastgen.optimizer.transformers.captured import slots
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.slots import Slot, Slots
+from fastgen.optimizer.transformers.entering import entering
+
+# Steps of so many kinds run in turn. A request of another kind is a static batch while there are as many.
+MOST_IN_USE = 8
+# Seconds in which no other thread gets the turn for captured steps, and nobody looks whether weights were written to.
+_TURN = 2.0
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in slots."""
+
+    request: Request
+    slot: Slot
+    step: Slots
+    state: Any  # of the model when it entered
+    end: Callable[[], object] | None  # of its streamer
+
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether its tokens are the same then, and nobody has seen any."""
+        return not self.request.runs_user_code and (self.slot.generator is None or self.request.seed is not None)
+
+
+class ContinuousBatches:
+    """Runs each request in slots, where it can.
+
+    Args:
+        most_rows: slots.
+        cache_bytes: of K and V of requests in slots, at the most; None for any number.
+        max_stall: seconds that requests in slots may wait for the prefill of others; None for any number.
+        costs: of prefills; by default, those that are measured.
+
+    Attributes:
+        static: what runs the others, and counts.
+        counts: "steps", decode steps; "row_steps", the slots in them, and "busy_row_steps", those that were taken;
+            "preempted", requests that have left for want of memory, and begun again.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        most_rows: int,
+        cache_bytes: int | None = None,
+        max_stall: float | None = 0.25,
+        costs: Costs | None = None,
+    ) -> None:
+        self.model, self.most_rows = model, most_rows
+        self.static = StaticBatches(model, most_rows, costs)
+        self.counts: Counter[str] = Counter(steps=0, row_steps=0, busy_row_steps=0, preempted=0)
+        self.budget = KVBudget(cache_bytes)
+        self.prefills = Prefills(pads(model) and not model.config.is_encoder_decoder, max_stall)
+        self._in_use: dict[Hashable, Slots] = {}
+        self._running: dict[Slot, _Running] = {}  # in the order in which they entered
+        self._preempted: list[Request] = []
+        self._entered: set[Hashable] = set()  # prefill groups of requests that have entered
+        self._declined: dict[Hashable, str] = {}  # and of those that cannot, with the reason
+        self._waiting_like: Counter[Hashable] = Counter()  # requests that wait, by prefill group
+
+    # ---- which requests run next
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no request of this model runs in slots, as things are."""
+        if not patching.is_active():
+            return "FastGen is disabled"
+        if settings.current().captured_step == "never":
+            return "captured_step is never"
+        if self.model.device.type != "cpu":
+            return "slots are on the CPU only"
+        return graph.unavailable(self.model.device) or alone_for_model(self.model)
+
+    @property
+    def name(self) -> str:
+        return "slots" if self.unavailable is None else self.static.name
+
+    def why(self) -> str:
+        """What limits which requests share a step."""
+        return "requests enter and leave while others go on" if self.unavailable is None else self.static.why()
+
+    @property
+    def busy(self) -> int:
+        """Slots that are taken."""
+        return sum(step.rows for step in self._in_use.values())
+
+    def stats(self) -> dict[str, int]:
+        """`counts`, and "kv_bytes", the most K and V that requests have stored at a time; "shared_positions", those of
+        prompts that others had prefilled; "chunks", after which steps were made before a prefill was over.
+        """
+        prefixes = self.prefills.prefixes
+        reused = 0 if prefixes is None else prefixes.reused
+        return {**self.counts, "kv_bytes": self.budget.peak, "shared_positions": reused, "chunks": self.prefills.chunks}
+
+    def choose(self, waiting: Sequence[Request]) -> list[Request]:
+        """The requests that run next: the first one, and what is prefilled with it; none if the first must wait."""
+        first, free = waiting[0], self.most_rows - self.busy
+        if first.rows > free or self._preempted:
+            return []
+        if self._runs_static(first):
+            return self.static.choose(waiting)
+        self._waiting_like = Counter(each.prefill_group for each in waiting)
+        if first.prefill_group in self._entered:
+            like = [each for each in waiting if each.prefill_group == first.prefill_group]
+        else:  # which may yet turn out to be a static batch
+            like = [each for each in waiting if each.alone is None and each.group == first.group]
+        alone = first.prefill_group is None or self.prefills.alone(first, like)
+        return self._with_room([first] if alone else self.static.together(like, free))
+
+    def _with_room(self, batch: list[Request]) -> list[Request]:
+        """Those of a batch whose K and V have room; the first one, if nobody is there."""
+        stored, chosen = self.budget.stored(self._running), list[Request]()
+        for request in batch:
+            stored += self._needed(request, RESERVED)
+            if self.budget.has_room(stored, 0) or not (chosen or self._running):
+                chosen.append(request)
+        return chosen
+
+    def _needed(self, request: Request, new_tokens: int) -> int:
+        """Bytes of K and V with so many new tokens, or as many as it may have."""
+        prompt, source = (1, request.length) if self.model.config.is_encoder_decoder else (request.length, 0)
+        most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
+        return self.budget.needed(prompt, source, request.rows, most)
+
+    def _runs_static(self, request: Request) -> bool:
+        return self.unavailable is not None or request.config is None or request.prefill_group in self._declined
+
+    # ---- running them
+
+    def run(self, requests: list[Request], more: Callable[[], list[Request]] = list) -> None:
+        """Runs requests, and those that `more` gives meanwhile, and settles their futures."""
+        for _ in self.steps(requests, more):
+            pass
+
+    def steps(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
+        """As `run`, step by step."""
+        if self._runs_static(requests[0]):
+            self.static.run(requests)
+            yield
+            return
+        while requests or self._running or self._preempted:
+            with slots.running(self.model.device):
+                yield from self._take_turn(requests, more)
+            requests = []
+
+    def stop(self) -> None:
+        """Ends the static call that runs. Another thread calls this."""
+        self.static.stop()
+
+    def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
+        until = time.monotonic() + _TURN
+        while True:
+            while requests:
+                self._begin(requests)
+                for step in [step for step in self._in_use.values() if step.is_new]:
+                    self._advance(step)  # whether it can be captured is known then
+                requests = self._again() or more()
+            yield
+            if not (self._running or self._preempted) or time.monotonic() > until:
+                return
+            for step in list(self._in_use.values()):
+                self._advance(step)
+            self._make_room()
+            requests = self._again() or more()
+
+    def _begin(self, requests: list[Request]) -> None:
+        """The prefill of requests, which are in slots then, or done."""
+        batch = [request for request in requests if not request.future.done()]
+        if not batch:
+            return
+        if self._runs_static(batch[0]):
+            self.static.run(batch)
+            return
+        if not self.budget.has_room(0, self._needed(batch[0], batch[0].new_tokens or 0)):
+            needed = f"{self._needed(batch[0], batch[0].new_tokens or 0)} bytes of K and V"
+            self.static.settle(batch[0], MemoryError(f"the request may need {needed}: the cache has less"))
+            self._begin(batch[1:])
+            return
+        for step in [step for step in self._in_use.values() if step.is_stale]:
+            self._evict(step, None)
+        for request in batch:
+            request.future.has_begun = True
+        before, entered = state_of(self.model), list[_Running]()
+        take = partial(self._enter, batch, entered, before)
+        how = self.prefills.plan(batch, before, bool(self._running), take, self._step_between)
+        with entering(how):
+            outcome = self.static.attempt(batch)
+        if entered and not isinstance(outcome, BaseException):
+            self._entered.add(batch[0].prefill_group)
+            return
+        for running in entered:  # what entered, and failed behind that
+            self._leave(running)
+        self._settle(batch, outcome, is_changed=state_of(self.model) != before)
+
+    def _settle(self, batch: list[Request], outcome: Any, is_changed: bool) -> None:
+        """Takes what a call has given that went on as a static batch, or what it has raised."""
+        group = batch[0].prefill_group
+        if group is not None and group not in self._entered and len(self._in_use) < MOST_IN_USE:
+            self._declined[group] = "calls of this kind have no slots"
+        is_error = isinstance(outcome, BaseException)
+        is_static = all(request.group == batch[0].group for request in batch)
+        if not is_static or is_changed or (is_error and len(batch) > 1):
+            self._run_again(batch, outcome if is_error else RuntimeError(CHANGED))
+            return
+        if len(batch) == 1:
+            self.static.alone[batch[0].alone or "a call that does not enter slots"] += 1
+        for request, result in zip(batch, [outcome] * len(batch) if is_error else outcome, strict=True):
+            self.static.settle(request, result)
+
+    def _enter(self, batch: list[Request], entered: list[_Running], state: Any, decoding: Decoding) -> None:
+        """Has the inputs of a call enter. Raises CannotBeCaptured if they cannot."""
+        if len(batch) > 1 and decoding.processors_data is None:
+            raise CannotBeCaptured("processors that are those of a call of its own")
+        identity = slots.identity(decoding)
+        step = self._in_use.get(identity)
+        if step is None and len(self._in_use) >= MOST_IN_USE:
+            raise CannotBeCaptured("steps of many kinds")
+        if step is not None and step.is_stale:
+            raise CannotBeCaptured("the model has changed")
+        step = step or Slots(decoding, self.most_rows // batch[0].rows)
+        self.budget.note(*decoding.prompt.bytes_per_position)
+        end = None if decoding.streamer is None else decoding.streamer.end
+        is_whole = self.model.config.is_encoder_decoder or len(batch) == 1
+        for request in batch:
+            length = None if is_whole else request.length
+            slot = decoding.slot(request.new_tokens, length, request.seed)
+            entered.append(_Running(request, slot, step, state, end))
+        try:
+            step.admit(decoding, [running.slot for running in entered], self._waiting_like[batch[0].prefill_group])
+        except BaseException:
+            for running in entered:
+                self._leave(running)
+            entered.clear()
+            raise
+        self._in_use[identity] = step
+        self._running |= {running.slot: running for running in entered}
+        self.prefills.keep(batch, decoding)
+        decoding.release()
+
+    # ---- decode steps
+
+    def _advance(self, step: Slots) -> None:
+        """A decode step, and what comes of it."""
+        for running in [self._running[slot] for slot in step.taken.values()]:
+            if running.request.future.done():  # it was cancelled
+                self._leave(running)
+        try:
+            if step.taken:
+                for slot in self._advanced(step):
+                    self._retire(self._running[slot])
+        except Exception as error:
+            self._evict(step, error)
+        if not step.taken:
+            step.close()
+            self._in_use = {name: each for name, each in self._in_use.items() if each is not step}
+
+    def _advanced(self, step: Slots) -> list[Slot]:
+        """Those that are over behind a decode step."""
+        self.counts.update(steps=1, row_steps=step.slots, busy_row_steps=step.rows)
+        return step.advance()
+
+    def _step_between(self) -> None:
+        """Between two chunks of a prefill: steps that are captured do not meet the call that prefills.
+
+        What is over, or fails, is seen in the next step.
+        """
+        for step in self._in_use.values():
+            if step.is_captured and not step.has_failed:
+                self._advanced(step)
+
+    def _retire(self, running: _Running) -> None:
+        """The request is over."""
+        error, request = running.slot.error, running.request
+        result = error if error is not None else running.step.result(running.slot)
+        self._leave(running)
+        if isinstance(error, CannotBeCaptured):  # code of the user's does what only the library's loop serves
+            self.static.run([request])
+        elif error is None and state_of(self.model) != running.state:
+            self._run_again([request], RuntimeError(CHANGED))
+        else:
+            if not isinstance(result, Exception):
+                self.static.count(request, result)
+                if running.end is not None:
+                    running.end()
+            self.static.settle(request, result)
+
+    def _leave(self, running: _Running) -> None:
+        running.step.remove(running.slot)
+        self._running.pop(running.slot, None)
+
+    def _evict(self, step: Slots, error: Exception | None) -> None:
+        """The step does not go on, for this error or as the model has changed: its requests begin again, without it."""
+        left = [self._running[slot] for slot in step.taken.values()]
+        for running in left:
+            self._leave(running)
+            if isinstance(error, CannotBeCaptured) and running.request.prefill_group is not None:
+                self._declined[running.request.prefill_group] = str(error)
+        step.drop()
+        self._in_use = {name: each for name, each in self._in_use.items() if each is not step}
+        self._run_again([running.request for running in left], error or RuntimeError(CHANGED))
+
+    def _run_again(self, batch: Sequence[Request], error: Any) -> None:
+        """Requests run in static batches, unless code of the user's has seen them: those fail."""
+        for request in batch:
+            if request.runs_user_code:
+                self.static.settle(request, error)
+        left = [request for request in batch if not request.future.done()]
+        while left:
+            chosen = self.static.choose(left)
+            self.static.counts["repeated"] += 1
+            self.static.run(chosen)
+            left = [request for request in left if request not in chosen]
+
+    # ---- memory
+
+    def _make_room(self) -> None:
+        """Has the requests that came last begin again later, while more is stored than may be."""
+        while len(self._running) > 1 and self.budget.is_over(self.budget.stored(self._running)):
+            last = next((each for each in reversed(self._running.values()) if each.may_begin_again), None)
+            if last is None:
+                return
+            self._leave(last)
+            self._preempted.insert(0, last.request)
+            self.counts["preempted"] += 1
+
+    def _again(self) -> list[Request]:
+        """A request that has left for want of memory, if there is room for it again."""
+        if not self._preempted or self._preempted[0].rows > self.most_rows - self.busy:
+            return []
+        return [self._preempted.pop(0)] if self._with_room(self._preempted[:1]) else []

@@ -1,0 +1,115 @@
+"""How requests are prefilled that enter slots: behind beginnings that are known, and in chunks while others wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastgen.decoding.kv.cache import Pair
+from fastgen.decoding.kv.prefixes import BLOCK, PrefixCache
+from fastgen.engine.requests import Request
+from fastgen.memory import free_host_memory
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.entering import Entering
+
+# Beginnings are worth a prefill of their own from so many tokens on.
+LEAST_SHARED = 2 * BLOCK
+# K and V of beginnings may take this part of the memory that is free.
+SHARE_OF_MEMORY = 0.05
+# Tokens of a chunk, at least: a pass reads all weights.
+LEAST_CHUNK = 32
+# The part of the latest prefill in the mean of seconds per token.
+_LATEST = 0.25
+
+
+class Prefills:
+    """Plans prefills, and keeps what they have in common.
+
+    Args:
+        shares: prompts may share beginnings: K and V of a token do not depend on what follows, nor on padding.
+        max_stall: seconds that requests in slots may wait for a prefill.
+
+    Attributes:
+        chunks: passes after which requests in slots have gone on before the prefill was over.
+    """
+
+    def __init__(self, shares: bool, max_stall: float | None) -> None:
+        self.max_stall, self.chunks = max_stall, 0
+        self.prefixes = PrefixCache(int(SHARE_OF_MEMORY * free_host_memory())) if shares else None
+        self._state: Any = None  # of the model that they are of
+        self._seconds: float | None = None  # of a token
+
+    def alone(self, first: Request, waiting: Sequence[Request]) -> bool:
+        """Whether a request is better prefilled alone: its beginning is known, or others that wait have it, too."""
+        tokens = self._tokens(first)
+        if self.prefixes is None or len(tokens) <= LEAST_SHARED:
+            return False
+        if self.prefixes.match(tokens) >= LEAST_SHARED:
+            return True
+        beginning = tokens[:LEAST_SHARED]
+        return any(self._tokens(other)[:LEAST_SHARED] == beginning for other in waiting if other is not first)
+
+    def plan(
+        self,
+        batch: Sequence[Request],
+        state: Any,
+        others_wait: bool,
+        take: Callable[[Decoding], None],
+        step: Callable[[], None],
+    ) -> Entering:
+        """The prefill of a batch.
+
+        Args:
+            state: of the model.
+            others_wait: there are requests in slots.
+            take: gets the call behind it.
+            step: makes a decode step of those.
+        """
+        if self.prefixes is not None and self._state != state:
+            self.prefixes.clear()
+            self._state = state
+        tokens, beginning = self._tokens(batch[0]), list[Pair]()
+        if self.prefixes is not None and len(batch) == 1 and self.prefixes.match(tokens) >= LEAST_SHARED:
+            beginning = self.prefixes.take(tokens)
+        known = beginning[0][0].shape[2] if beginning else 0
+        begin = time.perf_counter()
+
+        def between() -> None:
+            nonlocal begin
+            self.chunks, before = self.chunks + 1, time.perf_counter()
+            step()
+            begin += time.perf_counter() - before
+
+        def taken(decoding: Decoding) -> None:
+            self._note(sum(request.length - known for request in batch), time.perf_counter() - begin)
+            take(decoding)
+
+        chunk = None
+        if others_wait and self._seconds is not None and self.max_stall is not None:
+            chunk = max(int(self.max_stall / self._seconds), LEAST_CHUNK)
+        return Entering(taken, beginning, chunk, between)
+
+    def _note(self, tokens: int, seconds: float) -> None:
+        """So many tokens took so long, but for what was done between chunks."""
+        each = seconds / max(tokens, 1)
+        self._seconds = each if self._seconds is None else self._seconds + _LATEST * (each - self._seconds)
+
+    def keep(self, batch: Sequence[Request], decoding: Decoding) -> None:
+        """Keeps the beginnings of prompts that have been prefilled."""
+        if self.prefixes is None:
+            return
+        prompt, rows = decoding.prompt, range(len(batch))
+        if any(keys.shape[2] != prompt.stored for keys, _ in prompt.own):
+            return  # a sliding window has dropped them
+        for row, request in zip(rows, batch, strict=True):
+            tokens, begin = self._tokens(request), prompt.stored - request.length
+            if len(tokens) > LEAST_SHARED:
+                one = slice(row, row + 1)
+                self.prefixes.put(tokens, [(k[one, :, begin:], v[one, :, begin:]) for k, v in prompt.own])
+
+    def _tokens(self, request: Request) -> list[int]:
+        """Those of a prompt without padding; none of another one."""
+        if request.tokens is None or not (request.mask is None or bool(request.mask.all())):
+            return []
+        return request.token_list

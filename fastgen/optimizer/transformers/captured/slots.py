@@ -1,0 +1,321 @@
+"""A captured step whose inputs come and go: continuous batching.
+
+Each input has a place among those of the step, and a length of its own. It enters behind its prefill, with its first
+token, and leaves when its search is over. Nothing is recorded for that. Which calls of `generate` let inputs enter says
+`fastgen.optimizer.transformers.entering`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastgen import memory, settings
+from fastgen.decoding.captured import graph
+from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.interrupts import undoing
+from fastgen.optimizer.transformers.call import fast_layers
+from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.host_work import Turn
+from fastgen.optimizer.transformers.captured.key import Key, Prompt
+from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.slot import Slot
+from fastgen.optimizer.transformers.captured.step import DecodeStep
+
+
+@contextlib.contextmanager
+def running(device: torch.device) -> Iterator[None]:
+    """The context in which steps run. It waits for calls of other threads that have captured steps.
+
+    What the steps write may be written to outside of inference mode, too.
+    """
+    modes = undoing(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
+    with graph.taken(device, always_waits=True), modes, torch._C._InferenceMode(False), torch.no_grad():
+        yield
+
+
+class Slots:
+    """A step of a model, and the inputs in it. All agree in what is frozen in the step, and in what it has as data.
+
+    Args:
+        decoding: the first call whose inputs are to enter.
+        most: places, at the most.
+
+    Attributes:
+        taken: by place.
+        has_failed: a step has raised, and it must not go on.
+
+    Raises:
+        CannotBeCaptured: inputs of such calls cannot come and go.
+    """
+
+    def __init__(self, decoding: Decoding, most: int) -> None:
+        self._model, self._most = decoding.model, most
+        self._key = key_of(decoding)
+        self._eos, self._fill = decoding.prompt.eos, decoding.fill()
+        self._ledger = Ledger.of(self._model)
+        self._steps, self._captures_from = 0, math.inf
+        self.taken: dict[int, Slot] = {}
+        self.has_failed = False
+        self._longest = 0  # prompt, in positions
+        self._step: DecodeStep | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of the inputs that are there."""
+        return len(self.taken) * self._key.per_input
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has made no step."""
+        return self._steps == 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model is no longer the one that the step was made with."""
+        return self._step is not None and graph_cache.state(self._model) != self._step.state
+
+    # ---- inputs that come
+
+    def admit(self, decoding: Decoding, entering: list[Slot], expected: int) -> None:
+        """Takes in the inputs of a call behind its prefill, with their first tokens.
+
+        Args:
+            expected: inputs that are likely to come soon.
+        """
+        prompts = [
+            decoding.prompt.only(number, self._key.per_input, slot.new_tokens, slot.padding)
+            for number, slot in enumerate(entering)
+        ]
+        needed = Sizes(*map(max, *map(_sizes_of, prompts), Sizes(0, 0, 0, 0)))
+        self._check_window(decoding, needed)
+        step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
+        for slot, prompt in zip(entering, prompts, strict=True):
+            self._note(slot, prompt, decoding)
+            self._enter(step, slot, prompt, decoding)
+
+    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
+        place = next(place for place in range(self._key.batch) if place not in self.taken)
+        step.load(place, prompt)
+        if not step.forward.is_watched:  # before code of the user's sees a token
+            self._try(step, place)
+        options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
+        search, choice = step.arrival(prompt, self._fill, **options)
+        if slot.generator is not None:
+            search.noise = torch.empty(self._key.per_input, prompt.logits.shape[-1])
+            search.noise.exponential_(generator=slot.generator)
+        start, end = int(search.start[0, 0]), search.prompt_capacity
+        turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
+        choice.first(prompt.logits, lambda: None, turns)
+        step.enter(place, search, choice)
+        slot.positions, slot.source = prompt.stored, prompt.cross[0][0].shape[2] if prompt.cross else 0
+        slot.place, self.taken[place] = place, slot
+        self._stream(step, slot)
+
+    def _try(self, step: DecodeStep, place: int) -> None:
+        """Raises CannotBeCaptured if the model does something that a step of rows of any lengths cannot do."""
+        try:
+            step.watch(self._model)
+        except Exception as error:
+            step.leave(place)
+            if memory.is_out(error):
+                raise
+            graph_cache.refuse(self._model, step.key, str(error))
+            raise CannotBeCaptured(str(error)) from error
+
+    def _check_window(self, decoding: Decoding, needed: Sizes) -> None:
+        """Masks of a sliding window are those of the longest row: no row may lose a position by that."""
+        if decoding.window is None:
+            return
+        self._longest = max(self._longest, needed.stored)
+        new = max(self._rounded(decoding, needed).new, 0 if self._step is None else self._step.sizes.new)
+        if self._longest + new > decoding.window:
+            raise CannotBeCaptured("more positions than the sliding window")
+
+    def _note(self, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
+        """Whether recording pays is a matter of all inputs that have come so far."""
+        if settings.current().captured_step == "always":
+            self._captures_from = 0
+            return
+        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens)
+        if starts is not None:
+            self._captures_from = min(self._captures_from, self._steps + starts)
+
+    def _with_room(self, decoding: Decoding, inputs: int, needed: Sizes) -> DecodeStep:
+        """The step, with room for so many inputs, where there is such, and for what they need."""
+        batch = min(max(_power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
+        if self._step is None:
+            self._step = self._taken(decoding, batch, needed)
+            self._step.open(self._eos)
+        self._step.make_room(self._rounded(decoding, needed))
+        if batch > self._step.key.batch:
+            self._step = self._moved(decoding, batch)
+        self._key = self._step.key
+        return self._step
+
+    def _taken(self, decoding: Decoding, batch: int, needed: Sizes) -> DecodeStep:
+        """The step for so many inputs, as the cache has it or a new one."""
+        key = replace(self._key, batch=batch)
+        vocabulary = decoding.prompt.logits.shape[-1]
+        room = self._rounded(decoding, needed)
+
+        def make() -> DecodeStep:
+            return DecodeStep(key, decoding.prompt, decoding.captured_processors(key), room)
+
+        step: DecodeStep = graph_cache.take(self._model, key, make)
+        if not decoding.refresh(step.processors or ()):
+            step = make()
+            step.state = graph_cache.state(self._model)
+        step.make_room(room)
+        if key.samples and step.search.noise is None:
+            step.search.noise = torch.ones(key.rows, vocabulary)
+        return step
+
+    def _rounded(self, decoding: Decoding, needed: Sizes) -> Sizes:
+        return sizes.rounded(needed, decoding.may_pad, on_gpu=False, at_once=True)
+
+    def _moved(self, decoding: Decoding, batch: int) -> DecodeStep:
+        """A step for more inputs, with those that are there."""
+        before = self._step
+        assert before is not None
+        step = self._taken(decoding, batch, before.sizes)
+        before.make_room(step.sizes)
+        step.make_room(before.sizes)
+        step.open(self._eos)
+        for place in self.taken:
+            step.move_in(before, place, place)
+        graph_cache.give_back(self._model, before)
+        return step
+
+    # ---- a step
+
+    @property
+    def is_captured(self) -> bool:
+        return self._step is not None and self._step.is_captured
+
+    def advance(self) -> list[Slot]:
+        """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`."""
+        step = self._step
+        assert step is not None, "somebody is there"
+        if self.has_failed:
+            raise RuntimeError("a decode step has failed")
+        if len(self._over(step)) < len(self.taken):
+            for slot in self.taken.values():
+                self._draw(step, slot)
+            turns = self._turns(step) if self._key.waits_for_host else []
+            with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
+                self._verify(step, turns)
+            self._steps += 1
+            for slot in self.taken.values():
+                slot.positions += self._key.per_input * (not slot.is_over)
+                self._stream(step, slot)
+        return self._over(step)
+
+    def _verify(self, step: DecodeStep, turns: list[Turn]) -> None:
+        try:
+            step.verify(self._model, turns, self._steps >= self._captures_from)
+        except Exception as error:
+            self.has_failed = True
+            if not (step.parts.is_complete or memory.is_out(error)):
+                graph_cache.refuse(self._model, step.key, str(error))
+            raise
+        if bool(step.search.has_nan):
+            self.has_failed = True
+            raise ValueError("probabilities to draw from are not numbers")
+
+    def _over(self, step: DecodeStep) -> list[Slot]:
+        """Those that are over, which go on no more."""
+        goes_on = step.search.unfinished.view(self._key.batch, -1).any(dim=1).tolist()
+        for place, slot in self.taken.items():
+            if not slot.is_over and (slot.error is not None or not goes_on[place]):
+                step.search.leave(slice(place, place + 1))
+                slot.is_over = True
+        return [slot for slot in self.taken.values() if slot.is_over]
+
+    def _turns(self, step: DecodeStep) -> list[Turn]:
+        starts, ends = step.search.start[:, 0].tolist(), step.search.length[:, 0].tolist()
+        return [
+            Turn(slot.host, slice(place, place + 1), starts[place], ends[place])
+            for place, slot in self.taken.items()
+            if slot.host is not None and not slot.is_over
+        ]
+
+    def _draw(self, step: DecodeStep, slot: Slot) -> None:
+        """The noise of an input's next step."""
+        if slot.generator is not None and not slot.is_over:
+            rows = step.search.noise.view(self._key.batch, -1)[slot.place]
+            rows.exponential_(generator=slot.generator)
+
+    def _stream(self, step: DecodeStep, slot: Slot) -> None:
+        if slot.put is not None and not slot.is_over:
+            slot.catch(partial(slot.put, step.search.tokens[slot.place : slot.place + 1].clone()))
+
+    # ---- inputs that leave
+
+    def result(self, slot: Slot) -> Tensor:
+        """The sequences of an input that is over, [count, length of the longest], with its prompt."""
+        assert self._step is not None, "the input is in it"
+        search, inputs = self._step.search, slice(slot.place, slot.place + 1)
+        self._ledger.note_call(self._key, int(search.length[inputs].max()) - search.prompt_capacity, True, 0)
+        return search.results(inputs, slot.count)
+
+    def remove(self, slot: Slot) -> None:
+        """The input leaves; it may have come to its end, or not."""
+        if self.taken.pop(slot.place, None) is not None and self._step is not None:  # it may not have got so far
+            self._step.leave(slot.place)
+
+    @property
+    def slots(self) -> int:
+        """Rows of the step."""
+        return self._key.rows
+
+    def drop(self) -> None:
+        """The step serves nobody any more."""
+        self._step = None
+
+    def close(self) -> None:
+        """Nobody is left. What is captured is kept for those that come later."""
+        step, self._step = self._step, None
+        if step is not None and step.is_captured:
+            graph_cache.give_back(self._model, step)
+
+
+def key_of(decoding: Decoding) -> Key:
+    """What is frozen in a step that inputs of such a call enter; its batch says nothing.
+
+    Raises:
+        CannotBeCaptured: they cannot.
+    """
+    key: Key = decoding.own_key
+    if not graph.is_recorded(decoding.model.device):
+        raise CannotBeCaptured("inputs come and go on the CPU only, so far")
+    if key.kept or decoding.config.return_dict_in_generate:
+        raise CannotBeCaptured("what is returned of every step is that of a call of its own")
+    if key.source_in_front or key.width > 1:
+        raise CannotBeCaptured("a model whose inputs cannot come and go")
+    if decoding.processors_data is None:
+        key = replace(key, processors=None)  # the host runs them, for each input its own
+    return replace(decoding.of_any_sizes(key), batch=1, slots=True)
+
+
+def identity(decoding: Decoding) -> Hashable:
+    """Inputs of calls that agree in it can be in one step at a time."""
+    key = key_of(decoding)
+    return key, key.processors and decoding.processors_data, decoding.prompt.eos, decoding.fill()
+
+
+def _sizes_of(prompt: Prompt) -> Sizes:
+    source = prompt.cross[0][0].shape[2] if prompt.cross else 0
+    return Sizes(prompt.tokens.shape[1], prompt.stored, prompt.new_tokens, source)
+
+
+def _power_of_two(inputs: int) -> int:
+    return 1 << max(inputs - 1, 0).bit_length()

@@ -1,0 +1,84 @@
+"""How a call of `generate` runs that is made to let its inputs enter slots: up to its decoding loop.
+
+Its prompt may begin with positions whose K and V are known, and is prefilled in chunks where others wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastgen import releases
+from fastgen.decoding.kv.cache import Pair
+from fastgen.optimizer.transformers.buckets import DECODERS, PER_POSITION, Prefill
+from fastgen.optimizer.transformers.cache import ExchangedLayers
+
+
+@dataclass
+class Entering:
+    """A call whose inputs enter slots.
+
+    Attributes:
+        take: gets the call behind its prefill, a `Decoding`. It raises CannotBeCaptured for one that is to run as ever.
+        beginning: K and V of the first positions of a prompt, layer by layer, [1, heads, positions, dim]; may be none.
+        chunk: tokens of a prefill at a time, of all rows together; None for all.
+        between: is called between two chunks.
+    """
+
+    take: Callable[[Any], None]
+    beginning: Sequence[Pair] = ()
+    chunk: int | None = None
+    between: Callable[[], object] = lambda: None
+
+    def serves(self, model: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> bool:
+        """Whether there is something to do besides the library's prefill, and the model allows it."""
+        given = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
+        per_position = all(name in PER_POSITION and value.shape == ids.shape for name, value in given.items())
+        is_known = type(model).forward.__module__ in DECODERS and config.prefill_chunk_size is None
+        is_long = self.chunk is not None and ids.numel() > self.chunk
+        return is_known and per_position and (is_long or bool(self.beginning))
+
+    def prefill(
+        self,
+        store: ExchangedLayers,
+        wrapped: Prefill,
+        ids: Tensor,
+        config: Any,
+        model_kwargs: dict[str, Any],
+        first: bool,
+    ) -> Any:
+        """What the library's `_prefill` gives, which goes on behind what the cache holds."""
+        store.begin_with(self.beginning)
+        rows, length = ids.shape
+        step = length if self.chunk is None else max(self.chunk // rows, 1)
+        cache = releases.cache_in(model_kwargs)
+        columns = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
+        for end in range(cache.get_seq_length() + step, length, step):
+            part = {name: value[:, :end] for name, value in columns.items()}
+            if releases.cache_in(wrapped(ids[:, :end], config, {**model_kwargs, **part}, first)) is not cache:
+                break  # the last pass tells the caller, too
+            self.between()
+        return wrapped(ids, config, model_kwargs, first)
+
+
+_current: ContextVar[Entering | None] = ContextVar("fastgen_entering", default=None)
+
+
+@contextlib.contextmanager
+def entering(how: Entering) -> Iterator[None]:
+    """In this context, calls of `generate` end behind their prefill."""
+    token = _current.set(how)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Entering | None:
+    """How the call of this thread enters slots; None for one that does not."""
+    return _current.get()

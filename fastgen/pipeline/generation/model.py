@@ -1,0 +1,174 @@
+"""Batches through `generate`: padding, seeds, scores of sequences, and which steps are captured."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastgen import settings as process_settings
+from fastgen.pipeline.batches import Batch, BatchStage
+from fastgen.pipeline.generation.loading import LoadedModel
+from fastgen.pipeline.generation.options import RunOptions, captured_drafts
+from fastgen.pipeline.records import Record
+
+
+@dataclass
+class RawOutput:
+    """What the model returned for some rows: all sequences of a row together, best first."""
+
+    rows: list[Record]
+    sequences: Any
+    """An array of token ids, still with everything that `generate` puts around them."""
+    prompt_width: int
+    """Columns that hold the padded prompt (decoder-only) or the start token (encoder-decoder)."""
+    scores: list[float] | None = None
+    """Of each sequence; None where there are none."""
+
+    def written(self, loaded: LoadedModel) -> list[list[int]]:
+        """What the model wrote in each sequence, its end token included, without the padding after it."""
+        end = loaded.generation.eos_token_id
+        ends = frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
+        rows = self.sequences[:, self.prompt_width :].tolist()
+        return [row[: token_count(row, ends, loaded.pad_id)] for row in rows]
+
+
+class SequenceScores:
+    """A stopping criterion that never stops: it looks at the scores of each step and lets them go.
+
+    `generate` would keep the scores over the whole vocabulary of every step: gigabytes, for one number a sequence. This
+    adds up the log-probability of each chosen token (beam search does its own sum) and empties the stored tensor.
+    """
+
+    releases_cache = True
+    """FastGen need not fill the cache that a call returns: nobody looks at it."""
+
+    def __init__(self, beams: bool) -> None:
+        self.releases_scores = beams
+        """FastGen need not make what would only be let go."""
+        self._beams = beams
+        self._chosen: list[Any] = []
+        self._usable = True
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if isinstance(scores, tuple) and scores:
+            last = scores[-1]
+            if not self._beams:
+                # One step, one token: anything else (speculation) has no scores here.
+                if len(scores) == len(self._chosen) + 1 and last.shape[0] == input_ids.shape[0]:
+                    logs = torch.log_softmax(last.float(), dim=-1)
+                    self._chosen.append(logs.gather(1, input_ids[:, -1:]).squeeze(1))
+                else:
+                    self._usable = False
+            last.set_()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def sums(self, lengths: Sequence[int]) -> list[float] | None:
+        """For each sequence the sum over its first `length` tokens; None where it could not be followed."""
+        import torch
+
+        if not self._usable or not self._chosen or len(self._chosen) < max(lengths):
+            return None
+        table = torch.stack(self._chosen, dim=1).double().cpu()
+        return [float(row[:length].sum()) for row, length in zip(table, lengths, strict=True)]
+
+
+class ModelStage(BatchStage[RawOutput]):
+    """Puts batches through `generate`."""
+
+    def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
+        super().__init__(loaded.device, settings.weights | (captured_drafts() if loaded.asks_for_drafts else {}))
+        self.loaded = loaded
+        self._settings = settings
+
+    def size(self, rows: Sequence[Record]) -> int:
+        """The size of a batch as far as memory goes: padded input tokens, and as many again for each row's output."""
+        return len(rows) * (max(len(row.ids) for row in rows) + self._new_tokens)
+
+    @property
+    def _new_tokens(self) -> int:
+        generation = self.loaded.generation
+        return generation.max_new_tokens or generation.max_length or 20
+
+    def _captured_step(self, batch: Batch) -> dict[str, Any]:
+        """FastGen's setting for a batch, from the plan alone: so a resumed run has the same bits as one without a stop.
+
+        On a GPU every step that can be is captured. Where something drafts, how much it drafts decides about bits.
+        """
+        is_on_cpu = self.loaded.device.type == "cpu"
+        if not is_on_cpu or self._drafts or process_settings.current().captured_step != "auto":
+            return {}
+        steps = batch.alike * batch.rounds * min(self._new_tokens, process_settings.STEPS_OF_A_CALL)
+        return {"captured_step": "always" if steps >= process_settings.RECORDING_PAYS_FROM else "never"}
+
+    @property
+    def _drafts(self) -> bool:
+        if not self._settings.to_text:  # with scores, batches run without drafts
+            return False
+        return self.loaded.asks_for_drafts or process_settings.current().self_speculation != "off"
+
+    def forward(self, rows: list[Record], batch: Batch) -> RawOutput:
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        loaded = self.loaded
+        # Decoder-only models continue the last column, so the padding must be on the left.
+        side = "right" if loaded.encoder_decoder else "left"
+        tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
+        ids = pad_sequence(tokens, True, loaded.pad_id, side)
+        mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
+        scores, options = self.options()
+        if loaded.generation.do_sample:
+            # A seed of its own for every batch: a resumed run draws what an uninterrupted one would have.
+            torch.manual_seed(self.seed(batch.window, batch.index, rows[0].position))
+        start = time.perf_counter()
+        try:
+            with process_settings.changed(**self._captured_step(batch)):
+                output = loaded.model.generate(
+                    input_ids=ids.to(loaded.device),
+                    attention_mask=mask.to(loaded.device),
+                    generation_config=loaded.generation,
+                    **options,
+                )
+            return self.raw(rows, output, ids.shape[1], scores)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def options(self) -> tuple[SequenceScores | None, dict[str, Any]]:
+        """What follows the scores, where the output has some, and the arguments of `generate` beside the config."""
+        generation, options = self.loaded.generation, dict[str, Any]()
+        scores = None if self._settings.to_text else SequenceScores((generation.num_beams or 1) > 1)
+        if scores is not None:
+            options["stopping_criteria"] = [scores]
+        if generation.stop_strings is not None:
+            options["tokenizer"] = self.loaded.tokenizer
+        return scores, options
+
+    def seed(self, *of: int) -> int:
+        """A seed of 56 bits, from that of the run and numbers that say what it is for."""
+        words = ":".join(map(str, (self._settings.seed, *of))).encode()
+        return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
+
+    def raw(self, rows: list[Record], output: Any, width: int, scores: SequenceScores | None) -> RawOutput:
+        """What `generate` has returned for some rows, whose inputs are `width` tokens long, padding included."""
+        sequences = getattr(output, "sequences", output)
+        raw = RawOutput(rows, sequences.cpu().numpy(), 1 if self.loaded.encoder_decoder else width)
+        own = getattr(output, "sequences_scores", None)
+        if scores is not None:
+            raw.scores = own.tolist() if own is not None else scores.sums(list(map(len, raw.written(self.loaded))))
+        return raw
+
+
+def token_count(generated: Sequence[int], ends: frozenset[int], pad_id: int) -> int:
+    """Tokens that the model wrote, its end token included, without the padding after it."""
+    for index, token in enumerate(generated):
+        if token in ends:
+            return index + 1
+    count = len(generated)
+    while count and generated[count - 1] == pad_id:
+        count -= 1
+    return count

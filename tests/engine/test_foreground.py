@@ -1,0 +1,53 @@
+"""Requests that run in the thread which asks for them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.engine import foreground, requests
+from tests.engine.conftest import PROMPTS, assert_alone
+from tests.equivalence.models import BY_NAME
+
+
+def _made(model: Any, prompts: list[list[int]], **options: Any) -> list[requests.Request]:
+    return [requests.make(model, prompt, None, options, None, 8) for prompt in prompts]
+
+
+def test_every_request_has_its_result(model: Any) -> None:
+    made = _made(model, PROMPTS, num_beams=2, max_new_tokens=6)
+    turns = list(foreground.turns(foreground.executor_for(model, 8), made))
+    assert sorted(made.index(request) for turn in turns for request in turn.finished) == list(range(len(made)))
+    assert turns[-1].waiting == 0 and all(0 < turn.busy <= 8 for turn in turns)
+    assert_alone(model, PROMPTS, [request.future.result() for request in made], num_beams=2, max_new_tokens=6)
+
+
+def test_the_order_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = BY_NAME["llama"].build(), [[5] * (1 + 7 * n % 30) for n in range(24)]
+
+    def order(seconds: list[float]) -> list[list[int]]:
+        now = [0.0]
+
+        def clock() -> float:
+            now[0] += seconds[int(now[0]) % len(seconds)]
+            return now[0]
+
+        monkeypatch.setattr(time, "perf_counter", clock)
+        made = _made(model, prompts, max_new_tokens=2)
+        turns = foreground.turns(foreground.executor_for(model, 8), made)
+        return [[made.index(request) for request in turn.finished] for turn in turns]
+
+    assert order([1.0]) == order([1.0, 100.0, 3.0])
+
+
+def test_an_interrupt_is_raised(llama: Any) -> None:
+    def interrupts(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    made = _made(llama, PROMPTS[:2], max_new_tokens=2, logits_processor=[interrupts])
+    with pytest.raises(KeyboardInterrupt):
+        list(foreground.turns(foreground.executor_for(llama, 8), made))
+    assert not made[1].future.done()

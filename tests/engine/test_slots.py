@@ -1,0 +1,246 @@
+"""Requests that enter a decode step while others go on, and leave it before them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.engine.continuous import ContinuousBatches
+from fastgen.engine.requests import Request, make
+from tests.engine.conftest import PROMPTS, WAIT, Gate, alone
+from tests.equivalence.models import BY_NAME, EOS
+
+# Those of the support table's must-list that have tiny models.
+MUST = [
+    "llama", "gpt2", "qwen2", "qwen3", "mistral-long-window", "gemma", "gemma2", "phi", "opt", "gpt-neox", "bloom",
+    "bart", "mbart", "marian", "pegasus", "m2m100", "nllb", "t5", "mt5", "blenderbot",
+]  # fmt: skip
+# Their sliding windows are shorter than what the tests ask for.
+WINDOWED = ("mistral-long-window", "gemma2")
+
+
+def run(executor: ContinuousBatches, requests: list[Request], at_once: int = 1) -> None:
+    """Runs requests, so many of which come with each step at the most."""
+    left = list(requests)
+
+    def more() -> list[Request]:
+        chosen = executor.choose(left[:at_once]) if left else []
+        for request in chosen:
+            left.remove(request)
+        return chosen
+
+    while left:
+        executor.run(more(), more)
+
+
+def requests_for(model: Any, prompts: list[Any], rows: int = 16, **options: Any) -> list[Request]:
+    """Each has other new tokens than the one before."""
+    seed = 3 if options.get("do_sample") else None
+    return [
+        make(model, prompt, None, {"max_new_tokens": 6 + 5 * (n % 4), **options}, seed, rows)
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def assert_as_alone(model: Any, requests: list[Request], prompts: list[Any]) -> None:
+    for request, prompt in zip(requests, prompts, strict=True):
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        assert torch.equal(request.future.result(0), alone(model, prompt, **request.options))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_beams": 3},
+    {"num_beams": 2, "num_return_sequences": 2, "early_stopping": "never", "length_penalty": 2.0},
+    {"do_sample": True, "num_return_sequences": 2, "top_k": 30},
+    {"do_sample": True, "num_beams": 3, "temperature": 0.7},
+    {"min_new_tokens": 5, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", MUST)
+def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:
+    """The models of the must-list run in slots, and each request gets what a call of its own gives."""
+    model, prompts = BY_NAME[name].build(), PROMPTS * 2
+    executor = ContinuousBatches(model, 8)
+    requests = requests_for(model, prompts, **options)
+    run(executor, requests)
+    assert_as_alone(model, requests, prompts)
+    assert executor.name == "slots" and not executor.busy
+    if name not in WINDOWED:
+        assert executor.counts["busy_row_steps"] and not (executor.static.alone or executor.static.counts["repeated"])
+
+
+def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
+    """The buffers grow, of prompts and of sources, and keep what is there."""
+    prompts = [PROMPTS[0], PROMPTS[1], list(range(20, 159)), [7, 8, 9] * 60]
+    executor = ContinuousBatches(model, 16)
+    requests = requests_for(model, prompts, num_beams=2, max_new_tokens=24)
+    run(executor, requests)
+    assert_as_alone(model, requests, prompts)
+    assert executor.counts["steps"] < 4 * 24, "they have run together"
+
+
+def test_different_options_at_a_time(model: Any) -> None:
+    """Requests of several kinds, with processors, criteria, seeds and streams of their own, are in slots together."""
+    options: list[dict[str, Any]] = [
+        {}, {"num_beams": 3}, {"do_sample": True, "top_p": 0.9}, {"logits_processor": [_Bans(40)]},
+        {"stopping_criteria": [_StopsAt(5)]}, {"num_beams": 2, "stopping_criteria": [_StopsAt(3)]},
+        {"eos_token_id": [EOS, 9]},
+    ]  # fmt: skip
+    executor = ContinuousBatches(model, 32)
+    prompts, requests = PROMPTS * 2, []
+    for number, prompt in enumerate(prompts):
+        given = options[number % len(options)]
+        requests.append(make(model, prompt, None, given, 5 if given.get("do_sample") else None, 32))
+    run(executor, requests, at_once=4)
+    assert_as_alone(model, requests, prompts)
+    assert not executor.static.alone
+
+
+class _Bans:
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, self.token] = -torch.inf
+        return scores
+
+
+class _StopsAt:
+    """A criterion that stops each sequence behind so many new tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.first = count, None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.first = self.first or input_ids.shape[1]
+        return torch.full((len(input_ids),), input_ids.shape[1] % 11 == self.count)
+
+
+def test_one_that_raises_leaves_the_others(model: Any) -> None:
+    class Fails:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] % 7 == 0:
+                raise LookupError("of the user's")
+            return scores
+
+    executor = ContinuousBatches(model, 16)
+    plain = requests_for(model, PROMPTS, num_beams=2, max_new_tokens=20)
+    failing = requests_for(model, PROMPTS[:2], num_beams=2, logits_processor=[Fails()], max_new_tokens=20)
+    run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
+    assert_as_alone(model, plain, PROMPTS)
+    assert all(isinstance(request.future.exception(0), LookupError) for request in failing)
+    assert not executor.static.counts["repeated"] and not executor.busy
+
+
+def test_a_cancelled_one_gives_its_slots_to_others(llama: Any, gate: Gate) -> None:
+    with fastgen.Engine(llama, slots=2) as engine:
+        first = engine.submit(PROMPTS[0], logits_processor=[gate], max_new_tokens=400, eos_token_id=None)
+        assert gate.has_come.wait(WAIT)
+        second = engine.submit(PROMPTS[1], max_new_tokens=400, eos_token_id=None)
+        third = engine.submit(PROMPTS[2])
+        assert second.cancel()
+        gate.may_go.set()
+        assert torch.equal(third.result(WAIT), alone(llama, PROMPTS[2]))
+        first.cancel()
+        engine.close()
+        assert engine.stats()["busy"] == 0 and engine.stats()["steps"] < 400
+
+
+def test_streams_side_by_side(llama: Any) -> None:
+    """Tokens come while others' do, and not at the end."""
+    with fastgen.Engine(llama) as engine:
+        streams: list[Iterator[int]] = [
+            engine.stream(prompt, max_new_tokens=30, eos_token_id=None) for prompt in PROMPTS
+        ]
+        first = [next(stream) for stream in streams]
+        rest = [list(stream) for stream in streams]
+        assert engine.stats()["steps"] < 30 * len(PROMPTS)
+    for prompt, one, others in zip(PROMPTS, first, rest, strict=True):
+        assert [one, *others] == alone(llama, prompt, max_new_tokens=30, eos_token_id=None)[0, len(prompt) :].tolist()
+
+
+def test_beginnings_are_prefilled_once(llama: Any) -> None:
+    beginning, random_numbers = [random.Random(1).randrange(5, 150) for _ in range(100)], random.Random(2)
+    prompts = [beginning + [random_numbers.randrange(5, 150) for _ in range(n)] for n in (3, 8, 1, 20, 40)]
+    executor = ContinuousBatches(llama, 8)
+    requests = requests_for(llama, prompts)
+    run(executor, requests, at_once=8)
+    assert_as_alone(llama, requests, prompts)
+    assert executor.stats()["shared_positions"] == 4 * 96
+    with torch.no_grad():
+        llama.get_input_embeddings().weight.neg_()  # what is known of the old model is of no use any more
+    again = requests_for(llama, prompts)
+    run(executor, again)
+    assert_as_alone(llama, again, prompts)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
+    """Others go on between them."""
+    model = BY_NAME[name].build()
+    executor = ContinuousBatches(model, 8, max_stall=0.0)
+    prompts = [PROMPTS[0], PROMPTS[1], list(range(10, 150)), [5, 9, 3] * 50]
+    requests = requests_for(model, prompts, max_new_tokens=40, eos_token_id=None)
+    run(executor, requests)
+    assert_as_alone(model, requests, prompts)
+    assert executor.stats()["chunks"] >= 6
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_a_budget_of_memory(model: Any, options: dict[str, Any]) -> None:
+    """What came last begins again later; all finish, and never is there more than the budget but for one step."""
+    requests = requests_for(model, PROMPTS, max_new_tokens=60, eos_token_id=None, **options)
+    probe = ContinuousBatches(model, 32)
+    run(probe, requests, at_once=8)
+    peak = probe.stats()["kv_bytes"]
+    executor = ContinuousBatches(model, 32, cache_bytes=peak // 2)
+    again = requests_for(model, PROMPTS, max_new_tokens=60, eos_token_id=None, **options)
+    run(executor, again, at_once=8)
+    assert_as_alone(model, again, PROMPTS)
+    assert executor.counts["preempted"] and executor.stats()["kv_bytes"] < 0.6 * peak
+
+
+def test_one_that_needs_more_than_the_budget(llama: Any) -> None:
+    executor = ContinuousBatches(llama, 8, cache_bytes=40_000)
+    requests = requests_for(llama, PROMPTS, max_new_tokens=10)
+    large = make(llama, PROMPTS[0], None, {"max_new_tokens": 450, "num_beams": 8}, None, 8)
+    run(executor, [*requests, large])
+    assert_as_alone(llama, requests, PROMPTS)
+    assert isinstance(large.future.exception(0), MemoryError)
+
+
+def test_many_threads_submit_and_cancel(llama: Any) -> None:
+    """No slot is lost, and nobody gets another one's tokens."""
+    expected = {len(prompt): alone(llama, prompt, num_beams=2) for prompt in PROMPTS}
+    wrong: list[Any] = []
+
+    def user(number: int) -> None:
+        for turn in range(6):
+            prompt = PROMPTS[(number + turn) % len(PROMPTS)]
+            future = engine.submit(prompt, num_beams=2)
+            if (number + turn) % 5 == 0 and future.cancel():
+                continue
+            if not torch.equal(future.result(WAIT), alone(llama, prompt, num_beams=2)):
+                wrong.append(prompt)
+
+    with fastgen.Engine(llama, slots=8) as engine:
+        threads = [threading.Thread(target=user, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        engine.close()
+        stats = engine.stats()
+    assert not wrong and expected
+    assert stats["busy"] == stats["running"] == stats["waiting"] == stats["failed"] == 0

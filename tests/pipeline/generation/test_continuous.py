@@ -1,0 +1,216 @@
+"""Continuous batching: the files are those of static batches, whatever happens on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen.engine.engine import Engine
+from fastgen.engine.executor import StaticBatches
+from fastgen.pipeline import SetupError, batches, generate_dataset
+from fastgen.pipeline.generation import RunOptions, continuous
+from fastgen.pipeline.generation.loading import load
+from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.progress import Progress
+from fastgen.pipeline.records import Record
+from tests.pipeline import tiny
+from tests.pipeline.children import finished, in_child
+
+RECORDS = 24
+# Many tokens that end an output, so that lengths differ much.
+UNEVEN = {"max_new_tokens": 16, "eos_token_id": list(range(2, 40))}
+BEAMS = {"num_beams": 3, "num_return_sequences": 2, **UNEVEN}
+SAMPLED = {"do_sample": True, **UNEVEN}
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight records, in windows of 16."""
+    monkeypatch.setattr(batches, "RECORDS_OF_A_ROW", 2)
+    monkeypatch.setattr(batches, "WINDOW_BATCHES", 4)
+
+
+def run(model: Any, source: Path, output: Any, **options: Any) -> Any:
+    defaults = {"generation": BEAMS, "batch_size": 4, "device": "cpu", "quiet": True, "workers": 0}
+    return generate_dataset(model, source, output, **{**defaults, "batching": "continuous", **options})
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    (tmp_path / "in.txt").write_text("\n".join(tiny.sentences(RECORDS)) + "\n")
+    return tmp_path / "in.txt"
+
+
+@pytest.mark.parametrize(
+    ("kind", "generation", "form"),
+    [
+        ("bart", BEAMS, "jsonl"),
+        ("bart", UNEVEN, "txt"),
+        ("gpt2", UNEVEN, "jsonl"),
+        ("gpt2", {**BEAMS, "repetition_penalty": 1.3}, "txt"),
+    ],
+)
+def test_the_same_file_as_static_batches(
+    kind: str, generation: dict[str, Any], form: str, inputs: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, options = request.getfixturevalue(kind), {"generation": generation, "token_ids": form == "jsonl"}
+    static, new = tmp_path / f"static.{form}", tmp_path / f"new.{form}"
+    of_static = run(model, inputs, static, batching="static", **options)
+    of_new = run(model, inputs, new, **options)
+    assert (of_static.batching, of_new.batching) == ("static", "continuous")
+    assert of_static.tokens == of_new.tokens and of_new.batches == 3
+    if form == "txt":
+        assert new.read_bytes() == static.read_bytes()
+        return
+    rows, expected = ([json.loads(line) for line in path.read_text().splitlines()] for path in (new, static))
+    scores = [[row.pop("scores") for row in each] for each in (rows, expected)]
+    assert rows == expected and scores[0] == [pytest.approx(each, abs=1e-4) for each in scores[1]]
+    assert len({tuple(row["output_tokens"]) for row in rows}) > 5
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    count, original = 0, StaticBatches.run
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > calls:
+            raise KeyboardInterrupt
+        original(*args, **options)
+
+    monkeypatch.setattr(StaticBatches, "run", interrupted)
+
+
+@pytest.mark.parametrize(("form", "generation"), [("txt", SAMPLED), ("jsonl", BEAMS)])
+def test_an_interrupted_run_ends_in_the_same_file(
+    bart: Path, inputs: Path, tmp_path: Path, form: str, generation: dict[str, Any]
+) -> None:
+    run(bart, inputs, tmp_path / f"whole.{form}", generation=generation)
+    output = tmp_path / f"out.{form}"
+    for calls in (0, 9, 11):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt_after(patch, calls)
+            run(bart, inputs, output, generation=generation, resume=True)
+    with pytest.raises(SetupError, match=r"other settings: rules\.continuous was true"):
+        run(bart, inputs, output, generation=generation, resume=True, batching="static")
+    report = run(bart, inputs, output, generation=generation, resume=True)
+    assert report.resumed_samples in (8, 16)
+    assert output.read_bytes() == (tmp_path / f"whole.{form}").read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_killed_run_ends_in_the_same_file(gpt2: Path, inputs: Path, tmp_path: Path) -> None:
+    loaded = load(RunOptions(model=str(gpt2), input="-", output="-", device="cpu", quiet=True))
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+
+    def again() -> None:
+        run(loaded.model, inputs, output, tokenizer=loaded.tokenizer, resume=True)
+
+    child = in_child(again)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (partial.exists() and b'{"batch"' in partial.read_bytes()):
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    assert finished(child) == -signal.SIGKILL
+    assert finished(in_child(again)) == 0
+    assert finished(in_child(lambda: run(loaded.model, inputs, tmp_path / "w.jsonl", tokenizer=loaded.tokenizer))) == 0
+    assert output.read_bytes() == (tmp_path / "w.jsonl").read_bytes()
+
+
+def test_a_sample_does_not_depend_on_the_batch(gpt2: Path, inputs: Path, tmp_path: Path) -> None:
+    for name, options in (("a", {}), ("b", {"batch_size": 3}), ("c", {"seed": 1})):
+        run(gpt2, inputs, tmp_path / name, generation=SAMPLED, **options)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+def test_records_that_fail(bart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the model refuses and those that are too long: the others are as they are without them."""
+    loaded = load(RunOptions(model=str(bart), input="-", output="-", device="cpu", quiet=True))
+    texts = tiny.sentences(RECORDS)
+    (tmp_path / "good.txt").write_text("\n".join(texts) + "\n")
+    run(loaded.model, tmp_path / "good.txt", tmp_path / "good.out", tokenizer=loaded.tokenizer)
+    bad = {3: "light Z", 17: "", 20: "A" * 100, 23: "Z"}
+    (tmp_path / "in.txt").write_text("\n".join(bad.get(n, text) for n, text in enumerate(texts)) + "\n")
+    refused, generate = loaded.tokenizer.convert_tokens_to_ids("Z"), loaded.model.generate
+
+    def refuses(**options: Any) -> Any:
+        if any((value == refused).any() for name, value in options.items() if name in ("inputs", "input_ids")):
+            raise LookupError("a token the model refuses")
+        return generate(**options)
+
+    monkeypatch.setattr(loaded.model, "generate", refuses)
+    report = run(loaded.model, tmp_path / "in.txt", tmp_path / "out.txt", tokenizer=loaded.tokenizer)
+    errors = [json.loads(line) for line in (tmp_path / "out.txt.errors.jsonl").read_text().splitlines()]
+    assert [(each["position"], each["error"]) for each in errors] == [
+        (3, "model-error"), (17, "empty"), (20, "too-long"), (23, "model-error")
+    ]  # fmt: skip
+    good = (tmp_path / "good.out").read_text().splitlines()
+    expected = ["" if number in bad else line for number, line in enumerate(good)]
+    assert (tmp_path / "out.txt").read_text().splitlines() == expected and report.skipped == 4
+
+
+def test_what_the_engine_refuses_ends_the_run(bart: Path, inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="failed on every record: .*the model has 64 positions"):
+        run(bart, inputs, tmp_path / "out.txt", generation={"max_new_tokens": 100})
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_few_outputs_wait_for_earlier_ones(bart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read and not written yet is bounded, however long the input is: windows wait, and planned batches."""
+    monkeypatch.setattr("fastgen.pipeline.stages.BATCHES_AHEAD", 1)
+    monkeypatch.setattr("fastgen.pipeline.stages.BATCHES_BEHIND", 1)
+    (tmp_path / "in.txt").write_text("light\n" * 96)
+    read, written, most, records = 0, 0, 0, Inputs.__iter__
+
+    def counted(inputs: Inputs) -> Iterator[Record]:
+        nonlocal read, most
+        for record in records(inputs):
+            read += 1
+            most = max(most, read - written)
+            yield record
+
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            nonlocal written
+            written += text.count("\n")
+            return len(text)
+
+    monkeypatch.setattr(Inputs, "__iter__", counted)
+    monkeypatch.setattr("sys.stdout", Output())
+    run(bart, tmp_path / "in.txt", "-", generation=UNEVEN)
+    assert written == 96 and 16 <= most <= 4 * 16
+
+
+def test_progress_tells_of_slots(bart: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, str]] = []
+    monkeypatch.setattr(Progress, "add", lambda self, count=1, rate="": said.append((count, rate)))
+    run(bart, inputs, tmp_path / "out.txt", generation={"num_beams": 2, "max_new_tokens": 5})
+    assert sum(count for count, _ in said) == RECORDS and len(said) >= 6
+    states = [rate.split(", ", 1)[1] for _, rate in said if "slots" in rate]
+    assert states and all(" tokens/s" in rate for _, rate in said)
+    assert all(" of 8 slots busy, " in state for state in states)
+    assert any(state.endswith(", 0 waiting") for state in states)
+    assert any(state.endswith(", 4 waiting") for state in states)
+
+
+def test_when_it_is_the_default(bart: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decided(model: Path = bart, **options: Any) -> bool:
+        settings = RunOptions(model=str(model), input="-", output="-", device="cpu", quiet=True, **options)
+        return continuous.is_continuous(load(settings), settings)
+
+    assert not decided() and decided(batching="continuous")
+    monkeypatch.setattr(Engine, "stats", lambda self: {"executor": "slots"})
+    assert decided() and not decided(batching="static") and not decided(max_tokens=100)
+    assert not decided(self_speculation="int8") and not decided(gpt2, generation={"prompt_lookup_num_tokens": 3})
+    with pytest.raises(SetupError, match="max-tokens cuts static batches"):
+        decided(batching="continuous", max_tokens=100)
+    with pytest.raises(SetupError, match="batching is 'sometimes': choose from auto, static, continuous"):
+        decided(batching="sometimes")
