@@ -108,7 +108,7 @@ def strangers(model: torch.nn.Module) -> list[Tensor]:
 
 def largest_weight(model: torch.nn.Module) -> int:
     """Bytes that the largest low-bit weight would have in float32."""
-    return max(4 * layer.outputs * layer.inputs for layer in model.modules() if isinstance(layer, QuantizedWeight))
+    return max(4 * layer.n * layer.k for layer in model.modules() if isinstance(layer, QuantizedWeight))
 
 
 def generate(model: Any, new_tokens: int) -> None:

@@ -304,4 +304,19 @@ def test_stats_print_as_a_table(model):
     assert lines[row + 1].split() == [*reason.split(), "1"]
     assert len({line.rstrip()[: len(lines[0])] for line in lines}) == len(lines)
     counters.add("transformers.speculation", drafted=7, verifies=3)
-    assert "checks 3, drafted 7" in str(fastgen.stats())
+    assert "drafted 7, verifies 3" in str(fastgen.stats())
+
+
+def test_former_names_of_counts():
+    fastgen.reset_stats()
+    counters.add("transformers.speculation", verifies=3)
+    counters.count_accelerated("weights read in 16 bits")
+    stats = fastgen.stats()
+    with pytest.warns(DeprecationWarning, match="'checks' is now called 'verifies'"):
+        assert stats["transformers.speculation"]["checks"] == 3
+    with pytest.warns(DeprecationWarning, match="'weights read in fewer bits' is now called") as warned:
+        assert stats.get("weights read in fewer bits") == {"accelerated": 1, "fallback": {}}
+    assert warned[0].filename == __file__
+    assert stats.get("no such name", 5) == 5 and "checks" not in stats["transformers.speculation"]
+    with pytest.raises(KeyError):
+        stats["no such name"]

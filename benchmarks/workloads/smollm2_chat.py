@@ -3,7 +3,7 @@
 The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits. Workloads in float32
 have weights that need 32 bits. "from-bfloat16" in a name says that they are numbers of bfloat16 in float32: what a user
 has who loads the published checkpoint with `dtype=torch.float32`. A low-bit file is a workload of its own
-(`python -m benchmarks.few_bits`).
+(`python -m benchmarks.low_bit`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from benchmarks import steps
 from benchmarks.workload import Generation
 from benchmarks.workloads import models
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import thread_pool
 from fastgen.ops import gpu as operators
 from fastgen.ops import thread_pool
 from tests.benchmarks.tiny_configs import CONFIGS

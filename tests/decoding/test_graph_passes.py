@@ -12,7 +12,6 @@ from torch import Tensor
 from fastgen.decoding import graph_passes
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding import graph_passes
 from fastgen.ops import packed_attention
 
 aten = torch.ops.aten

@@ -177,16 +177,6 @@ def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
         assert step.call(steps=1)
 
 
-def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, looks, look = Step(weight_of(torch.bfloat16)), [], fingerprint.fingerprint
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
-    for _ in range(3):
-        with cache.call():
-            for _ in range(3):
-                assert step.call(steps=2)
-    assert len(looks) == 3
-
-
 @pytest.mark.parametrize("dtype", [*exact_cast.TYPES, torch.float32], ids=str)
 def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None:
     """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""

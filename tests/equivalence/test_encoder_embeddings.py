@@ -73,7 +73,9 @@ def test_tokens_alone(architecture: str, option: str, side: str, monkeypatch: py
             pytest.skip("has none")
         given["token_type_ids"] = (torch.arange(LONGEST) > 3).long().expand_as(ids) % model.config.type_vocab_size
     embedded = unpadded_forward.UnpaddedForward.embedded
-    monkeypatch.setattr(unpadded_forward.UnpaddedForward, "embedded", lambda self, row: (seen.append(row.shape), embedded(self, row))[1])
+    monkeypatch.setattr(
+        unpadded_forward.UnpaddedForward, "embedded", lambda self, row: (seen.append(row.shape), embedded(self, row))[1]
+    )
     _assert_same(*_both(model, given), given["attention_mask"])
     assert [shape[:2] for shape in seen] == [(1, sum(LENGTHS))]
     assert sum(each["accelerated"] for each in fastgen.stats().values()) == 1, fastgen.stats()

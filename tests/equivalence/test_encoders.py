@@ -19,7 +19,7 @@ from fastgen.decoding import layers
 from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
-from fastgen.optimizer.transformers.encoders import call, passes
+from fastgen.optimizer.transformers.encoders import call, unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import BUCKETED, RIGHT_PADDED, VARLEN
 from tests.equivalence.encoder_models import (
     HEADS,

@@ -22,7 +22,6 @@ from fastgen.decoding.kv.row_lengths import RowLengths
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.speculation.draft_length import DraftLength
-from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS

@@ -195,7 +195,9 @@ def test_what_does_not_fit():
     ):
         with pytest.raises(RuntimeError, match="largest_output"):
             approximate_logits.argmax_out(**{**good, name: bad})
-    assert approximate_logits.serves(x, weight, None) and not approximate_logits.serves(x, weight.t().contiguous().t(), None)
+    assert approximate_logits.serves(x, weight, None) and not approximate_logits.serves(
+        x, weight.t().contiguous().t(), None
+    )
     assert not approximate_logits.serves(x.bfloat16(), weight, None)
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.recording import record
-from fastgen.ops import _library, elementwise, rms_norm  # noqa: F401
-from fastgen.ops import command_list
+from fastgen.ops import _library, command_list, elementwise, rms_norm  # noqa: F401
 from fastgen.ops.linear import gemv, grouped  # noqa: F401
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -70,50 +69,6 @@ def test_results_are_those_of_calls_one_by_one() -> None:
         assert torch.equal(out, expected) and out.any()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
-def test_products_in_few_bits(rows: int) -> None:
-    """One, several with the same input, and small operators with what they give."""
-    x, bias = torch.randn(rows, 96), torch.randn(33)
-    one = grouped.rounded(torch.randn(33, 96), 8, 32)
-    several = [grouped.rounded(torch.randn(outputs, 96), 8, 64, rotated=True) for outputs in (33, 64)]
-    first, second, third = (torch.zeros(rows, outputs) for outputs in (33, 33, 64))
-    parts = [list(part) for part in zip(*(weight[:4] for weight in several), strict=True)]
-    calls = [
-        partial(operators.grouped_linear_out.default, first, x, *one[:5], bias, 8, 32, False, False),
-        partial(
-            operators.grouped_linear_batch_out.default,
-            [second, third],
-            x,
-            *parts,
-            None,
-            [None, None],
-            8,
-            64,
-            True,
-            False,
-        ),
-        elementwise.bound([elementwise.Instruction(elementwise._ADD, second, (second, first))]),
-    ]
-    (planned,) = command_list.with_command_lists(calls)
-    expected = []
-    for some in (calls, [planned]):
-        for result in (first, second, third):
-            result.fill_(torch.nan)
-        for call in some:
-            call()
-        expected.append([first.clone(), second.clone(), third.clone()])
-    assert all(map(torch.equal, *expected)) and second.isfinite().all()
-    x.normal_()
-    before = third.clone()
-    planned()
-    assert not torch.equal(third, before)
-    del one, several, parts, calls, some, call
-    gc.collect()
-    torch.randn(100, 100, 10)  # in the place of what has been freed
-    planned()
-    assert third.isfinite().all()
-
-
 def test_the_position_that_is_written_is_read_each_time() -> None:
     several, x, position = torch.zeros(4, 7), torch.randn(7), torch.tensor(0)
     instruction = elementwise.Instruction(elementwise._COPY, several[0], (x,), position=(position, 7, 4))
@@ -159,12 +114,6 @@ def test_what_does_not_fit_is_refused_when_it_is_planned() -> None:
 def test_one_operator_alone_stays_as_it_is() -> None:
     calls = layers(torch.randn(2, 8), torch.zeros(2, 8))[:1]
     assert command_list.with_command_lists(calls) == calls and command_list.with_command_lists([]) == []
-
-
-def test_others_stay_as_they_are() -> None:
-    seen: list[int] = []
-    calls: Calls = [partial(seen.append, 1), lambda: seen.append(2), partial(aten.add.out, *[torch.zeros(1)] * 2)]
-    assert command_list.with_command_lists(calls) == calls and not seen
 
 
 def test_what_a_plan_holds_is_given_back() -> None:

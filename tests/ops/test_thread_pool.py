@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from fastgen.ops import _library, rms_norm
-from fastgen.ops import thread_pool
+from fastgen.ops import _library, rms_norm, thread_pool
 from fastgen.ops.linear import gemm, gemv, panels
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -98,6 +97,9 @@ def test_processors_and_forks():
 import os, signal, torch
 torch.set_num_threads(1)
 from fastgen.ops import thread_pool
+from fastgen.ops import rms_norm
+x, weight = torch.randn(2000, 64), torch.ones(64)
+expected = rms_norm.rms_norm(x, weight, 1e-6)
 before = {int(name) for name in os.listdir("/proc/self/task")}
 assert torch.ops.fastgen.take_team(3)
 workers = {int(name) for name in os.listdir("/proc/self/task")} - before
@@ -107,21 +109,6 @@ for processors in ({min(os.sched_getaffinity(0))}, os.sched_getaffinity(0)):
     os.sched_setaffinity(0, processors)
     assert torch.ops.fastgen.take_team(2)
     assert all(os.sched_getaffinity(worker) == processors for worker in workers)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-@needs_kernel
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_fork_has_threads_of_its_own():
-    code = """
-import os, signal, torch
-from fastgen.ops import thread_pool
-from fastgen.ops import rms_norm
-torch.set_num_threads(1)
-x, weight = torch.randn(2000, 64), torch.ones(64)
-expected = rms_norm.rms_norm(x, weight, 1e-6)
-assert torch.ops.fastgen.take_team(2)
 assert torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected)
 for has_it in (True, False):  # the thread that forks
     child = os.fork()

@@ -14,7 +14,7 @@ from unittest import mock
 
 from tqdm.std import tqdm
 
-from fastgen.pipeline.generation.run import ModelStage
+from fastgen.pipeline.generation.model import ModelStage
 
 
 def in_child(run: Callable[[], object]) -> int:

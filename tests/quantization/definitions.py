@@ -28,32 +28,33 @@ def random_weight(
     mins: bool = False,
     dtype: torch.dtype = torch.float16,
     scale: float = 0.02,
+    seed: int | None = None,
 ) -> QuantizedTensor:
-    groups = inputs // group_size
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
-    scales = ((torch.rand(outputs, groups) + 0.5) * scale).to(dtype)
-    zeros = None if symmetric else torch.randint(0, 2**bits, (outputs, groups), dtype=torch.uint8)
+    """The last group of a row may be smaller. Without a seed, by torch's generator."""
+    source = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
+    groups = -(-inputs // group_size)
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, generator=source)
+    scales = ((torch.rand(outputs, groups, generator=source) + 0.5) * scale).to(dtype)
+    zeros = None if symmetric else torch.randint(0, 2**bits, (outputs, groups), dtype=torch.uint8, generator=source)
+    least = (torch.randn(outputs, groups, generator=source) * 5 * scale).to(dtype) if mins else None
     order = None
     if act_order:  # within a group, files name the inputs in their own order
-        order = torch.cat([part.sort().values for part in torch.randperm(inputs).split(group_size)])
-    return QuantizedTensor(numbers, scales, zeros, None, bits, group_size, order)
+        parts = torch.randperm(inputs, generator=source).split(group_size)
+        order = torch.cat([part.sort().values for part in parts])
+    return QuantizedTensor(numbers, scales, zeros, least, bits, group_size, order)
 
 
 def by_definition(weight: QuantizedTensor) -> Tensor:
-    """What the weight stands for, [outputs, inputs] in float64, in loops."""
-    outputs, inputs = weight.qweight.shape
-    found = torch.zeros(outputs, inputs, dtype=torch.float64)
-    for output in range(outputs):
-        for column in range(inputs):
-            group = column // weight.group_size
-            number = float(weight.qweight[output, column])
-            scale = float(weight.scales[output, group])
-            if weight.mins is not None:
-                value = scale * number + float(weight.mins[output, group])
-            else:
-                zero = 2 ** (weight.bits - 1) if weight.zeros is None else int(weight.zeros[output, group])
-                value = scale * (number - zero)
-            found[output, column if weight.order is None else int(weight.order[column])] = value
+    """What the weight stands for, [outputs, inputs] in float64."""
+    group = torch.arange(weight.qweight.shape[1]) // weight.group_size
+    numbers, scales = weight.qweight.double(), weight.scales[:, group].double()
+    if weight.mins is not None:
+        values = scales * numbers + weight.mins[:, group].double()
+    else:
+        zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[:, group].double()
+        values = scales * (numbers - zeros)
+    found = torch.empty_like(values)
+    found[:, slice(None) if weight.order is None else weight.order] = values
     return found
 
 

@@ -13,9 +13,7 @@ from torch import nn
 from fastgen.quantization import calibration
 from fastgen.quantization.blocks import Carried, check_carried, find_blocks, output_block, sharing
 from fastgen.quantization.calibration import Recipe, group_size_of, quantise, quantise_block, use
-from fastgen.quantization.gptq import gptq, output_error, plan
 from fastgen.quantization.quantized_tensor import dequantized
-from fastgen.quantization.rtn import Kind, make_grid
 from tests.quantization import tiny
 
 BITS_4 = Recipe(group_size=16)

@@ -73,25 +73,6 @@ def test_gptq_is_optimal_brain_quantization(outputs, inputs, group, symmetric, b
     assert (found.zeros is None) == symmetric
 
 
-def test_the_comparison_notices_what_is_wrong():
-    weight, hessian = layer(4, 300, samples=600)
-    grid = make_grid(weight, Kind(4, 4, True, torch.float32))
-    order = torch.argsort(hessian.diagonal(), descending=True).tolist()
-    right = obq(weight, hessian, grid, 0.01, order)
-
-    def of(**changes):
-        return gptq(weight, hessian, grid, **({"damping": 0.01} | changes)).qweight
-
-    assert torch.equal(of(), right)
-    assert not torch.equal(of(damping=0.05), right)
-    assert not torch.equal(of(by_activation=False), right)
-    inverse = module._compensation
-    with mock.patch.object(module, "_compensation", lambda *args: inverse(*args).T.contiguous()):
-        assert not torch.equal(of(), right)
-    with mock.patch.object(module, "_compensation", lambda *args: torch.eye(300, dtype=torch.float64)):
-        assert torch.equal(of(), round_to_nearest(weight, grid).qweight)
-
-
 @pytest.mark.parametrize("columns", [1, 7, 128, 1000])
 def test_the_result_does_not_depend_on_the_columns_of_a_block(columns, monkeypatch):
     weight, hessian = layer(6, 64)

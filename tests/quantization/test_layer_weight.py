@@ -25,14 +25,17 @@ needs_kernels = pytest.mark.skipif(grouped.unavailable() is not None, reason="no
 SHAPES = [(128, 32), (512, 256), (120, 24), (576, 192), (100, 100), (7, 7), (30, 10)]
 
 
+FORMS = ("symmetric", "zeros", "mins", "order")
+
+
 def _weight(inputs: int, group_size: int, bits: int, form: str) -> QuantizedTensor:
-    weight = random_weight(37, inputs, bits, group_size, symmetric=form != "zeros", act_order=form == "order")
-    if form == "mins":
-        return weight._replace(zeros=None, mins=torch.randn(weight.scales.shape).to(weight.scales.dtype))
-    return weight
+    return random_weight(
+        37, inputs, bits, group_size, symmetric=form != "zeros", act_order=form == "order", mins=form == "mins"
+    )
 
 
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "mins", "order"])
+@pytest.mark.parametrize("layout", ["panels", "rows"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_nothing_is_lost(
@@ -40,16 +43,23 @@ def test_nothing_is_lost(
 ) -> None:
     """In the layout of the CPU, in that of GPUs, and on the way from one to the other and back."""
     weight = _weight(inputs, group_size, bits, form)
-    found = layer_weight.unpack(layer_weight.pack(weight))
+    on_cpu = layer_weight.pack(weight)
+    assert layer_weight.moved(on_cpu) is on_cpu and on_cpu.sizes.layout != "rows"
+    monkeypatch.setattr(lines, "is_for", lambda device: layout == "rows")
+    packed, there = layer_weight.pack(weight), layer_weight.moved(on_cpu)
+    assert (packed.sizes.layout == "rows") == (layout == "rows") and there.sizes == packed.sizes
+    found = layer_weight.unpack(packed)
     assert (found.bits, found.group_size) == (bits, group_size)
     for name in ("qweight", "scales", "zeros", "mins", "order"):
         ours, theirs = getattr(found, name), getattr(weight, name)
         assert (ours is None) == (theirs is None), name
         assert theirs is None or torch.equal(ours.to(theirs.dtype), theirs), name
     some = torch.tensor([36, 0, 0, 5])
-    assert torch.equal(
-        layer_weight.rows(layer_weight.pack(weight), some, torch.float32), dequantized(weight, torch.float32)[some]
-    )
+    meant = dequantized(weight, torch.float32)[some]
+    torch.testing.assert_close(layer_weight.rows(packed, some, torch.float32), meant, rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(lines, "is_for", lambda device: False)
+    for ours, theirs in zip(layer_weight.moved(there)[:5], on_cpu[:5], strict=True):
+        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
 
 
 # What a type takes in memory, as a part of what it takes in the file: those of 2 and 3 bits have 4.
@@ -94,7 +104,7 @@ def is_served(inputs: int, group_size: int) -> bool:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "mins", "order"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_float_activations(
@@ -117,7 +127,7 @@ def test_float_activations(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "mins", "order"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_activations_rounded_to_8_bits(

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.quantization.calibration import Quantised
+from fastgen.quantization.int32_packing import packed
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.rtn import Kind, make_grid, round_to_nearest
-from fastgen.quantization.int32_packing import packed
 from fastgen.quantization.writing import config, load_block, save_block, tensors
 
 

@@ -199,7 +199,9 @@ def _grouped(rng: random.Random, inputs: int, outputs: int, bits: int, group_siz
     if groups % 8 == 0 and inputs % group_size == 0 and rng.random() < 0.7:
         octets = torch.randint(0, 64, (2, outputs, groups), dtype=torch.uint8)
         units = torch.rand(2, outputs, groups // 8).half() * 0.01
-        return grouped.pack_super_blocks(numbers, grouped.SuperBlockScales(*octets, *units), bits=bits, group_size=group_size)
+        return grouped.pack_super_blocks(
+            numbers, grouped.SuperBlockScales(*octets, *units), bits=bits, group_size=group_size
+        )
     scales = torch.rand(outputs, groups)
     scales = scales.half().float() if rng.random() < 0.5 else scales
     kind = rng.randrange(3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops.linear import gemm, grouped
-from fastgen.ops.linear.grouped import SuperBlockScales, PackedWeight
+from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
 from tests.ops.instructions import instruction_set, needs_amx
 from tests.quantization.definitions import by_definition, random_weight
 
@@ -34,25 +34,10 @@ def _weight(
     outputs: int, inputs: int, bits: int, group_size: int, form: str, seed: int, ordered: bool = False, **size: Any
 ) -> tuple[PackedWeight, Tensor]:
     """A weight in groups, and what it stands for in float64, by the definition."""
-    generator = torch.Generator().manual_seed(seed)
-    groups = -(-inputs // group_size)
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    scales = (torch.rand(outputs, groups, generator=generator) * 0.1 + 0.01).half()
-    zeros = torch.randint(0, 2**bits, (outputs, groups), generator=generator, dtype=torch.uint8)
-    mins = (torch.randn(outputs, groups, generator=generator) * 0.1).half()
-    order = torch.randperm(inputs, generator=generator) if ordered else None
-    parts = {"middle": (None, None), "zeros": (zeros, None), "mins": (None, mins)}[form]
-    packed = grouped.pack(numbers, scales, *parts, bits=bits, group_size=group_size, order=order)
-    meant = torch.empty(outputs, inputs, dtype=torch.float64)
-    for column in range(inputs):
-        number, scale = numbers[:, column].double(), scales[:, column // group_size].double()
-        place = column if order is None else int(order[column])
-        if form == "mins":
-            meant[:, place] = scale * number + mins[:, column // group_size].double()
-        else:
-            zero = zeros[:, column // group_size].double() if form == "zeros" else 2.0 ** (bits - 1)
-            meant[:, place] = scale * (number - zero)
-    return packed, meant
+    kind = {"symmetric": form != "zeros", "mins": form == "mins", "act_order": ordered}
+    weight = random_weight(outputs, inputs, bits, group_size, **kind, **({"scale": 0.1} | size), seed=seed)
+    packed = grouped.pack(*weight[:4], bits=bits, group_size=group_size, order=weight.order)
+    return packed, by_definition(weight)
 
 
 @settings(max_examples=60)
@@ -183,34 +168,6 @@ def test_rotated_groups(vectors, rows, inputs, outputs, bits, group_size, ordere
     most = 1e-5 * size + _ties(turned, group_size, None) @ numbers.abs().t()
     half = 0.0 if dtype is torch.float32 else 2.0**-8 * exact.abs()
     assert ((y.double() - exact).abs() <= most + half).all()
-
-
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rotated_groups_are_the_same_everywhere(bits: int, group_size: int) -> None:
-    """In every instruction set, for weights and for inputs, whatever the number of rows."""
-    weight, x, found = torch.randn(70, 300), torch.randn(37, 300), []
-    for name in (None, "avx512", "avx-vnni", "avx2", "default"):
-        with instruction_set(name):
-            packed = grouped.rounded(weight, bits, group_size, rotated=True)
-            y = grouped.grouped_linear(x, packed)
-            assert torch.equal(grouped.grouped_linear(x[5:6], packed), y[5:6])
-            found.append((packed.qweight, packed.scales, y))
-    for each in found[1:]:
-        assert all(map(torch.equal, each[:2], found[0][:2]))
-        torch.testing.assert_close(each[2], found[0][2], rtol=1e-5, atol=1e-5)  # sums without FMA
-
-
-def test_one_large_input_costs_few_digits() -> None:
-    """What rotating is for."""
-    x, weight = torch.randn(50, 256), torch.randn(64, 256) * 0.1
-    x[:, 7::64] *= 60
-    exact = x.double() @ weight.double().t()
-    errors = [
-        float((grouped.grouped_linear(x, grouped.rounded(weight, 8, 64, rotated)) - exact).norm())
-        for rotated in (True, False)
-    ]
-    assert errors[0] < 0.5 * errors[1]
 
 
 def _ties(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:

@@ -22,8 +22,8 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
-from fastgen.quantization.layers import QuantizedLinearLayer
 from fastgen.quantization.layer_weight import unpack
+from fastgen.quantization.layers import QuantizedLinearLayer
 from tests.optimizer.transformers.quantized.checkpoints import (
     CASES,
     MODELS,
@@ -54,7 +54,7 @@ def counts() -> dict[str, Any]:
     return fastgen.stats().get(ENTRY_POINT, {"accelerated": 0, "fallback": {}})
 
 
-def few_bits(model: nn.Module) -> list[str]:
+def low_bit_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, QuantizedLinearLayer)]
 
 
