@@ -33,6 +33,10 @@ MOST_IN_USE = 8
 _TURN = 2.0
 
 
+# A prefill reads all weights, as a decode step does: it waits until this part of the slots is free, or so many steps.
+SHARE_OF_FREE, LONGEST_WAIT = 0.25, 8
+
+
 @dataclass(eq=False)
 class _Running:
     """A request in slots."""
@@ -69,7 +73,7 @@ class ContinuousBatches:
         model: Any,
         most_rows: int,
         cache_bytes: int | None = None,
-        max_stall: float | None = 0.25,
+        max_stall: float | None = 1.0,
         costs: Costs | None = None,
     ) -> None:
         self.model, self.most_rows = model, most_rows
@@ -80,6 +84,8 @@ class ContinuousBatches:
         self._in_use: dict[Hashable, Slots] = {}
         self._running: dict[Slot, _Running] = {}  # in the order in which they entered
         self._preempted: list[Request] = []
+        self._is_stale = False  # the model has changed since requests have entered
+        self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
         self._entered: set[Hashable] = set()  # prefill groups of requests that have entered
         self._declined: dict[Hashable, str] = {}  # and of those that cannot, with the reason
         self._waiting_like: Counter[Hashable] = Counter()  # requests that wait, by prefill group
@@ -121,7 +127,7 @@ class ContinuousBatches:
     def choose(self, waiting: Sequence[Request]) -> list[Request]:
         """The requests that run next: the first one, and what is prefilled with it; none if the first must wait."""
         first, free = waiting[0], self.most_rows - self.busy
-        if first.rows > free or self._preempted:
+        if first.rows > free or self._preempted or not self._is_time(free):
             return []
         if self._runs_static(first):
             return self.static.choose(waiting)
@@ -132,6 +138,11 @@ class ContinuousBatches:
             like = [each for each in waiting if each.alone is None and each.group == first.group]
         alone = first.prefill_group is None or self.prefills.alone(first, like)
         return self._with_room([first] if alone else self.static.together(like, free))
+
+    def _is_time(self, free: int) -> bool:
+        """Whether to prefill now: for a few slots together, unless others have waited for some steps."""
+        self._waited = self._waited + 1 if self._running else LONGEST_WAIT
+        return free >= self.most_rows * SHARE_OF_FREE or self._waited >= LONGEST_WAIT
 
     def _with_room(self, batch: list[Request]) -> list[Request]:
         """Those of a batch whose K and V have room; the first one, if nobody is there."""
@@ -202,10 +213,9 @@ class ContinuousBatches:
             self.static.settle(batch[0], MemoryError(f"the request may need {needed}: the cache has less"))
             self._begin(batch[1:])
             return
-        for step in [step for step in self._in_use.values() if step.is_stale]:
-            self._evict(step, None)
         for request in batch:
             request.future.has_begun = True
+        self._waited = 0
         before, entered = state_of(self.model), list[_Running]()
         take = partial(self._enter, batch, entered, before)
         how = self.prefills.plan(batch, before, bool(self._running), take, self._step_between)
@@ -216,6 +226,10 @@ class ContinuousBatches:
             return
         for running in entered:  # what entered, and failed behind that
             self._leave(running)
+        if self._is_stale:
+            self._is_stale = False
+            for step in list(self._in_use.values()):
+                self._evict(step, None)
         self._settle(batch, outcome, is_changed=state_of(self.model) != before)
 
     def _settle(self, batch: list[Request], outcome: Any, is_changed: bool) -> None:
@@ -241,7 +255,8 @@ class ContinuousBatches:
         step = self._in_use.get(identity)
         if step is None and len(self._in_use) >= MOST_IN_USE:
             raise CannotBeCaptured("steps of many kinds")
-        if step is not None and step.is_stale:
+        if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
+            self._is_stale = True
             raise CannotBeCaptured("the model has changed")
         step = step or Slots(decoding, self.most_rows // batch[0].rows)
         self.budget.note(*decoding.prompt.bytes_per_position)

@@ -45,7 +45,7 @@ class Engine:
         slots: int | str = "auto",
         max_waiting: int = 1024,
         cache_gib: float | None = None,
-        max_stall_ms: float = 250.0,
+        max_stall_ms: float = 1000.0,
     ) -> None:
         rows = ROWS if slots == "auto" else slots
         for name, number in (("slots", rows), ("max_waiting", max_waiting)):

@@ -18,7 +18,7 @@ LEAST_SHARED = 2 * BLOCK
 # K and V of beginnings may take this part of the memory that is free.
 SHARE_OF_MEMORY = 0.05
 # Tokens of a chunk, at least: a pass reads all weights.
-LEAST_CHUNK = 32
+LEAST_CHUNK = 64
 # The part of the latest prefill in the mean of seconds per token.
 _LATEST = 0.25
 
@@ -91,7 +91,9 @@ class Prefills:
         return Entering(taken, beginning, chunk, between)
 
     def _note(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so long, but for what was done between chunks."""
+        """So many tokens took so long, but for what was done between chunks. Few do not say what more of them take."""
+        if tokens < LEAST_CHUNK:
+            return
         each = seconds / max(tokens, 1)
         self._seconds = each if self._seconds is None else self._seconds + _LATEST * (each - self._seconds)
 

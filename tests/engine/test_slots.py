@@ -190,11 +190,11 @@ def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
     """Others go on between them."""
     model = BY_NAME[name].build()
     executor = ContinuousBatches(model, 8, max_stall=0.0)
-    prompts = [PROMPTS[0], PROMPTS[1], list(range(10, 150)), [5, 9, 3] * 50]
+    prompts = [PROMPTS[0], list(range(40, 130)), list(range(10, 150)), [5, 9, 3] * 50, [7, 8, 9] * 50]
     requests = requests_for(model, prompts, max_new_tokens=40, eos_token_id=None)
     run(executor, requests)
     assert_as_alone(model, requests, prompts)
-    assert executor.stats()["chunks"] >= 6
+    assert executor.stats()["chunks"] >= 3 and not executor.static.counts["repeated"] and not executor.static.alone
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgen import releases
@@ -58,12 +59,14 @@ class Entering:
         step = length if self.chunk is None else max(self.chunk // rows, 1)
         cache = releases.cache_in(model_kwargs)
         columns = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
+        # The library leaves a mask of ones out. It says how long the prompt is, of which the cache has the beginning.
+        columns.setdefault("attention_mask", torch.ones_like(ids))
         for end in range(cache.get_seq_length() + step, length, step):
             part = {name: value[:, :end] for name, value in columns.items()}
             if releases.cache_in(wrapped(ids[:, :end], config, {**model_kwargs, **part}, first)) is not cache:
                 break  # the last pass tells the caller, too
             self.between()
-        return wrapped(ids, config, model_kwargs, first)
+        return wrapped(ids, config, {**model_kwargs, **columns}, first)
 
 
 _current: ContextVar[Entering | None] = ContextVar("fastgen_entering", default=None)

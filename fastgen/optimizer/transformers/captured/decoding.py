@@ -91,7 +91,7 @@ class Decoding:
         # What the call returns of every step, by name.
         names = RECORDS if self.config.return_dict_in_generate else ()
         self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self.config, f"output_{name}")}
-        if enters_slots:  # there, who stops a call takes its inputs out
+        if enters_slots:  # there, who stops a call takes its inputs out, and a source has no padding
             self._criteria = [x for x in self._criteria if getattr(x, "max_time", None) != math.inf]
         if self._criteria and all(user_code.says(x, "releases_scores") for x in self._criteria):
             self._criteria = []  # they only let go what is not kept then
@@ -99,6 +99,8 @@ class Decoding:
         self.host = Host(self._process, self._stops, self._keep)
         prefilled = Prefilled(call, self._input_ids, self._per_input, model_kwargs, limit, self._eos)
         self.prompt, self._windows = prefilled.prompt, prefilled.windows
+        if enters_slots and self.prompt.cross:
+            self.prompt.tensors.pop("attention_mask", None)
         self._lengths = processors.Lengths(
             self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
         )
