@@ -17,22 +17,14 @@ from fastgen.pipeline.generation.model import ModelStage, RawOutput, SequenceSco
 from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.records import Problem, Record
 
-SLOTS = "slots"
-"""What the engine calls its executor where an output that ends makes room at once."""
 
+def is_continuous(settings: RunOptions) -> bool:
+    """Whether a run batches continuously: so far only if it is asked to.
 
-def is_continuous(loaded: LoadedModel, settings: RunOptions) -> bool:
-    """Whether a run batches continuously: `auto` does so where the engine runs the model in slots, and nothing drafts.
-
-    A limit of tokens is one of static batches.
+    `auto` is static. A run knows its inputs, and puts those of about the same length together; on a small model that is
+    faster, as each request that enters has a call of `generate` of its own.
     """
-    from fastgen.engine.engine import Engine
-
-    if settings.batching != "auto":
-        return settings.batching == "continuous"
-    if settings.max_tokens is not None or loaded.asks_for_drafts or settings.self_speculation != "off":
-        return False
-    return Engine(loaded.model).stats()["executor"] == SLOTS
+    return settings.batching == "continuous"
 
 
 def stage_for(loaded: LoadedModel, settings: RunOptions, continuous: bool) -> ModelStage:

@@ -110,8 +110,8 @@ class RunOptions(DataOptions):
     )
     batching: str = option(
         "auto",
-        "static; continuous: a record that is done makes room for the next one; or auto: continuous where the model "
-        "runs in slots (default: auto)",
+        "static; continuous: a record that is done makes room for the next one; or auto, which is static so far "
+        "(default: auto)",
         free=True,
     )
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)

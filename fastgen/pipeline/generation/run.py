@@ -92,7 +92,7 @@ class Generate(DataRun):
         settings = self.settings
         loaded = load(settings) if self.model is None else prepare(self.model, self.tokenizer, settings)
         self.loaded, self.tokenise = loaded, Encoder(loaded, settings)
-        continuous = is_continuous(loaded, settings)
+        continuous = is_continuous(settings)
         self.stage = stage_for(loaded, settings, continuous)
         self.rules = {"continuous": True} if continuous else {"equal_lengths": depends_on_padding(loaded)}
         self._decode, self.results = Decoder(loaded, settings), self._texts

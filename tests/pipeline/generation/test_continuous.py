@@ -8,12 +8,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastgen.engine.engine import Engine
 from fastgen.engine.executor import StaticBatches
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions, continuous
@@ -201,16 +201,7 @@ def test_progress_tells_of_slots(bart: Path, inputs: Path, tmp_path: Path, monke
     assert any(state.endswith(", 4 waiting") for state in states)
 
 
-def test_when_it_is_the_default(bart: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decided(model: Path = bart, **options: Any) -> bool:
-        settings = RunOptions(model=str(model), input="-", output="-", device="cpu", quiet=True, **options)
-        return continuous.is_continuous(load(settings), settings)
-
-    assert not decided() and decided(batching="continuous")
-    monkeypatch.setattr(Engine, "stats", lambda self: {"executor": "slots"})
-    assert decided() and not decided(batching="static") and not decided(max_tokens=100)
-    assert not decided(self_speculation="int8") and not decided(gpt2, generation={"prompt_lookup_num_tokens": 3})
-    with pytest.raises(SetupError, match="max-tokens cuts static batches"):
-        decided(batching="continuous", max_tokens=100)
-    with pytest.raises(SetupError, match="batching is 'sometimes': choose from auto, static, continuous"):
-        decided(batching="sometimes")
+def test_it_is_not_the_default(bart: Path) -> None:
+    settings = RunOptions(model=str(bart), input="-", output="-", device="cpu", quiet=True)
+    assert not continuous.is_continuous(settings)
+    assert continuous.is_continuous(replace(settings, batching="continuous"))
