@@ -23,7 +23,7 @@ from fastgen.engine.planning import Costs
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
-from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.slots import Slot, Slots
 from fastgen.optimizer.transformers.entering import entering
 
@@ -247,7 +247,7 @@ class ContinuousBatches:
         for request, result in zip(batch, [outcome] * len(batch) if is_error else outcome, strict=True):
             self.static.settle(request, result)
 
-    def _enter(self, batch: list[Request], entered: list[_Running], state: Any, decoding: Decoding) -> None:
+    def _enter(self, batch: list[Request], entered: list[_Running], state: Any, decoding: EnteringDecoding) -> None:
         """Has the inputs of a call enter. Raises CannotBeCaptured if they cannot."""
         if len(batch) > 1 and decoding.processors_data is None:
             raise CannotBeCaptured("processors that are those of a call of its own")

@@ -10,7 +10,7 @@ from fastgen.decoding.kv.cache import Pair
 from fastgen.decoding.kv.prefixes import BLOCK, PrefixCache
 from fastgen.engine.requests import Request
 from fastgen.memory import free_host_memory
-from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.entering import Entering
 
 # Beginnings are worth a prefill of their own from so many tokens on.
@@ -55,7 +55,7 @@ class Prefills:
         batch: Sequence[Request],
         state: Any,
         others_wait: bool,
-        take: Callable[[Decoding], None],
+        take: Callable[[EnteringDecoding], None],
         step: Callable[[], None],
     ) -> Entering:
         """The prefill of a batch.
@@ -81,7 +81,7 @@ class Prefills:
             step()
             begin += time.perf_counter() - before
 
-        def taken(decoding: Decoding) -> None:
+        def taken(decoding: EnteringDecoding) -> None:
             self._note(sum(request.length - known for request in batch), time.perf_counter() - begin)
             take(decoding)
 
@@ -97,7 +97,7 @@ class Prefills:
         each = seconds / max(tokens, 1)
         self._seconds = each if self._seconds is None else self._seconds + _LATEST * (each - self._seconds)
 
-    def keep(self, batch: Sequence[Request], decoding: Decoding) -> None:
+    def keep(self, batch: Sequence[Request], decoding: EnteringDecoding) -> None:
         """Keeps the beginnings of prompts that have been prefilled."""
         if self.prefixes is None:
             return

@@ -27,6 +27,7 @@ from fastgen.optimizer.transformers import entering, speculation, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
 from fastgen.optimizer.transformers.captured.prefilled import LAST
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies, masks_source
@@ -117,7 +118,7 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
     how = entering.current()
     if how is None:
         return Decoding(call, arguments, model_kwargs).run()
-    how.take(Decoding(call, arguments, model_kwargs, enters_slots=True))
+    how.take(EnteringDecoding(call, arguments, model_kwargs))
     return arguments["input_ids"]
 
 

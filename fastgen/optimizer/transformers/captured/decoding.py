@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,12 +30,11 @@ from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.key import Host, Key
+from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
-from fastgen.optimizer.transformers.captured.prefilled import Prefilled
+from fastgen.optimizer.transformers.captured.prefilled import Prefilled, needed_sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
 
@@ -70,9 +68,7 @@ class _Written(CannotBeCaptured):
 class Decoding:
     """One call with a captured step, after its prefill."""
 
-    def __init__(
-        self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], enters_slots: bool = False
-    ) -> None:
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         assert call.store is not None, "the prefill was accelerated"
         self._call, self.model, self._store = call, call.model, call.store
         self.config = arguments["generation_config"]
@@ -85,28 +81,34 @@ class Decoding:
         criteria = arguments["stopping_criteria"]
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
-        # The search stops at these by itself: not at a maximum length that is less than the call's.
-        own, limit = (EosTokenCriteria, MaxLengthCriteria), self.config.max_length
-        self._criteria = [x for x in criteria if type(x) not in own or getattr(x, "max_length", limit) != limit]
+        self._criteria = [each for each in criteria if self._asks(each)]
         # What the call returns of every step, by name.
         names = RECORDS if self.config.return_dict_in_generate else ()
         self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self.config, f"output_{name}")}
-        if enters_slots:  # there, who stops a call takes its inputs out, and a source has no padding
-            self._criteria = [x for x in self._criteria if getattr(x, "max_time", None) != math.inf]
         if self._criteria and all(user_code.says(x, "releases_scores") for x in self._criteria):
             self._criteria = []  # they only let go what is not kept then
             self._kept.pop("scores", None)
         self.host = Host(self._process, self._stops, self._keep)
-        prefilled = Prefilled(call, self._input_ids, self._per_input, model_kwargs, limit, self._eos)
-        self.prompt, self._windows = prefilled.prompt, prefilled.windows
-        if enters_slots and self.prompt.cross:
-            self.prompt.tensors.pop("attention_mask", None)
+        given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
+        self.prompt, self._windows = self._prefilled(Prefilled(*given))
         self._lengths = processors.Lengths(
             self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
         )
-        self._needed, self.may_pad = self._needed_sizes()
+        self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
         self._key = self.own_key = self._make_key()
         self._ledger = Ledger.of(self.model)
+
+    def _asks(self, criterion: Any) -> bool:
+        """Whether the host asks a criterion. The search stops at some by itself: not at a length that is less than the
+        call's.
+        """
+        limit = self.config.max_length
+        is_own = type(criterion) in (EosTokenCriteria, MaxLengthCriteria)
+        return not is_own or getattr(criterion, "max_length", limit) != limit
+
+    def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
+        """The prompt that the call begins from, and the sliding windows of the layers."""
+        return prefilled.prompt, prefilled.windows
 
     def run(self) -> Any:
         """What the library's loop returns, on the step that fits.
@@ -358,37 +360,12 @@ class Decoding:
     def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
         return DecodeStep(self._key, self.prompt, made, self._sizes())
 
-    # ---- its inputs enter slots (`slots`)
-
-    def slot(self, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
-        """One of its inputs, as slots see it.
-
-        Args:
-            new_tokens: the most that it may generate; None for as many as the call may.
-            length: tokens of its prompt; None for as many as the call has.
-            seed: of what it draws; None for one that is drawn.
-        """
-        generator = None
-        if self.config.do_sample:
-            generator = torch.Generator()
-            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed)
-        is_seen = self.own_key.waits_for_host or self.processors_data is None
-        put = None if self.streamer is None else self.streamer.put
-        most = self.prompt.new_tokens if new_tokens is None else new_tokens
-        padding = 0 if length is None else self.prompt.tokens.shape[1] - length
-        return Slot(most, padding, self._count, self.host if is_seen else None, generator, put)
-
     def release(self) -> None:
         """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
         self._has_released = True
         self._store.release()
         self.prompt.own.clear()
         self.prompt.cross.clear()
-
-    @property
-    def window(self) -> int | None:
-        """The shortest sliding window of the model's layers; None if they see everything."""
-        return min((window for window in self._windows if window), default=None)
 
     @property
     def _count(self) -> int:
@@ -415,13 +392,6 @@ class Decoding:
         pairs = zip(made, self._processors, strict=False)
         return all(processors.refresh(captured, given, self._lengths) for captured, given in pairs)
 
-    @property
-    def processors_data(self) -> tuple[Hashable, ...] | None:
-        """What `refresh` takes over of processors that do the same for any rows; None if not all are such."""
-        if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):
-            return None
-        return tuple(processors.data(each, self._lengths) for each in self._processors)
-
     def fill(self) -> int:
         """What stands behind the end of a sequence."""
         pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
@@ -436,21 +406,6 @@ class Decoding:
         if graph.is_recorded(self.model.device):
             return inputs
         return next((n for n in BATCHES if n >= inputs), processors.round_up(inputs, 16))
-
-    def _needed_sizes(self) -> tuple[Sizes, bool]:
-        """What the call needs, and whether its prompt may be put behind padding."""
-        prompt, length = self.prompt, self.prompt.tokens.shape[1]
-        encoded = self._model_kwargs.get("encoder_outputs")
-        source = 0 if encoded is None else encoded[0].shape[1]
-        stored = length
-        if encoded is not None and not prompt.cross:  # the source is in front of the prompt
-            source = source if length > 1 else processors.round_up(source)
-            stored = source + length - 1
-        # A prompt may be put behind padding where its mask says so, and its positions are given.
-        may_pad = (
-            not self.model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
-        )
-        return Sizes(length, stored, prompt.new_tokens, source), may_pad
 
     def _make_key(self) -> Key:
         prompt, config = self.prompt, self.config

@@ -12,6 +12,8 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, Prompt
+from fastgen.optimizer.transformers.captured.processors import round_up
+from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.models import masks_source
 
 # Inputs of the model with a row per sequence that the next step gets as they are.
@@ -128,3 +130,17 @@ def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -
     if bool((starts == ends).any()):
         raise CannotBeCaptured("an input that is masked altogether")
     return starts, ends
+
+
+def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tuple[Sizes, bool]:
+    """What the call needs, and whether its prompt may be put behind padding."""
+    length = prompt.tokens.shape[1]
+    encoded = model_kwargs.get("encoder_outputs")
+    source = 0 if encoded is None else encoded[0].shape[1]
+    stored = length
+    if encoded is not None and not prompt.cross:  # the source is in front of the prompt
+        source = source if length > 1 else round_up(source)
+        stored = source + length - 1
+    # A prompt may be put behind padding where its mask says so, and its positions are given.
+    may_pad = not model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
+    return Sizes(length, stored, prompt.new_tokens, source), may_pad

@@ -22,7 +22,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
-from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host_work import Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.pays import Ledger
@@ -57,7 +57,7 @@ class Slots:
         CannotBeCaptured: inputs of such calls cannot come and go.
     """
 
-    def __init__(self, decoding: Decoding, most: int) -> None:
+    def __init__(self, decoding: EnteringDecoding, most: int) -> None:
         self._model, self._most = decoding.model, most
         self._key = key_of(decoding)
         self._eos, self._fill = decoding.prompt.eos, decoding.fill()
@@ -85,7 +85,7 @@ class Slots:
 
     # ---- inputs that come
 
-    def admit(self, decoding: Decoding, entering: list[Slot], expected: int) -> None:
+    def admit(self, decoding: EnteringDecoding, entering: list[Slot], expected: int) -> None:
         """Takes in the inputs of a call behind its prefill, with their first tokens.
 
         Args:
@@ -102,7 +102,7 @@ class Slots:
             self._note(slot, prompt, decoding)
             self._enter(step, slot, prompt, decoding)
 
-    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
+    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: EnteringDecoding) -> None:
         place = next(place for place in range(self._key.batch) if place not in self.taken)
         step.load(place, prompt)
         if not step.forward.is_watched:  # before code of the user's sees a token
@@ -131,7 +131,7 @@ class Slots:
             graph_cache.refuse(self._model, step.key, str(error))
             raise CannotBeCaptured(str(error)) from error
 
-    def _check_window(self, decoding: Decoding, needed: Sizes) -> None:
+    def _check_window(self, decoding: EnteringDecoding, needed: Sizes) -> None:
         """Masks of a sliding window are those of the longest row: no row may lose a position by that."""
         if decoding.window is None:
             return
@@ -140,7 +140,7 @@ class Slots:
         if self._longest + new > decoding.window:
             raise CannotBeCaptured("more positions than the sliding window")
 
-    def _note(self, slot: Slot, prompt: Prompt, decoding: Decoding) -> None:
+    def _note(self, slot: Slot, prompt: Prompt, decoding: EnteringDecoding) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""
         if settings.current().captured_step == "always":
             self._captures_from = 0
@@ -149,7 +149,7 @@ class Slots:
         if starts is not None:
             self._captures_from = min(self._captures_from, self._steps + starts)
 
-    def _with_room(self, decoding: Decoding, inputs: int, needed: Sizes) -> DecodeStep:
+    def _with_room(self, decoding: EnteringDecoding, inputs: int, needed: Sizes) -> DecodeStep:
         """The step, with room for so many inputs, where there is such, and for what they need."""
         batch = min(max(_power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
@@ -161,7 +161,7 @@ class Slots:
         self._key = self._step.key
         return self._step
 
-    def _taken(self, decoding: Decoding, batch: int, needed: Sizes) -> DecodeStep:
+    def _taken(self, decoding: EnteringDecoding, batch: int, needed: Sizes) -> DecodeStep:
         """The step for so many inputs, as the cache has it or a new one."""
         key = replace(self._key, batch=batch)
         vocabulary = decoding.prompt.logits.shape[-1]
@@ -179,10 +179,10 @@ class Slots:
             step.search.noise = torch.ones(key.rows, vocabulary)
         return step
 
-    def _rounded(self, decoding: Decoding, needed: Sizes) -> Sizes:
+    def _rounded(self, decoding: EnteringDecoding, needed: Sizes) -> Sizes:
         return sizes.rounded(needed, decoding.may_pad, on_gpu=False, at_once=True)
 
-    def _moved(self, decoding: Decoding, batch: int) -> DecodeStep:
+    def _moved(self, decoding: EnteringDecoding, batch: int) -> DecodeStep:
         """A step for more inputs, with those that are there."""
         before = self._step
         assert before is not None
@@ -288,7 +288,7 @@ class Slots:
             graph_cache.give_back(self._model, step)
 
 
-def key_of(decoding: Decoding) -> Key:
+def key_of(decoding: EnteringDecoding) -> Key:
     """What is frozen in a step that inputs of such a call enter; its batch says nothing.
 
     Raises:
@@ -306,7 +306,7 @@ def key_of(decoding: Decoding) -> Key:
     return replace(decoding.of_any_sizes(key), batch=1, slots=True)
 
 
-def identity(decoding: Decoding) -> Hashable:
+def identity(decoding: EnteringDecoding) -> Hashable:
     """Inputs of calls that agree in it can be in one step at a time."""
     key = key_of(decoding)
     return key, key.processors and decoding.processors_data, decoding.prompt.eos, decoding.fill()

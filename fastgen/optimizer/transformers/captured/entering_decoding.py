@@ -1,0 +1,63 @@
+"""A call whose inputs enter slots: it goes no further than its first token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from fastgen.optimizer.transformers.captured import processors
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.key import Prompt
+from fastgen.optimizer.transformers.captured.prefilled import Prefilled
+from fastgen.optimizer.transformers.captured.slot import Slot
+
+
+class EnteringDecoding(Decoding):
+    """One call after its prefill, as `Slots` takes it."""
+
+    def __init__(self, call: Any, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+        super().__init__(call, arguments, model_kwargs)
+        self.streamer = arguments.get("streamer")
+
+    def _asks(self, criterion: Any) -> bool:
+        # Who stops a call by a time without end takes its inputs out of their slots.
+        return super()._asks(criterion) and getattr(criterion, "max_time", None) != math.inf
+
+    def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
+        prompt, windows = super()._prefilled(prefilled)
+        if prompt.cross:  # in slots, a source has no padding
+            prompt.tensors.pop("attention_mask", None)
+        return prompt, windows
+
+    def slot(self, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
+        """One of its inputs, as slots see it.
+
+        Args:
+            new_tokens: the most that it may generate; None for as many as the call may.
+            length: tokens of its prompt; None for as many as the call has.
+            seed: of what it draws; None for one that is drawn.
+        """
+        generator = None
+        if self.config.do_sample:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed)
+        is_seen = self.own_key.waits_for_host or self.processors_data is None
+        put = None if self.streamer is None else self.streamer.put
+        most = self.prompt.new_tokens if new_tokens is None else new_tokens
+        padding = 0 if length is None else self.prompt.tokens.shape[1] - length
+        return Slot(most, padding, self._count, self.host if is_seen else None, generator, put)
+
+    @property
+    def window(self) -> int | None:
+        """The shortest sliding window of the model's layers; None if they see everything."""
+        return min((window for window in self._windows if window), default=None)
+
+    @property
+    def processors_data(self) -> tuple[Hashable, ...] | None:
+        """What `refresh` takes over of processors that do the same for any rows; None if not all are such."""
+        if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):
+            return None
+        return tuple(processors.data(each, self._lengths) for each in self._processors)
