@@ -7,6 +7,7 @@ to its end, as a static batch.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fastgen import patching, settings
+from fastgen import caches, patching, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.executor import CHANGED, StaticBatches, alone_for_model, pads, state_of
@@ -31,6 +32,8 @@ from fastgen.optimizer.transformers.entering import entering
 MOST_IN_USE = 8
 # Seconds in which no other thread gets the turn for captured steps, and nobody looks whether weights were written to.
 _TURN = 2.0
+# Seconds between two turns, in which others may take theirs.
+_BREATH = 0.001
 
 
 # A prefill reads all weights, as a decode step does: it waits until this part of the slots is free, or so many steps.
@@ -61,6 +64,7 @@ class ContinuousBatches:
         cache_bytes: of K and V of requests in slots, at the most; None for any number.
         max_stall: seconds that requests in slots may wait for the prefill of others; None for any number.
         costs: of prefills; by default, those that are measured.
+        prefix_bytes: of beginnings that prompts share, at the most; None for a part of the memory that is free.
 
     Attributes:
         static: what runs the others, and counts.
@@ -75,20 +79,25 @@ class ContinuousBatches:
         cache_bytes: int | None = None,
         max_stall: float | None = 1.0,
         costs: Costs | None = None,
+        prefix_bytes: int | None = None,
     ) -> None:
         self.model, self.most_rows = model, most_rows
         self.static = StaticBatches(model, most_rows, costs)
         self.counts: Counter[str] = Counter(steps=0, row_steps=0, busy_row_steps=0, preempted=0)
         self.budget = KVBudget(cache_bytes)
-        self.prefills = Prefills(pads(model) and not model.config.is_encoder_decoder, max_stall)
+        self.prefills = Prefills(pads(model) and not model.config.is_encoder_decoder, max_stall, prefix_bytes)
         self._in_use: dict[Hashable, Slots] = {}
         self._running: dict[Slot, _Running] = {}  # in the order in which they entered
         self._preempted: list[Request] = []
         self._is_stale = False  # the model has changed since requests have entered
         self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
-        self._entered: set[Hashable] = set()  # prefill groups of requests that have entered
+        self._entered: dict[Hashable, None] = {}  # prefill groups of requests that have entered
         self._declined: dict[Hashable, str] = {}  # and of those that cannot, with the reason
         self._waiting_like: Counter[Hashable] = Counter()  # requests that wait, by prefill group
+
+    def reset(self) -> None:
+        """In a forked process: nothing is in slots, as the requests are those of the other one."""
+        self._in_use, self._running, self._preempted = {}, {}, []
 
     # ---- which requests run next
 
@@ -137,20 +146,23 @@ class ContinuousBatches:
         else:  # which may yet turn out to be a static batch
             like = [each for each in waiting if each.alone is None and each.group == first.group]
         alone = first.prefill_group is None or self.prefills.alone(first, like)
-        return self._with_room([first] if alone else self.static.together(like, free))
+        return self._with_room([first] if alone else self.static.together(like, free), first)
 
     def _is_time(self, free: int) -> bool:
         """Whether to prefill now: for a few slots together, unless others have waited for some steps."""
         self._waited = self._waited + 1 if self._running else LONGEST_WAIT
         return free >= self.most_rows * SHARE_OF_FREE or self._waited >= LONGEST_WAIT
 
-    def _with_room(self, batch: list[Request]) -> list[Request]:
-        """Those of a batch whose K and V have room; the first one, if nobody is there."""
+    def _with_room(self, batch: list[Request], oldest: Request) -> list[Request]:
+        """Those of a batch whose K and V have room, the oldest first; that one at least, if nobody is there."""
         stored, chosen = self.budget.stored(self._running), list[Request]()
-        for request in batch:
+        for request in sorted(batch, key=lambda each: each is not oldest):
             stored += self._needed(request, RESERVED)
-            if self.budget.has_room(stored, 0) or not (chosen or self._running):
-                chosen.append(request)
+            if not (self.budget.has_room(stored, 0) or not (chosen or self._running)):
+                break
+            chosen.append(request)
+            if not self.budget.is_known:
+                break
         return chosen
 
     def _needed(self, request: Request, new_tokens: int) -> int:
@@ -171,14 +183,42 @@ class ContinuousBatches:
 
     def steps(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
         """As `run`, step by step."""
-        if self._runs_static(requests[0]):
-            self.static.run(requests)
+        if requests and self._runs_static(requests[0]):
+            self._run_static(requests)
             yield
             return
         while requests or self._running or self._preempted:
-            with slots.running(self.model.device):
-                yield from self._take_turn(requests, more)
+            with contextlib.ExitStack() as turn:
+                try:
+                    turn.enter_context(slots.running(self.model.device))
+                except CannotBeCaptured as error:
+                    self._do_without_turn(requests, error)
+                    yield
+                else:
+                    yield from self._take_turn(requests, more)
             requests = []
+            time.sleep(_BREATH)
+
+    def _do_without_turn(self, requests: list[Request], error: CannotBeCaptured) -> None:
+        """A call of another thread has captured steps, and does not end: it may wait for one of these requests.
+
+        Those whose code must not run twice wait on.
+        """
+        for step in list(self._in_use.values()):
+            if not any(self._running[slot].request.runs_user_code for slot in step.taken.values()):
+                self._evict(step, RuntimeError(str(error)))
+        again, self._preempted = self._preempted, []
+        self._run_static([*requests, *again])
+
+    def _run_static(self, requests: Sequence[Request]) -> int:
+        """Runs requests in as many static batches as they need; returns how many."""
+        left, count = [request for request in requests if not request.future.done()], 0
+        while left:
+            count += 1
+            chosen = self.static.choose(left)
+            self.static.run(chosen)
+            left = [request for request in left if request not in chosen]
+        return count
 
     def stop(self) -> None:
         """Ends the static call that runs. Another thread calls this."""
@@ -206,12 +246,7 @@ class ContinuousBatches:
         if not batch:
             return
         if self._runs_static(batch[0]):
-            self.static.run(batch)
-            return
-        if not self.budget.has_room(0, self._needed(batch[0], batch[0].new_tokens or 0)):
-            needed = f"{self._needed(batch[0], batch[0].new_tokens or 0)} bytes of K and V"
-            self.static.settle(batch[0], MemoryError(f"the request may need {needed}: the cache has less"))
-            self._begin(batch[1:])
+            self._run_static(batch)
             return
         for request in batch:
             request.future.has_begun = True
@@ -222,22 +257,28 @@ class ContinuousBatches:
         with entering(how):
             outcome = self.static.attempt(batch)
         if entered and not isinstance(outcome, BaseException):
-            self._entered.add(batch[0].prefill_group)
+            caches.limit(self._entered)
+            self._entered[batch[0].prefill_group] = None
             return
         for running in entered:  # what entered, and failed behind that
             self._leave(running)
-        if self._is_stale:
-            self._is_stale = False
+        is_changed, self._is_stale = self._is_stale, False
+        if is_changed:
             for step in list(self._in_use.values()):
                 self._evict(step, None)
-        self._settle(batch, outcome, is_changed=state_of(self.model) != before)
+        self._settle(batch, outcome, is_changed or state_of(self.model) != before)
 
     def _settle(self, batch: list[Request], outcome: Any, is_changed: bool) -> None:
         """Takes what a call has given that went on as a static batch, or what it has raised."""
-        group = batch[0].prefill_group
-        if group is not None and group not in self._entered and len(self._in_use) < MOST_IN_USE:
+        group, is_error = batch[0].prefill_group, isinstance(outcome, BaseException)
+        is_new = group is not None and group not in self._entered and len(self._in_use) < MOST_IN_USE
+        if is_new and not (is_error or is_changed):
+            caches.limit(self._declined)
             self._declined[group] = "calls of this kind have no slots"
-        is_error = isinstance(outcome, BaseException)
+        if is_error and not isinstance(outcome, Exception):
+            for request in batch:
+                self.static.settle(request, outcome)
+            return
         is_static = all(request.group == batch[0].group for request in batch)
         if not is_static or is_changed or (is_error and len(batch) > 1):
             self._run_again(batch, outcome if is_error else RuntimeError(CHANGED))
@@ -265,6 +306,9 @@ class ContinuousBatches:
         for request in batch:
             length = None if is_whole else request.length
             slot = decoding.slot(request.new_tokens, length, request.seed)
+            needed = self._needed(request, slot.new_tokens)
+            if not self.budget.has_room(0, needed):
+                slot.error = MemoryError(f"the request may need {needed} bytes of K and V: cache_gib is less")
             entered.append(_Running(request, slot, step, state, end))
         try:
             step.admit(decoding, [running.slot for running in entered], self._waiting_like[batch[0].prefill_group])
@@ -307,7 +351,10 @@ class ContinuousBatches:
         """
         for step in self._in_use.values():
             if step.is_captured and not step.has_failed:
-                self._advanced(step)
+                try:
+                    self._advanced(step)
+                except Exception:
+                    step.has_failed = True  # the call that prefills has nothing to do with it
 
     def _retire(self, running: _Running) -> None:
         """The request is over."""
@@ -319,10 +366,11 @@ class ContinuousBatches:
         elif error is None and state_of(self.model) != running.state:
             self._run_again([request], RuntimeError(CHANGED))
         else:
-            if not isinstance(result, Exception):
+            if running.end is not None and not isinstance(result, BaseException):
+                running.slot.catch(running.end)
+                result = running.slot.error or result
+            if not isinstance(result, BaseException):
                 self.static.count(request, result)
-                if running.end is not None:
-                    running.end()
             self.static.settle(request, result)
 
     def _leave(self, running: _Running) -> None:
@@ -346,11 +394,7 @@ class ContinuousBatches:
             if request.runs_user_code:
                 self.static.settle(request, error)
         left = [request for request in batch if not request.future.done()]
-        while left:
-            chosen = self.static.choose(left)
-            self.static.counts["repeated"] += 1
-            self.static.run(chosen)
-            left = [request for request in left if request not in chosen]
+        self.static.counts["repeated"] += self._run_static(left)
 
     # ---- memory
 
@@ -368,4 +412,5 @@ class ContinuousBatches:
         """A request that has left for want of memory, if there is room for it again."""
         if not self._preempted or self._preempted[0].rows > self.most_rows - self.busy:
             return []
-        return [self._preempted.pop(0)] if self._with_room(self._preempted[:1]) else []
+        first = self._preempted[0]
+        return [self._preempted.pop(0)] if self._with_room([first], first) else []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,8 @@ class Engine:
         self._model, self._rows = model, int(rows)
         cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
         self._executor = ContinuousBatches(model, self._rows, cache_bytes, max_stall_ms / 1000)
-        self._waiting = Waiting(max_waiting, self._executor.choose, self._executor.stop)
+        executor = self._executor
+        self._waiting = Waiting(max_waiting, executor.choose, executor.stop, executor.reset)
         # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
         weakref.finalize(self, self._waiting.close).atexit = False
 
@@ -176,9 +177,14 @@ class Engine:
 
     # ---- its life
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
         """A context in which no request runs, to change the model in: what runs is finished first, what waits waits."""
-        return self._waiting.paused()
+        with self._waiting.paused():
+            try:
+                yield
+            finally:
+                self._executor.prefills.forget()
 
     def close(self, wait: bool = True, *, cancel: bool = False) -> None:
         """Takes no more requests. Harmless to repeat.
@@ -250,7 +256,7 @@ class Engine:
 def _serve(waiting: Waiting, executor: ContinuousBatches) -> None:
     """What the thread of an engine does. It does not hold the engine, which may go while requests run."""
     try:
-        while batch := waiting.take():
+        while (batch := waiting.take()) is not None:
             executor.run(batch, waiting.take_more)
             waiting.settle_running()
             del batch  # and the results, while nothing is to do

@@ -46,6 +46,7 @@ class StaticBatches:
         self.alone: Counter[str] = Counter()
         self._costs = costs or Costs()
         self._criterion: MaxTimeCriteria | None = None
+        self._batch: list[Request] = []  # that it ends
 
     # ---- which requests share a batch
 
@@ -98,9 +99,9 @@ class StaticBatches:
         return f"requests {'of one length ' if not pads(self.model) else ''}that agree in their options share a call"
 
     def stop(self) -> None:
-        """Ends the call that runs, in its next step. Another thread calls this."""
+        """Ends the call that runs, in its next step, if nobody wants its results. Another thread calls this."""
         criterion = self._criterion
-        if criterion is not None:
+        if criterion is not None and all(request.future.done() for request in self._batch):
             criterion.max_time = -math.inf
 
     def attempt(self, batch: list[Request]) -> Any:
@@ -150,14 +151,13 @@ class StaticBatches:
         if not can_stop or first.config is None or first.config.max_time is not None or first.has_own_loop:
             yield {}
             return
-        self._criterion = MaxTimeCriteria(math.inf)
-        if all(request.future.done() for request in batch):
-            self.stop()
+        self._batch, self._criterion = batch, MaxTimeCriteria(math.inf)
+        self.stop()
         try:
             own = first.options.get("stopping_criteria") or ()
             yield {"stopping_criteria": StoppingCriteriaList([*own, self._criterion])}
         finally:
-            self._criterion = None
+            self._batch, self._criterion = [], None
 
     def _call(self, request: Request, options: dict[str, Any]) -> Any:
         """A call of its own."""
@@ -275,4 +275,4 @@ def _is_kept(module: nn.Module, weight: Tensor) -> bool:
 
 def _state_of(weight: Tensor) -> tuple[Any, ...]:
     place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-    return id(weight), place, 0 if weight.is_inference() else weight._version
+    return id(weight), place, weight.requires_grad, 0 if weight.is_inference() else weight._version

@@ -14,6 +14,9 @@ from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.planning import Costs
 from fastgen.engine.requests import Request
 
+# Of beginnings that prompts share: what is free differs from run to run.
+PREFIX_BYTES = 2**28
+
 
 class TokenCosts(Costs):
     """What a call costs by its tokens alone, whatever calls have taken so far."""
@@ -45,7 +48,7 @@ def executor_for(model: Any, rows: int) -> ContinuousBatches:
     Args:
         rows: those that are in the model at the same time, at most: a request takes as many as it has beams.
     """
-    return ContinuousBatches(model, rows, max_stall=None, costs=TokenCosts())
+    return ContinuousBatches(model, rows, max_stall=None, costs=TokenCosts(), prefix_bytes=PREFIX_BYTES)
 
 
 def turns(executor: ContinuousBatches, requests: Sequence[Request]) -> Iterator[Turn]:

@@ -24,6 +24,11 @@ class KVBudget:
         self.most_bytes, self.peak = most_bytes, 0
         self._own = self._cross = 0  # bytes of a position, once they are known
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what a position takes, or does not matter."""
+        return self.most_bytes is None or bool(self._own)
+
     def note(self, own: int, cross: int) -> None:
         """What a position of self- and of cross-attention takes, in bytes."""
         self._own, self._cross = own, cross

@@ -28,17 +28,23 @@ class Prefills:
 
     Args:
         shares: prompts may share beginnings: K and V of a token do not depend on what follows, nor on padding.
-        max_stall: seconds that requests in slots may wait for a prefill.
+        max_stall: seconds that requests in slots may wait for a prefill; None for any number.
+        prefix_bytes: of beginnings, at the most; None for a part of the memory that is free.
 
     Attributes:
         chunks: passes after which requests in slots have gone on before the prefill was over.
     """
 
-    def __init__(self, shares: bool, max_stall: float | None) -> None:
+    def __init__(self, shares: bool, max_stall: float | None, prefix_bytes: int | None = None) -> None:
         self.max_stall, self.chunks = max_stall, 0
-        self.prefixes = PrefixCache(int(SHARE_OF_MEMORY * free_host_memory())) if shares else None
+        most = int(SHARE_OF_MEMORY * free_host_memory()) if prefix_bytes is None else prefix_bytes
+        self.prefixes = PrefixCache(most) if shares else None
         self._state: Any = None  # of the model that they are of
         self._seconds: float | None = None  # of a token
+
+    def forget(self) -> None:
+        """The model may have changed in a way that its state does not tell."""
+        self._state = None
 
     def alone(self, first: Request, waiting: Sequence[Request]) -> bool:
         """Whether a request is better prefilled alone: its beginning is known, or others that wait have it, too."""

@@ -24,11 +24,16 @@ class Waiting:
 
     Args:
         choose: which of those that wait run next, together; the first one is among them.
-        stop: ends the call that runs, as none of its requests is wanted any more.
+        stop: ends the call that runs, if none of its requests is wanted any more.
+        reset: nothing runs any more: this process was forked.
     """
 
     def __init__(
-        self, most: int, choose: Callable[[Sequence[Request]], list[Request]], stop: Callable[[], object]
+        self,
+        most: int,
+        choose: Callable[[Sequence[Request]], list[Request]],
+        stop: Callable[[], object],
+        reset: Callable[[], object],
     ) -> None:
         self.most = most
         self.requests: list[Request] = []
@@ -36,7 +41,7 @@ class Waiting:
         self.thread: threading.Thread | None = None  # that takes the requests
         self.is_closed = False
         self.submitted = self.cancelled = 0  # so many, so far
-        self._choose, self._stop = choose, stop
+        self._choose, self._stop, self._reset = choose, stop, reset
         self._pauses = 0
         self._changed = threading.Condition(forkable_lock())
         _all.add(self)
@@ -97,7 +102,7 @@ class Waiting:
             self.cancelled += request.is_submitted
             if request in self.requests:
                 self.requests.remove(request)
-            elif request in self.running and all(each.future.done() for each in self.running):
+            elif request in self.running:
                 self._stop()
             self._changed.notify_all()  # there is room; and who waits to add this one need not
 
@@ -182,6 +187,7 @@ class Waiting:
         for request in (*self.requests, *self.running):
             request.future.give_up(RuntimeError("the process was forked: the request runs in the one it came from"))
         self.requests, self.running, self.thread, self._pauses = [], [], None, 0
+        self._reset()
 
 
 def _forked() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
@@ -244,3 +245,67 @@ def test_many_threads_submit_and_cancel(llama: Any) -> None:
         stats = engine.stats()
     assert not wrong and expected
     assert stats["busy"] == stats["running"] == stats["waiting"] == stats["failed"] == 0
+
+
+def test_code_that_generates_itself(model: Any) -> None:
+    """A call inside of one that enters is a call as ever, also with the first token."""
+    wanted = [alone(model, prompt, num_beams=2) for prompt in PROMPTS[:2]]
+
+    class Generates:
+        def __init__(self) -> None:
+            self.found: list[torch.Tensor] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if len(self.found) < 3:
+                self.found.append(alone(model, PROMPTS[1], num_beams=2))
+            return scores
+
+    asks = Generates()
+    executor = ContinuousBatches(model, 8)
+    requests = requests_for(model, PROMPTS[:1], num_beams=2, max_new_tokens=12, logits_processor=[asks])
+    run(executor, requests)
+    assert torch.equal(requests[0].future.result(0), alone(model, PROMPTS[0], num_beams=2, max_new_tokens=12))
+    assert len(asks.found) == 3 and all(torch.equal(each, wanted[1]) for each in asks.found)
+    assert not executor.busy
+
+
+def test_a_streamer_that_fails_at_the_end(llama: Any) -> None:
+    class Fails(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            pass
+
+        def end(self) -> None:
+            raise LookupError("of the user's")
+
+    executor = ContinuousBatches(llama, 8)
+    (failing,) = requests_for(llama, PROMPTS[:1], streamer=Fails())
+    plain = requests_for(llama, PROMPTS, max_new_tokens=30)
+    run(executor, [failing, *plain], at_once=8)
+    assert_as_alone(llama, plain, PROMPTS)
+    assert isinstance(failing.future.exception(0), LookupError) and not executor.static.counts["repeated"]
+
+
+def test_an_exit_of_users_code_ends_its_request_alone(llama: Any) -> None:
+    class Exits:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] > 8:
+                raise SystemExit(3)
+            return scores
+
+    with fastgen.Engine(llama) as engine:
+        exits = engine.submit(PROMPTS[0], logits_processor=[Exits()], max_new_tokens=20, eos_token_id=None)
+        plain = engine.submit(PROMPTS[1], max_new_tokens=20)
+        assert isinstance(exits.exception(WAIT), SystemExit)
+        assert torch.equal(plain.result(WAIT), alone(llama, PROMPTS[1], max_new_tokens=20))
+        assert torch.equal(engine.submit(PROMPTS[2]).result(WAIT), alone(llama, PROMPTS[2]))
+
+
+def test_weights_that_are_written_in_a_pause(llama: Any) -> None:
+    """Also where nothing tells of it: beginnings of prompts are read again."""
+    prompts = [[*range(20, 110), number] for number in (3, 4)]
+    with fastgen.Engine(llama) as engine:
+        engine.generate(prompts)
+        with engine.paused():
+            llama.get_input_embeddings().weight.data.mul_(-1.0)
+        for prompt in prompts:
+            assert torch.equal(engine.submit(prompt).result(WAIT), alone(llama, prompt))

@@ -32,7 +32,7 @@ both = pytest.mark.parametrize("name", SIDES)
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and length of the groups that were run. Groups pay for tiny inputs too."""
     found: list[tuple[int, int]] = []
-    groups = buckets._groups
+    groups = buckets._buckets
 
     def recording(call: Any, part: Any, ids: torch.Tensor, *more: Any, **named: Any) -> Any:
         made = groups(call, part, ids, *more, **named)
@@ -40,7 +40,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return made
 
     monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
-    monkeypatch.setattr(buckets, "_groups", recording)
+    monkeypatch.setattr(buckets, "_buckets", recording)
     return found
 
 

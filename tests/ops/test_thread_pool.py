@@ -125,7 +125,7 @@ for has_it in (True, False):  # the thread that forks
 
 @needs_kernel
 @pytest.mark.skipif(thread_pool._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
-def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
+def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
     sleeps, threads = 0, torch.get_num_threads()
     monkeypatch.setattr(thread_pool, "_sleeps", lambda: sleeps)
     monkeypatch.setattr(thread_pool, "REPLAYS", 3)
@@ -168,7 +168,7 @@ def test_it_has_a_processor_for_each_thread(monkeypatch, no_pool):
 
 
 @needs_kernel
-def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_team):
+def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_pool):
     thread_pool._left = 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(thread_pool, "processors", lambda: 2)

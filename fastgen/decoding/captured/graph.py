@@ -31,11 +31,11 @@ turn, _turn_on_cpu = forkable_lock(), forkable_lock()
 
 
 @contextlib.contextmanager
-def taken(device: torch.device, always_waits: bool = False) -> Iterator[None]:
+def taken(device: torch.device, patience: float = 0.0) -> Iterator[None]:
     """The turn of this thread. On the CPU, where a call can do without, it is waited for only if the user says always.
 
     Args:
-        always_waits: who asks cannot do without.
+        patience: seconds to wait at the most where a call would not wait.
 
     Raises:
         CannotBeCaptured: on the CPU, another thread has the turn.
@@ -46,7 +46,7 @@ def taken(device: torch.device, always_waits: bool = False) -> Iterator[None]:
             yield
         return
     with undoing(partial(_give_back, lock)):
-        if not lock.acquire(blocking=always_waits or waits(device)):
+        if not (lock.acquire() if waits(device) else lock.acquire(timeout=patience)):
             raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
         with cache.call():
             yield

@@ -35,6 +35,12 @@ class Entering:
     beginning: Sequence[Pair] = ()
     chunk: int | None = None
     between: Callable[[], object] = lambda: None
+    _call: Any = None  # the call that enters: others inside of it, made by code of the user's, do not
+
+    def is_of(self, call: Any) -> bool:
+        """Whether this is the call that enters: the first one that asks."""
+        self._call = call if self._call is None else self._call
+        return self._call is call
 
     def serves(self, model: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> bool:
         """Whether there is something to do besides the library's prefill, and the model allows it."""
@@ -82,6 +88,7 @@ def entering(how: Entering) -> Iterator[None]:
         _current.reset(token)
 
 
-def current() -> Entering | None:
-    """How the call of this thread enters slots; None for one that does not."""
-    return _current.get()
+def current(call: Any) -> Entering | None:
+    """How a call enters slots; None for one that does not."""
+    how = _current.get()
+    return how if how is not None and how.is_of(call) else None

@@ -74,7 +74,7 @@ def _prefill(
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
     store = call.store = ExchangedLayers(releases.cache_in(model_kwargs), per_input, initial_capacity)
-    how, given = entering.current(), (one_row_ids, generation_config, one_row_kwargs)
+    how, given = entering.current(call), (one_row_ids, generation_config, one_row_kwargs)
     if how is not None and how.serves(call.model, *given):
         outputs = how.prefill(store, wrapped, *given, is_first_iteration)
     else:

@@ -26,11 +26,10 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.randomness import RandomState
-from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt
+from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled, needed_sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
@@ -40,8 +39,6 @@ from fastgen.optimizer.transformers.models import positions_of_step
 
 # Batches that steps are made for.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
-# Greedy search and sampling have room for so many tokens that end a sequence, at least.
-_ENDS = 4
 # A call of so many replays says how long a step takes.
 _ENOUGH_STEPS = 8
 
@@ -72,7 +69,7 @@ class Decoding:
         assert call.store is not None, "the prefill was accelerated"
         self._call, self.model, self._store = call, call.model, call.store
         self.config = arguments["generation_config"]
-        self._processors, self.streamer = arguments["logits_processor"], arguments.get("streamer")
+        self._processors = arguments["logits_processor"]
         self._per_input = max(self.config.num_beams, self.config.num_return_sequences)
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
@@ -378,14 +375,9 @@ class Decoding:
         """For a step of this key; None if the host runs them."""
         if key.processors is None:
             return None
-        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, self.prompt.logits.shape[-1])
-        made: list[CapturedProcessor] = []
-        for processor in self._processors:
-            captured = processors.captured(processor, bucket, self._lengths)
-            if captured is None:
-                raise CannotBeCaptured("a processor does not fit into its buffers")
-            made.append(captured)
-        return made
+        vocabulary = self.prompt.logits.shape[-1]
+        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary)
+        return processors.all_captured(self._processors, bucket, self._lengths)
 
     def refresh(self, made: Sequence[CapturedProcessor]) -> bool:
         """Has captured processors do what those of this call do; whether they can."""
@@ -420,7 +412,7 @@ class Decoding:
             source_in_front=encoded is not None and not prompt.cross,
             early_stopping=(config.early_stopping or False) if config.num_beams > 1 else None,
             samples=bool(config.do_sample),
-            ends=len(self._eos) if config.num_beams > 1 else _room_for_ends(self._eos),
+            ends=len(self._eos) if config.num_beams > 1 else room_for_ends(self._eos),
             processors=None if None in captured else tuple(captured),
             has_criteria=bool(self._criteria),
             kept=tuple(self._kept),
@@ -453,11 +445,6 @@ class Decoding:
         prompt = self._needed
         exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.stored, 0, 0)
         return replace(key, sizes=exact)
-
-
-def _room_for_ends(eos: tuple[int, ...]) -> int:
-    """Of greedy search and sampling, which have room for more tokens that end a sequence than there are."""
-    return operators.power_of_two(max(len(eos), _ENDS)) if eos else 0
 
 
 def _describe(error: Exception) -> str:

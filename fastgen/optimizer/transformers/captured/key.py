@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 # Masks, which are among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")
+# Greedy search and sampling have room for so many tokens that end a sequence, at least.
+_ENDS = 4
 # Inputs of the model that go up by one in every step.
 POSITIONS = ("position_ids", "decoder_position_ids")
 
@@ -139,3 +142,8 @@ class Prompt:
     def _left(self, stored: Tensor, first: int) -> int:
         """Of the first positions so many are in what a layer has stored, maybe only behind a sliding window."""
         return max(first - (self.stored - stored.shape[2]), 0)
+
+
+def room_for_ends(eos: tuple[int, ...]) -> int:
+    """Of greedy search and sampling, which have room for more tokens that end a sequence than there are."""
+    return power_of_two(max(len(eos), _ENDS)) if eos else 0

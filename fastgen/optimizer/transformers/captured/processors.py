@@ -8,7 +8,7 @@ each call copies its own into buffers that stay (`CapturedProcessor.refresh`), s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from fastgen import releases
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
@@ -97,6 +98,15 @@ def captured(processor: Any, bucket: Bucket, lengths: Lengths) -> CapturedProces
     kind, *frozen = signed.frozen
     made = kind(bucket, *frozen)
     return made if made.refresh(*signed.data) else None
+
+
+def all_captured(given: Iterable[Any], bucket: Bucket, lengths: Lengths) -> list[CapturedProcessor]:
+    """The capturable forms of processors. CannotBeCaptured: one of them has none, or does not fit into its buffers."""
+    made = [captured(processor, bucket, lengths) for processor in given]
+    found = [each for each in made if each is not None]
+    if len(found) < len(made):
+        raise CannotBeCaptured("a processor does not fit into its buffers")
+    return found
 
 
 def is_of_any_rows(processor: Any, lengths: Lengths) -> bool:

@@ -34,7 +34,7 @@ class Slot:
     host: Host | None = None
     generator: torch.Generator | None = None
     put: Callable[[Tensor], object] | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     place: int = field(default=-1, init=False)
     positions: int = field(default=0, init=False)
     source: int = field(default=0, init=False)
@@ -47,12 +47,18 @@ class Slot:
         """The same, where an exception is noted, and ends this input alone."""
 
         def process(tokens: Tensor, scores: Tensor) -> Tensor:
-            return self.catch(lambda: host.process(tokens, scores), scores)
+            return self.catch(lambda: self._drawable(host.process(tokens, scores)), scores)
 
         def stops(tokens: Tensor) -> Tensor:
             return self.catch(lambda: host.stops(tokens), torch.ones(len(tokens), dtype=torch.bool))
 
         return Host(process, stops, host.keep)
+
+    def _drawable(self, scores: Tensor) -> Tensor:
+        """Scores that a token can be drawn by: otherwise the error is this input's alone."""
+        if self.generator is not None and bool(torch.softmax(scores, dim=-1).isnan().any()):
+            raise ValueError("probabilities to draw from are not numbers")
+        return scores
 
     def catch(self, run: Callable[[], Any], otherwise: Any = None) -> Any:
         """What `run` returns; `otherwise` where it raises, or something has raised before."""
@@ -60,6 +66,6 @@ class Slot:
             return otherwise
         try:
             return run()
-        except Exception as error:
+        except BaseException as error:  # whatever it is, it ends this request alone
             self.error = error
             return otherwise

@@ -30,15 +30,21 @@ from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
+# Seconds that steps wait for captured steps of other threads.
+PATIENCE = 10.0
+
 
 @contextlib.contextmanager
 def running(device: torch.device) -> Iterator[None]:
     """The context in which steps run. It waits for calls of other threads that have captured steps.
 
     What the steps write may be written to outside of inference mode, too.
+
+    Raises:
+        CannotBeCaptured: another call did not end. It may wait for who would run here.
     """
     modes = undoing(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
-    with graph.taken(device, always_waits=True), modes, torch._C._InferenceMode(False), torch.no_grad():
+    with graph.taken(device, PATIENCE), modes, torch._C._InferenceMode(False), torch.no_grad():
         yield
 
 
@@ -115,6 +121,9 @@ class Slots:
         start, end = int(search.start[0, 0]), search.prompt_capacity
         turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
+        if isinstance(slot.error, CannotBeCaptured):  # the call goes on with the library's loop
+            step.leave(place)
+            raise slot.error
         step.enter(place, search, choice)
         slot.positions, slot.source = prompt.stored, prompt.cross[0][0].shape[2] if prompt.cross else 0
         slot.place, self.taken[place] = place, slot
@@ -135,10 +144,11 @@ class Slots:
         """Masks of a sliding window are those of the longest row: no row may lose a position by that."""
         if decoding.window is None:
             return
-        self._longest = max(self._longest, needed.stored)
+        longest = max(self._longest, needed.stored)
         new = max(self._rounded(decoding, needed).new, 0 if self._step is None else self._step.sizes.new)
-        if self._longest + new > decoding.window:
+        if longest + new > decoding.window:
             raise CannotBeCaptured("more positions than the sliding window")
+        self._longest = longest
 
     def _note(self, slot: Slot, prompt: Prompt, decoding: EnteringDecoding) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""
