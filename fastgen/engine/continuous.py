@@ -34,8 +34,6 @@ MOST_IN_USE = 8
 _TURN = 2.0
 # Seconds between two turns, in which others may take theirs.
 _BREATH = 0.001
-
-
 # A prefill reads all weights, as a decode step does: it waits until this part of the slots is free, or so many steps.
 SHARE_OF_FREE, LONGEST_WAIT = 0.25, 8
 
@@ -337,7 +335,7 @@ class ContinuousBatches:
             self._evict(step, error)
         if not step.taken:
             step.close()
-            self._in_use = {name: each for name, each in self._in_use.items() if each is not step}
+            self._forget(step)
 
     def _advanced(self, step: Slots) -> list[Slot]:
         """Those that are over behind a decode step."""
@@ -350,11 +348,11 @@ class ContinuousBatches:
         What is over, or fails, is seen in the next step.
         """
         for step in self._in_use.values():
-            if step.is_captured and not step.has_failed:
+            if step.is_captured and step.failure is None:
                 try:
                     self._advanced(step)
-                except Exception:
-                    step.has_failed = True  # the call that prefills has nothing to do with it
+                except Exception as error:
+                    step.failure = error  # its next step raises it: the call that prefills has nothing to do with it
 
     def _retire(self, running: _Running) -> None:
         """The request is over."""
@@ -377,6 +375,9 @@ class ContinuousBatches:
         running.step.remove(running.slot)
         self._running.pop(running.slot, None)
 
+    def _forget(self, step: Slots) -> None:
+        self._in_use = {name: each for name, each in self._in_use.items() if each is not step}
+
     def _evict(self, step: Slots, error: Exception | None) -> None:
         """The step does not go on, for this error or as the model has changed: its requests begin again, without it."""
         left = [self._running[slot] for slot in step.taken.values()]
@@ -385,7 +386,7 @@ class ContinuousBatches:
             if isinstance(error, CannotBeCaptured) and running.request.prefill_group is not None:
                 self._declined[running.request.prefill_group] = str(error)
         step.drop()
-        self._in_use = {name: each for name, each in self._in_use.items() if each is not step}
+        self._forget(step)
         self._run_again([running.request for running in left], error or RuntimeError(CHANGED))
 
     def _run_again(self, batch: Sequence[Request], error: Any) -> None:
@@ -400,7 +401,7 @@ class ContinuousBatches:
 
     def _make_room(self) -> None:
         """Has the requests that came last begin again later, while more is stored than may be."""
-        while len(self._running) > 1 and self.budget.is_over(self.budget.stored(self._running)):
+        while len(self._running) > 1 and not self.budget.has_room(self.budget.stored(self._running), 0):
             last = next((each for each in reversed(self._running.values()) if each.may_begin_again), None)
             if last is None:
                 return

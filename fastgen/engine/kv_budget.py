@@ -46,7 +46,3 @@ class KVBudget:
     def has_room(self, stored: int, more: int) -> bool:
         """Whether so many bytes may be stored beside those that are."""
         return self.most_bytes is None or stored + more <= self.most_bytes
-
-    def is_over(self, stored: int) -> bool:
-        """Whether a request has to leave."""
-        return self.most_bytes is not None and stored > self.most_bytes

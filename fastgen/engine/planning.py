@@ -40,15 +40,16 @@ class Costs:
     def note(self, length: int, rows: int, new_tokens: int, seconds: float) -> None:
         """Such a call took so long."""
         shape = _like(length, rows, new_tokens)
-        self._seconds[shape] = _mean(self._seconds.get(shape), seconds)
-        self._of_model = _mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
+        self._seconds[shape] = mean(self._seconds.get(shape), seconds)
+        self._of_model = mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
 
 
 def _modelled(length: int, rows: int, new_tokens: int) -> float:
     return CALL + rows * length + new_tokens * (STEP + rows)
 
 
-def _mean(before: float | None, now: float) -> float:
+def mean(before: float | None, now: float) -> float:
+    """The moving average of costs, with the latest one."""
     return now if before is None else (1 - _LATEST) * before + _LATEST * now
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastgen.decoding.kv.cache import Pair
 from fastgen.decoding.kv.prefixes import BLOCK, PrefixCache
+from fastgen.engine.planning import mean
 from fastgen.engine.requests import Request
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
@@ -19,8 +20,6 @@ LEAST_SHARED = 2 * BLOCK
 SHARE_OF_MEMORY = 0.05
 # Tokens of a chunk, at least: a pass reads all weights.
 LEAST_CHUNK = 64
-# The part of the latest prefill in the mean of seconds per token.
-_LATEST = 0.25
 
 
 class Prefills:
@@ -100,8 +99,7 @@ class Prefills:
         """So many tokens took so long, but for what was done between chunks. Few do not say what more of them take."""
         if tokens < LEAST_CHUNK:
             return
-        each = seconds / max(tokens, 1)
-        self._seconds = each if self._seconds is None else self._seconds + _LATEST * (each - self._seconds)
+        self._seconds = mean(self._seconds, seconds / tokens)
 
     def keep(self, batch: Sequence[Request], decoding: EnteringDecoding) -> None:
         """Keeps the beginnings of prompts that have been prefilled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class EnteringDecoding(Decoding):
         """The shortest sliding window of the model's layers; None if they see everything."""
         return min((window for window in self._windows if window), default=None)
 
-    @property
+    @cached_property
     def processors_data(self) -> tuple[Hashable, ...] | None:
         """What `refresh` takes over of processors that do the same for any rows; None if not all are such."""
         if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):

@@ -20,6 +20,7 @@ from fastgen import memory, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.interrupts import undoing
+from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
@@ -57,7 +58,7 @@ class Slots:
 
     Attributes:
         taken: by place.
-        has_failed: a step has raised, and it must not go on.
+        failure: what a step has raised, which must not go on; None as long as none has.
 
     Raises:
         CannotBeCaptured: inputs of such calls cannot come and go.
@@ -70,7 +71,7 @@ class Slots:
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
         self.taken: dict[int, Slot] = {}
-        self.has_failed = False
+        self.failure: Exception | None = None
         self._longest = 0  # prompt, in positions
         self._step: DecodeStep | None = None
 
@@ -161,7 +162,7 @@ class Slots:
 
     def _with_room(self, decoding: EnteringDecoding, inputs: int, needed: Sizes) -> DecodeStep:
         """The step, with room for so many inputs, where there is such, and for what they need."""
-        batch = min(max(_power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
+        batch = min(max(power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
             self._step = self._taken(decoding, batch, needed)
             self._step.open(self._eos)
@@ -215,8 +216,8 @@ class Slots:
         """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`."""
         step = self._step
         assert step is not None, "somebody is there"
-        if self.has_failed:
-            raise RuntimeError("a decode step has failed")
+        if self.failure is not None:
+            raise self.failure
         if len(self._over(step)) < len(self.taken):
             for slot in self.taken.values():
                 self._draw(step, slot)
@@ -233,13 +234,13 @@ class Slots:
         try:
             step.verify(self._model, turns, self._steps >= self._captures_from)
         except Exception as error:
-            self.has_failed = True
+            self.failure = error
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
         if bool(step.search.has_nan):
-            self.has_failed = True
-            raise ValueError("probabilities to draw from are not numbers")
+            self.failure = ValueError("probabilities to draw from are not numbers")
+            raise self.failure
 
     def _over(self, step: DecodeStep) -> list[Slot]:
         """Those that are over, which go on no more."""
@@ -325,7 +326,3 @@ def identity(decoding: EnteringDecoding) -> Hashable:
 def _sizes_of(prompt: Prompt) -> Sizes:
     source = prompt.cross[0][0].shape[2] if prompt.cross else 0
     return Sizes(prompt.tokens.shape[1], prompt.stored, prompt.new_tokens, source)
-
-
-def _power_of_two(inputs: int) -> int:
-    return 1 << max(inputs - 1, 0).bit_length()
