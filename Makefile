@@ -87,7 +87,7 @@ check-fresh: ## run `make demo` and `make test` in a fresh clone with an empty H
 
 clean: ## remove everything that was built or installed
 	rm -rf .venv .venvs build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find fastgen fastgen_cli tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	find fastgen fastgen_cli fastgen_serve tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f fastgen/ops/libfastgen_*
 
 # Pins of torch and of what torch itself pins hold for the default release only.
@@ -121,7 +121,7 @@ FIND_TORCH = from importlib.util import find_spec as find; import os, sys; torch
 .venv/.dependencies: .venv/.demo
 	@echo "Installing what the tests need as well, which takes minutes"
 	@FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c .venv/constraints.txt --no-build-isolation \
-		-e '.[transformers,fairseq,cli,dev,bench]'
+		-e '.[transformers,fairseq,cli,serve,dev,bench]'
 	@PIP_CONSTRAINT=.venv/constraints.txt $(BIN)/pip install --no-deps $(FAIRSEQ) > .venv/fairseq.log 2>&1 \
 		|| echo '$(FAIRSEQ) could not be installed (see .venv/fairseq.log): its tests are left out'
 	@touch $@

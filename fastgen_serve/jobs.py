@@ -1,0 +1,120 @@
+"""What the server asks the process of a model for, and what that answers: plain data, as it crosses a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Generate:
+    """A request to generate.
+
+    Attributes:
+        tokens: ids of the prompt, or of the source of an encoder-decoder model.
+        options: keywords of `generate`, of plain values: max_new_tokens, num_beams, do_sample, ...
+        seed: of what is drawn; None for one that is drawn, too.
+        stop: texts that end a sequence (`stop_strings`).
+        logprobs: the log-probability of each new token is wanted, and those of so many others at its position.
+        streams: new tokens are wanted as they are certain.
+    """
+
+    tokens: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    streams: bool = False
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A new token, its log-probability, and the likeliest tokens at its position, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One result.
+
+    Attributes:
+        tokens: the new ones, without the prompt, the decoder's start, EOS and padding.
+        finish_reason: "stop" behind EOS or a stop string, "length" at the limit.
+        score: `sequences_scores` of beam search; None without beams.
+        logprobs: of each token, where they were asked for.
+        generated: number of new tokens, EOS among them: for `usage`.
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+    score: float | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    generated: int = 0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The results of a request, best first."""
+
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New tokens of a stream.
+
+    Attributes:
+        index: of the sequence. With beams, 0: what all beams share is certain, and is of the best one.
+    """
+
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Encode:
+    """A text to encode, or a pair of texts.
+
+    Attributes:
+        tokens: ids, with the special ones.
+        what: "vector", or "labels".
+        token_type_ids: of a pair, where the model has them.
+        normalize: the vector has the length 1. None for what the model's files say.
+        pooling: in place of what the model's files say.
+    """
+
+    tokens: tuple[int, ...]
+    what: str = "vector"
+    token_type_ids: tuple[int, ...] | None = None
+    normalize: bool | None = None
+    pooling: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model is.
+
+    Attributes:
+        name: under which it is served.
+        kind: "decoder-only", "encoder-decoder" or "encoder".
+        tasks: of "generate", "vector", "labels".
+        positions: tokens that an input may have at the most; None for any number.
+        max_new_tokens: if a request says nothing.
+        labels: of a classifier, by index.
+        vector_size: of an encoder.
+        slots: rows of a decode step.
+    """
+
+    name: str
+    kind: str
+    tasks: tuple[str, ...]
+    positions: int | None
+    max_new_tokens: int = 0
+    labels: tuple[str, ...] = ()
+    vector_size: int = 0
+    slots: int = 0

@@ -1,0 +1,46 @@
+"""A model that is served, as the interfaces of HTTP see it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
+
+
+class ServedModel(Protocol):
+    """A model that is served.
+
+    Attributes:
+        info: what it is; only once `is_ready`.
+        tokenizer: of Transformers, loaded in the process of the server.
+        is_ready: it has been loaded and warmed up.
+    """
+
+    info: ModelInfo
+    tokenizer: Any
+    is_ready: bool
+
+    async def generate(self, job: Generate) -> Generated:
+        """The results of a request. It is cancelled if the task is.
+
+        Raises:
+            ServeError: what it has failed with: BadRequest, Busy, Failed, TimedOut, Unavailable.
+        """
+        ...
+
+    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
+        """New tokens as they are certain, and the results at the end. It is cancelled if the iterator is closed.
+
+        Raises:
+            ServeError: as `generate`.
+        """
+        ...
+
+    async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
+        """A vector, or the scores of all labels, for each job, in order.
+
+        Raises:
+            ServeError: as `generate`.
+        """
+        ...

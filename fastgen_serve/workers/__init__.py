@@ -1,0 +1,1 @@
+"""The process that a model runs in, and what talks to it."""
