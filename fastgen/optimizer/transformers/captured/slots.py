@@ -12,9 +12,9 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastgen import memory, settings
 from fastgen.decoding.captured import graph
@@ -271,12 +271,14 @@ class Slots:
 
     # ---- inputs that leave
 
-    def result(self, slot: Slot) -> Tensor:
-        """The sequences of an input that is over, [count, length of the longest], with its prompt."""
+    def result(self, slot: Slot) -> Any:
+        """The sequences of an input that is over, [count, length of the longest], with its prompt; or with
+        `return_dict_in_generate` what `generate` returns, without a cache.
+        """
         assert self._step is not None, "the input is in it"
         search, inputs = self._step.search, slice(slot.place, slot.place + 1)
         self._ledger.note_call(self._key, int(search.length[inputs].max()) - search.prompt_capacity, True, 0)
-        return search.results(inputs, slot.count)
+        return slot.results(search, inputs)
 
     def remove(self, slot: Slot) -> None:
         """The input leaves; it may have come to its end, or not."""
@@ -308,8 +310,6 @@ def key_of(decoding: EnteringDecoding) -> Key:
     key: Key = decoding.own_key
     if not graph.is_recorded(decoding.model.device):
         raise CannotBeCaptured("inputs come and go on the CPU only, so far")
-    if key.kept or decoding.config.return_dict_in_generate:
-        raise CannotBeCaptured("what is returned of every step is that of a call of its own")
     if key.source_in_front or key.width > 1:
         raise CannotBeCaptured("a model whose inputs cannot come and go")
     if decoding.processors_data is None:
