@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import Request, make
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import PROMPTS, WAIT, Gate, alone
 from tests.equivalence.models import BY_NAME, EOS
 
@@ -90,6 +91,23 @@ def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
     run(executor, requests)
     assert_as_alone(model, requests, prompts)
     assert executor.counts["steps"] < 4 * 24, "they have run together"
+
+
+def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come one by one, and then several at once, again and again: steps of other batches take them over."""
+    asked, make_room = [], DecodeStep.make_room
+    monkeypatch.setattr(
+        DecodeStep, "make_room", lambda step, needed: (asked.append(needed), make_room(step, needed))[1]
+    )
+    executor = ContinuousBatches(model, 8)
+    for _ in range(6):
+        requests = requests_for(model, PROMPTS, 8, max_new_tokens=12)
+        run(executor, requests[:1])
+        left = requests[1:]
+        executor.run(left[:1], lambda left=left: [left.pop(0)] if len(left) > 2 else [])
+        run(executor, [each for each in requests if not each.future.done()], at_once=8)
+        assert_as_alone(model, requests, PROMPTS)
+    assert {needed.new for needed in asked} == {67} and max(needed.stored for needed in asked) <= 129
 
 
 def test_different_options_at_a_time(model: Any) -> None:

@@ -164,7 +164,7 @@ class Slots:
         """The step, with room for so many inputs, where there is such, and for what they need."""
         batch = min(max(power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
-            self._step = self._taken(decoding, batch, needed)
+            self._step = self._taken(decoding, batch, self._rounded(decoding, needed))
             self._step.open(self._eos)
         self._step.make_room(self._rounded(decoding, needed))
         if batch > self._step.key.batch:
@@ -172,11 +172,10 @@ class Slots:
         self._key = self._step.key
         return self._step
 
-    def _taken(self, decoding: EnteringDecoding, batch: int, needed: Sizes) -> DecodeStep:
-        """The step for so many inputs, as the cache has it or a new one."""
+    def _taken(self, decoding: EnteringDecoding, batch: int, room: Sizes) -> DecodeStep:
+        """The step for so many inputs, as the cache has it or a new one, with buffers of these sizes at least."""
         key = replace(self._key, batch=batch)
         vocabulary = decoding.prompt.logits.shape[-1]
-        room = self._rounded(decoding, needed)
 
         def make() -> DecodeStep:
             return DecodeStep(key, decoding.prompt, decoding.captured_processors(key), room)
