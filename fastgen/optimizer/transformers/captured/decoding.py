@@ -83,8 +83,8 @@ class Decoding:
         # What the call returns of every step, by name.
         names = RECORDS if self.config.return_dict_in_generate else ()
         self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self.config, f"output_{name}")}
-        if self._criteria and all(user_code.says(x, "releases_scores") for x in self._criteria):
-            self._criteria = []  # they only let go what is not kept then
+        if any(user_code.says(each, "releases_scores") for each in self._criteria):  # which is not kept then
+            self._criteria = [each for each in self._criteria if not user_code.says(each, "releases_scores")]
             self._kept.pop("scores", None)
         self.host = Host(self._process, self._stops, self._keep)
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
