@@ -19,6 +19,8 @@ from fastgen.optimizer.transformers.entering import Entering
 LEAST_SHARED = 2 * BLOCK
 # K and V of beginnings may take this part of the memory that is free.
 SHARE_OF_MEMORY = 0.05
+# Encoder outputs take so many bytes, at the most.
+SOURCE_BYTES = 2**26
 # Tokens of a chunk, at least: a pass reads all weights.
 LEAST_CHUNK = 64
 
@@ -42,7 +44,7 @@ class Prefills:
         self.max_stall, self.chunks = max_stall, 0
         most = int(SHARE_OF_MEMORY * free_host_memory()) if prefix_bytes is None else prefix_bytes
         self.prefixes = PrefixCache(most) if shares and not has_encoder else None
-        self.sources = Sources(most) if has_encoder else None
+        self.sources = Sources(min(most, SOURCE_BYTES)) if has_encoder else None
         self._state: Any = None  # of the model that they are of
         self._seconds: float | None = None  # of a token
 
