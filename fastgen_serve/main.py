@@ -15,7 +15,7 @@ from fastgen_serve import keys
 from fastgen_serve.settings import DTYPES, SCHEDULERS, WEIGHT_DTYPES, ServeSettings
 
 PROGRAM = "fastgen-serve"
-DONE, SETUP = 0, 2
+DONE, SETUP, INTERRUPTED = 0, 2, 130
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return asyncio.run(_serve(settings, listening))
     except (PipelineError, OSError) as error:
         return _fail(str(error))
+    except KeyboardInterrupt:  # before the server takes signals
+        return INTERRUPTED
 
 
 def read(words: Sequence[str]) -> ServeSettings:

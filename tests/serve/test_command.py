@@ -85,7 +85,13 @@ def test_each_request_has_a_line_of_json(served: Command) -> None:
 def test_a_client_that_leaves_leaves_no_slot(served: Command, stream: bool) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({**LONG, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    head = "".join(f"{line}\r\n" for line in [*lines, ""])
     clients = [socket.create_connection((host, int(port))) for _ in range(12)]
     for client in clients:
         client.sendall(head.encode() + body)
