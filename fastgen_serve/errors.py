@@ -27,6 +27,12 @@ class BadRequest(ServeError):
     status, code = 400, "invalid_request_error"
 
 
+class TooLong(BadRequest):
+    """The prompt, with its new tokens, is longer than the model."""
+
+    code = "context_length_exceeded"
+
+
 class Unauthorized(ServeError):
     """There is no API key, or another one."""
 
@@ -49,6 +55,12 @@ class Busy(ServeError):
     """As many requests wait as the server lets wait: the client tries again."""
 
     status, code = 429, "rate_limit_exceeded"
+
+
+class ClientGone(ServeError):
+    """The client has closed the connection: nobody reads the answer."""
+
+    status, code = 499, "client_closed_request"
 
 
 class Failed(ServeError):

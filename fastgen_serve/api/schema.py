@@ -1,0 +1,57 @@
+"""What the bodies of requests are made of, in all interfaces for JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+
+class Body(BaseModel):
+    """A JSON object of a request: a field that is not known, or has another type, is refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        schema = cls.model_fields[str(info.field_name)].json_schema_extra
+        if isinstance(schema, dict) and isinstance(accepted := schema.get("enum"), list):
+            # False equals 0 in Python, not in JSON.
+            if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in accepted):
+                raise PydanticCustomError("unsupported", "is not supported: leave it out")
+        return value
+
+
+def off(*values: Any) -> Any:
+    """A field that is not supported: null, and these values, which ask for nothing, are accepted."""
+    return Field(None, description="Not supported.", json_schema_extra={"enum": [*values, None]})
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "has half of a surrogate pair: send characters") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Texts, or token ids, or several of either.
+Inputs = (
+    Text
+    | Annotated[list[Text], Field(min_length=1)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+)
+
+
+def as_list(inputs: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Inputs, one by one: each a text, or token ids."""
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs[0], int):
+        return [inputs]  # type: ignore[list-item]
+    return list(inputs)  # type: ignore[arg-type]
