@@ -1,4 +1,4 @@
-"""What handlers await: several results at once, several streams as one, and a client that may leave meanwhile."""
+"""What handlers await: several results at once, and several streams as one."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import Request
-
-from fastgen_serve.errors import ClientGone
-
 T = TypeVar("T")
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client closes the connection.
-
-    Raises:
-        ClientGone: it has closed it.
-    """
-    task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_leaving(request))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("the client has closed the connection")
-        return task.result()
-    finally:
-        await _cancelled([task, leaving])
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -66,11 +45,6 @@ async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int
                 yield item
     finally:
         await _cancelled(tasks)
-
-
-async def _leaving(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -102,7 +102,7 @@ def decoding(fields: Fields, info: ModelInfo) -> Decoding:
         found = Decoding({"num_beams": 1, "do_sample": False}, results, candidates, 1)
     else:
         found = _left_to_model(fields, results, candidates, own_beams)
-    _check_sequences(found, info)
+    _check_sequences(found)
     options = {**found.options, **_beam_options(fields, found), **_other_options(fields, info)}
     if found.candidates > 1:
         options["num_return_sequences"] = found.candidates
@@ -195,11 +195,7 @@ def _drawing(fields: Fields, info: ModelInfo) -> dict[str, Any]:
     return {**top_k, **_draws(fields)}
 
 
-def _check_sequences(found: Decoding, info: ModelInfo) -> None:
-    rows = max(found.beams, found.candidates)
-    name = "num_beams" if found.beams > 1 else "n"
-    if info.slots and rows > info.slots:
-        raise BadRequest(f"{name} is {rows}: {info.name} runs {info.slots} sequences at a time", param=name)
+def _check_sequences(found: Decoding) -> None:
     if found.candidates > 1 and found.beams == 1 and found.options.get("do_sample") is False:
         raise BadRequest(
             f"n, best_of: {found.candidates} results of greedy search would be the same: give a temperature above 0, or "
@@ -223,7 +219,7 @@ def _other_options(fields: Fields, info: ModelInfo) -> dict[str, Any]:
     options = {option: value for name, option in _OTHERS.items() if (value := getattr(fields, name)) is not None}
     for name in ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty"):
         if name in options and info.kind != "encoder-decoder":
-            raise BadRequest(f"{name}: {info.name} has no encoder, leave it out", param=name)
+            raise BadRequest(f"{name}: this model has no encoder, leave it out", param=name)
     if fields.logit_bias:
         options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in fields.logit_bias.items()]
     if fields.ignore_eos:

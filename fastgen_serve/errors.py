@@ -57,12 +57,6 @@ class Busy(ServeError):
     status, code = 429, "rate_limit_exceeded"
 
 
-class ClientGone(ServeError):
-    """The client has closed the connection: nobody reads the answer."""
-
-    status, code = 499, "client_closed_request"
-
-
 class Failed(ServeError):
     """The model has raised, or there was no memory, for this request alone."""
 

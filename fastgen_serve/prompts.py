@@ -86,7 +86,7 @@ def chat_tokens(
     tokenizer = model.tokenizer
     if not tokenizer.chat_template:
         raise BadRequest(
-            f"{model.info.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
+            f"{model.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
             param="messages",
         )
     try:
@@ -102,7 +102,7 @@ def check_ids(model: ServedModel, tokens: Sequence[int], param: str) -> None:
     """Raises BadRequest where some are no ids of the tokenizer."""
     size = len(model.tokenizer)
     if (wrong := next((token for token in tokens if not 0 <= token < size), None)) is not None:
-        raise BadRequest(f"{param} has the token id {wrong}: {model.info.name} has those from 0 to {size - 1}", param=param)
+        raise BadRequest(f"{param} has the token id {wrong}: {model.name} has those from 0 to {size - 1}", param=param)
 
 
 def check_length(model: ServedModel, prompt: int, new_tokens: int, param: str) -> None:
@@ -143,12 +143,12 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
     """
     tokenizer = model.tokenizer
     if not hasattr(tokenizer, "src_lang"):
-        raise BadRequest(f"{model.info.name} is not told languages by tokens: leave {param} out", param=param)
+        raise BadRequest(f"{model.name} is not told languages by tokens: leave {param} out", param=param)
     known = getattr(tokenizer, "lang_code_to_id", None) or {
         token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)
     }
     if language not in known:
-        raise BadRequest(f"{param} is no language of {model.info.name}: it has {', '.join(sorted(known))}", param=param)
+        raise BadRequest(f"{param} is no language of {model.name}: it has {', '.join(sorted(known))}", param=param)
     return int(known[language])
 
 

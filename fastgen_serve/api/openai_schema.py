@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, off
+from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.prompts import Cut
 
@@ -60,7 +60,10 @@ class Generation(Cutting):
     n: Count | None = Field(None, description="Results of an input. With beams, the n best.")
     best_of: Count | None = Field(None, description="Of so many drawn results the n with the best mean log-probability; with beams, the width.")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(None, description="Of what is drawn.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=_STOPS)] | None = Field(None, description="Strings that end a result.")
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=_STOPS)] | None,
+        described(f"is no text of 1 to {_STOP_LENGTH} characters, and no list of up to {_STOPS} such texts"),
+    ] = Field(None, description="Strings that end a result.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy search, more is sampling.")
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1 switch it off.")
@@ -71,7 +74,9 @@ class Generation(Cutting):
     num_beams: Count | None = None
     num_return_sequences: Count | None = Field(None, description="The same as n.")
     length_penalty: float | None = Field(None, description="Of beams.")
-    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beams.")
+    early_stopping: Annotated[
+        bool | Literal["never"] | None, described("is not true, false or 'never'")
+    ] = Field(None, description="Of beams.")
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
     encoder_repetition_penalty: Annotated[float, Field(gt=0)] | None = None
@@ -149,7 +154,10 @@ class ContentPart(Body):
 
 class Message(Body):
     role: Literal["developer", "system", "user", "assistant"]
-    content: Text | Annotated[list[ContentPart], Field(min_length=1)]
+    content: Annotated[
+        Text | Annotated[list[ContentPart], Field(min_length=1)],
+        described("is no text, and no list of parts {'type': 'text', 'text': ...}: other parts are not supported"),
+    ]
     name: Text | None = None
 
     refusal: Any = off()

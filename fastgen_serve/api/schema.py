@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -37,15 +47,29 @@ def _encodable(text: str) -> str:
     return text
 
 
+def described(message: str) -> Any:
+    """For a field of several types: one message says what it may be, in place of one for each type."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            own = [each for each in error.errors() if each["type"] == "text"]
+            raise PydanticCustomError("one_of", "{what}", {"what": own[0]["msg"] if own else message}) from None
+
+    return WrapValidator(check)
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Texts, or token ids, or several of either.
-Inputs = (
+Inputs = Annotated[
     Text
     | Annotated[list[Text], Field(min_length=1)]
     | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-)
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)],
+    described("is no text, no list of texts, no list of token ids and no list of such lists"),
+]
 
 
 def as_list(inputs: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
