@@ -108,6 +108,9 @@ class ModelInfo:
         labels: of a classifier, by index.
         vector_size: of an encoder.
         slots: rows of a decode step.
+        prompt: text that is put before every text to encode, unless the request names another one of `prompts`.
+        prompts: those that come with the model, by name.
+        lower_case: texts to encode are turned to lower case first, and so are prompts that a request names.
     """
 
     name: str
@@ -118,3 +121,6 @@ class ModelInfo:
     labels: tuple[str, ...] = ()
     vector_size: int = 0
     slots: int = 0
+    prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    lower_case: bool = False
