@@ -109,7 +109,7 @@ def decoding(fields: Fields, info: ModelInfo) -> Decoding:
     return Decoding(options, found.results, found.candidates, found.beams)
 
 
-def job(
+def make_job(
     decoding: Decoding,
     tokens: tuple[int, ...],
     *,

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from fastgen.pipeline.encoding.loading import lowered
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
 
@@ -32,7 +33,9 @@ class Cut:
     side: str | None = None
 
 
-def tokens_of(model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0) -> tuple[int, ...]:
+def tokens_of(
+    model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0, may_be_empty: bool = False
+) -> tuple[int, ...]:
     """The tokens of a text; ids are taken as they are.
 
     Args:
@@ -41,6 +44,7 @@ def tokens_of(model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: 
         cut: how it is tokenised.
         param: field that it is from.
         room: positions that new tokens need, where the model goes on behind the prompt.
+        may_be_empty: no tokens are all right.
 
     Raises:
         BadRequest: there are none, or some that the tokenizer does not have, or `cut` leaves no room for special ones.
@@ -51,7 +55,7 @@ def tokens_of(model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: 
     else:
         check_ids(model, prompt, param)
         tokens = tuple(prompt if most is None else (prompt[-most:] if _side(model, cut) == "left" else prompt[:most]))
-    if not tokens:
+    if not tokens and not may_be_empty:
         raise BadRequest(f"{param} has no tokens: give a text, or one token at the least", param=param)
     return tokens
 
@@ -176,6 +180,8 @@ def _encoded(
                 f"truncate_prompt_tokens is {most}: give {special + len(texts)} or more", param="truncate_prompt_tokens"
             )
         options = {"truncation": True, "max_length": most}
+    if model.info.lower_case:
+        texts = tuple(map(lowered, texts))
     before, tokenizer.truncation_side = tokenizer.truncation_side, _side(model, cut)
     try:
         encoding = tokenizer(*texts, add_special_tokens=cut.special, verbose=False, **options)

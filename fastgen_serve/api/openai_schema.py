@@ -46,7 +46,7 @@ class Cutting(Body):
         return value
 
     def cut(self) -> Cut:
-        return Cut(self.add_special_tokens, self.truncate_prompt_tokens, self.truncation_side)
+        return Cut(self.add_special_tokens is not False, self.truncate_prompt_tokens, self.truncation_side)
 
 
 class Generation(Cutting):
@@ -247,6 +247,9 @@ class EmbeddingRequest(Cutting):
     input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
     model: str | None = Field(None, description="Name of a model that is served; the first one without it.")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: float32, little-endian.")
+    prompt_name: Text | None = Field(
+        None, description="Of the model's prompts, as sentence-transformers calls them: it is put before each text."
+    )
     dimensions: Count | None = Field(
         None, description="The vector is cut to its first numbers and gets the length 1: for models that were trained for that."
     )
