@@ -115,8 +115,9 @@ def check_length(model: ServedModel, prompt: int, new_tokens: int, param: str) -
     if positions is None or prompt + new_tokens <= positions:
         return
     raise TooLong(
-        f"This model's maximum context length is {positions} tokens. However, you requested {prompt + new_tokens} tokens "
-        f"({prompt} in the {param}, {new_tokens} in the completion). Please reduce the length of the {param} or completion.",
+        f"This model's maximum context length is {positions} tokens. However, you requested {prompt + new_tokens} "
+        f"tokens ({prompt} in the {param}, {new_tokens} in the completion). Please reduce the length of the {param} or "
+        "completion.",
         param=param,
     )
 
@@ -149,7 +150,9 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
     if not hasattr(tokenizer, "src_lang"):
         raise BadRequest(f"{model.name} is not told languages by tokens: leave {param} out", param=param)
     known = getattr(tokenizer, "lang_code_to_id", None) or {
-        token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)
+        token: tokenizer.convert_tokens_to_ids(token)
+        for token in tokenizer.all_special_tokens
+        if _LANGUAGE.fullmatch(token)
     }
     if language not in known:
         raise BadRequest(f"{param} is no language of {model.name}: it has {', '.join(sorted(known))}", param=param)

@@ -83,7 +83,9 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
             continues=body.continue_final_message,
             cut=Cut(special=bool(body.add_special_tokens)),
         )
-    names = [str(name) for name in model.tokenizer.convert_ids_to_tokens(list(tokens))] if body.return_token_strs else None
+    names = (
+        [str(name) for name in model.tokenizer.convert_ids_to_tokens(list(tokens))] if body.return_token_strs else None
+    )
     return schema.TokenizeAnswer(
         count=len(tokens), max_model_len=model.info.positions, tokens=list(tokens), token_strs=names
     )
@@ -107,8 +109,8 @@ async def _scores(
         return model, *await _closeness(model, body, pairs)
     if len(model.info.labels) != 1:
         raise BadRequest(
-            f"model {model.name} has {len(model.info.labels)} labels: give one that scores pairs with one number, or one "
-            "that makes vectors",
+            f"model {model.name} has {len(model.info.labels)} labels: ask one that gives pairs one number, or one that "
+            "makes vectors",
             param="model",
         )
     jobs = []

@@ -11,7 +11,8 @@ from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
 
 Texts = Annotated[
-    Text | Annotated[list[Text], Field(min_length=1)], described("is no text, and no list of texts with one at the least")
+    Text | Annotated[list[Text], Field(min_length=1)],
+    described("is no text, and no list of texts with one at the least"),
 ]
 _MODEL = "Name of a model that is served; the first one without it."
 _ACTIVATION = "false: the number of the model as it is, where it has one label. Without it, made a probability."

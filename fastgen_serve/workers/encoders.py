@@ -149,9 +149,7 @@ class LabelEncoder(Encoder):
         super().__init__(options.model, loaded)
         self._stage = ClassificationStage(loaded, options)
         labels = tuple(loaded.labels)
-        self.info = ModelInfo(
-            options.model, "encoder", (LABELS,), self._positions, labels=labels, scores=loaded.scores
-        )
+        self.info = ModelInfo(options.model, "encoder", (LABELS,), self._positions, labels=labels, scores=loaded.scores)
 
     def check(self, job: Encode) -> None:
         super().check(job)
