@@ -12,11 +12,13 @@ class ServedModel(Protocol):
     """A model that is served.
 
     Attributes:
+        name: under which it is served.
         info: what it is; only once `is_ready`.
         tokenizer: of Transformers, loaded in the process of the server.
         is_ready: it has been loaded and warmed up.
     """
 
+    name: str
     info: ModelInfo
     tokenizer: Any
     is_ready: bool
@@ -43,4 +45,19 @@ class ServedModel(Protocol):
         Raises:
             ServeError: as `generate`.
         """
+        ...
+
+    async def stats(self) -> dict[str, Any]:
+        """What its process has done so far: `fastgen.Engine.stats()` and, under "fastgen", `fastgen.stats()`.
+
+        An empty one while there is no process.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Has it load. It is not ready yet when this returns."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends it. What has no result yet fails with `Unavailable`."""
         ...

@@ -1,0 +1,137 @@
+"""The application: the interfaces, the models, and what is common to all requests."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import ModuleType
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import fastgen
+from fastgen_serve.errors import BadRequest, Failed, ServeError
+from fastgen_serve.guard import Guard, Traffic
+from fastgen_serve.models import Models
+from fastgen_serve.settings import ServeSettings
+
+# In this order: what is asked for first. The shape of an error for an unknown path is OpenAI's.
+_INTERFACES = ("openai", "vllm", "libretranslate", "page", "operations")
+
+
+def create_app(
+    settings: ServeSettings, models: Models | None = None, on_broken: Callable[[str], object] = lambda reason: None
+) -> FastAPI:
+    """The application that serves models.
+
+    Its `state` has `settings`, `models`, and `traffic`: the requests that are there.
+
+    Args:
+        models: those that there are already; by default, each of `settings.models` in a process of its own, which
+            starts and ends with the application.
+        on_broken: is told why such a model cannot be loaded.
+    """
+    if models is None:
+        from fastgen_serve.workers.remote import RemoteModel
+
+        models = Models([RemoteModel(name, settings, on_broken) for name, _ in settings.models])
+    served = models
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await served.start()
+        try:
+            yield
+        finally:
+            await served.stop()
+
+    app = FastAPI(title="fastgen-serve", version=fastgen.__version__, lifespan=lifespan)
+    app.state.settings, app.state.models, app.state.traffic = settings, served, Traffic()
+    interfaces = Interfaces()
+    for module in interfaces.modules:
+        app.include_router(module.router)
+
+    @app.exception_handler(ServeError)
+    async def refuse(request: Request, error: ServeError) -> Response:
+        return interfaces.write_error(request.url.path, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_values(request: Request, error: RequestValidationError) -> Response:
+        return interfaces.write_error(request.url.path, as_bad_request(error))
+
+    @app.exception_handler(HTTPException)
+    async def refuse_path(request: Request, error: HTTPException) -> Response:
+        failure = ServeError(str(error.detail))
+        failure.status, failure.code = error.status_code, "not_found" if error.status_code == 404 else "invalid_request"
+        response = interfaces.write_error(request.url.path, failure)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> Response:  # which is written to the log all the same
+        return interfaces.write_error(request.url.path, Failed("the server has failed: its log says why"))
+
+    app.add_middleware(
+        Guard,
+        settings=settings,
+        path_of=interfaces.path_of,
+        needs_header=interfaces.needs_header,
+        write_error=interfaces.write_error,
+        traffic=app.state.traffic,
+    )
+    return app
+
+
+class Interfaces:
+    """The interfaces, by the paths of their routers."""
+
+    def __init__(self) -> None:
+        self.modules: list[ModuleType] = [
+            importlib.import_module(f"fastgen_serve.api.{name}")
+            for name in _INTERFACES
+            if importlib.util.find_spec(f"fastgen_serve.api.{name}") is not None
+        ]
+        self._shape = self.modules[0]
+
+    def _found(self, path: str) -> tuple[ModuleType, str] | None:
+        """The interface that has this path, and how it is declared."""
+        for module in self.modules:
+            for route in module.router.routes:
+                if route.path_regex.match(path):
+                    return module, route.path
+        return None
+
+    def path_of(self, path: str) -> str | None:
+        """How a path is declared; None for an unknown one."""
+        found = self._found(path)
+        return None if found is None else found[1]
+
+    def needs_header(self, path: str) -> bool:
+        """Whether a request has its key in the header: not for what the interface says (`WITHOUT_HEADER`), nor for what
+        there is not, as the documentation.
+        """
+        found = self._found(path)
+        return found is not None and found[1] not in getattr(found[0], "WITHOUT_HEADER", ())
+
+    def write_error(self, path: str, error: ServeError) -> JSONResponse:
+        """An error in the shape of the interface that the path belongs to."""
+        found = self._found(path)
+        response: JSONResponse = (self._shape if found is None else found[0]).write_error(error)
+        if error.retry_after is not None:
+            response.headers["Retry-After"] = str(error.retry_after)
+        return response
+
+
+def as_bad_request(error: RequestValidationError) -> BadRequest:
+    """The first thing that is wrong with a request, with the field that it is about."""
+    first: dict[str, Any] = error.errors()[0]
+    where = [str(part) for part in first["loc"][1:]]
+    param = ".".join(where) or None
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return BadRequest(f"{param}: {message}" if param else message, param=param)

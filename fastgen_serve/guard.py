@@ -1,0 +1,178 @@
+"""What every request passes first: its id and its line in the log, its key, its size, and whether the client is there.
+
+In ASGI, below FastAPI: a body is measured before it is in memory, and a client that leaves ends what runs for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+
+from fastgen_serve import keys, log, metrics
+from fastgen_serve.errors import ServeError, TooLarge, Unavailable
+from fastgen_serve.settings import ServeSettings
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+# What a client may call its request.
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# The status, in the log, of a request whose client has left.
+_GONE = 499
+
+
+@dataclass
+class Traffic:
+    """The requests that are there.
+
+    Attributes:
+        running: so many.
+        is_draining: no more are taken, as the server is about to stop.
+    """
+
+    running: int = 0
+    is_draining: bool = False
+
+
+class Guard:
+    """The ASGI application around FastAPI's.
+
+    Args:
+        path_of: the path that a request's belongs to, as it is declared; None for an unknown one.
+        needs_header: whether a request for a path has its key in the header.
+        write_error: the response to an error, for a path.
+        traffic: in which requests are counted.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: ServeSettings,
+        path_of: Callable[[str], str | None],
+        needs_header: Callable[[str], bool],
+        write_error: Callable[[str, ServeError], Response],
+        traffic: Traffic,
+    ) -> None:
+        self._app, self._settings = app, settings
+        self._path_of, self._needs_header, self._write_error = path_of, needs_header, write_error
+        self._traffic = traffic
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        # An unknown path may be anything: only those that are declared are counted, and logged.
+        entry = log.Entry(
+            id=given if _ID.fullmatch(given) else uuid.uuid4().hex,
+            method=scope["method"],
+            path=self._path_of(scope["path"]) or "unknown",
+        )
+        log.current.set(entry)
+        status = _GONE
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = entry.id
+            await send(message)
+
+        self._traffic.running += 1
+        try:
+            await self._answer(scope, headers, receive, send_with_id)
+        except Exception:
+            status = 500 if status == _GONE else status
+            raise
+        finally:
+            self._traffic.running -= 1
+            metrics.REQUESTS.labels(entry.path, str(status)).inc()
+            metrics.LATENCY.labels(entry.path).observe(log.passed(entry))
+            log.write(entry, status)
+
+    async def _answer(self, scope: MutableMapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
+        path, body = scope["path"], _Body(receive, self._settings.max_body_bytes)
+        try:
+            body.check_length(headers.get("content-length"))
+            if self._needs_header(path):
+                keys.check(keys.of_header(headers.get("authorization")), self._settings.api_keys)
+            if self._traffic.is_draining and scope["method"] == "POST":  # what asks a model for something
+                raise Unavailable("the server stops: try another one", retry_after=10)
+            await self._run(scope, body, send)
+        except ServeError as error:
+            # The client may be sending still: the connection ends behind the answer.
+            response = self._write_error(path, error)
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+
+    async def _run(self, scope: MutableMapping[str, Any], body: _Body, send: Send) -> None:
+        """Runs the application, as long as the client is there."""
+        has_begun = is_complete = False
+
+        async def note(message: Message) -> None:
+            nonlocal has_begun, is_complete
+            has_begun = True
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        running = asyncio.ensure_future(self._app(scope, body.receive, note))
+        reading = asyncio.ensure_future(body.read())
+        try:
+            await asyncio.wait({running, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done() or is_complete:  # behind a response, everybody has left
+                await running
+                return
+            running.cancel()
+            await asyncio.wait({running})
+            if not has_begun:
+                await reading  # raises, if the body is too large
+        finally:
+            for task in (running, reading):
+                task.cancel()
+            await asyncio.gather(running, reading, return_exceptions=True)
+
+
+class _Body:
+    """The body of a request on its way to the application, up to so many bytes."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive, self._most = receive, most
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def receive(self) -> Message:
+        """For the application."""
+        return await self._messages.get()
+
+    def check_length(self, declared: str | None) -> None:
+        """Raises TooLarge where the header says so."""
+        if declared is not None and declared.isdecimal() and int(declared) > self._most:
+            raise self._too_large()
+
+    async def read(self) -> None:
+        """Reads until the client leaves.
+
+        Raises:
+            TooLarge: the body has more bytes than it may.
+        """
+        size = 0
+        while True:
+            message = await self._receive()
+            size += len(message.get("body", b""))
+            if size > self._most:
+                raise self._too_large()
+            self._messages.put_nowait(message)
+            if message["type"] == "http.disconnect":
+                return
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"the body has more than {self._most} bytes: send less, or in parts")

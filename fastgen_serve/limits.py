@@ -1,0 +1,94 @@
+"""How much a server takes: of a request, and of requests."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from fastgen_serve.errors import BadRequest, Busy
+from fastgen_serve.jobs import Generate
+from fastgen_serve.settings import ServeSettings
+
+# Requests whose ends say how fast the others will get their turn.
+_LAST = 64
+# Seconds after which a client may try again, at the most.
+_LONGEST_RETRY = 60
+
+
+def check(job: Generate, settings: ServeSettings) -> None:
+    """Refuses a job that asks for more than the server gives.
+
+    Raises:
+        BadRequest: it does.
+    """
+    tokens = job.options.get("max_new_tokens")
+    if tokens is not None and tokens > settings.max_tokens:
+        raise BadRequest(
+            f"{tokens} new tokens: this server gives {settings.max_tokens} at the most", param="max_tokens"
+        )
+    most = min(settings.max_beams, settings.slots)
+    for name in ("num_beams", "num_return_sequences"):
+        if (job.options.get(name) or 1) > most:
+            raise BadRequest(f"{name} is {job.options[name]}: this server takes {most} at the most", param=name)
+
+
+class Admission:
+    """Says whether one more request of a model may wait.
+
+    Args:
+        slots: rows that run at a time.
+        most: rows that may wait.
+        budget: seconds that one may wait; None for any number.
+        now: the clock.
+    """
+
+    def __init__(
+        self, slots: int, most: int, budget: float | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._slots, self._most, self._budget, self._now = slots, most, budget, now
+        self.rows = 0  # of requests that wait or run
+        # Seconds in which all slots were taken, as only these say how fast it goes then; and when rows left in them.
+        self._full, self._last = 0.0, now()
+        self._ends: deque[float] = deque(maxlen=_LAST)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait for a slot."""
+        return max(self.rows - self._slots, 0)
+
+    def enter(self, rows: int = 1) -> None:
+        """A request comes.
+
+        Raises:
+            Busy: it may not wait.
+        """
+        self._tick()
+        waiting, wait = self.rows + rows - self._slots, self.wait(rows)
+        is_late = self._budget is not None and wait is not None and wait > self._budget
+        # A request that finds nobody runs, whatever it asks for.
+        if self.rows and waiting > 0 and (waiting > self._most or is_late):
+            seconds = 1 if wait is None else min(max(math.ceil(wait), 1), _LONGEST_RETRY)
+            raise Busy(f"{self.waiting} sequences wait already: try again in {seconds} s", retry_after=seconds)
+        self.rows += rows
+
+    def leave(self, rows: int = 1) -> None:
+        """A request has its result, or has gone."""
+        self._tick()
+        if self.rows >= self._slots:
+            self._ends.extend([self._full] * rows)
+        self.rows -= rows
+
+    def wait(self, rows: int = 1) -> float | None:
+        """Seconds until such a request would run, by how fast the last ones have left; None where that is not known."""
+        if len(self._ends) < 2:
+            return None
+        passed = self._full - self._ends[0]
+        return max(self.rows + rows - self._slots, 0) * passed / (len(self._ends) - 1)
+
+    def _tick(self) -> None:
+        now = self._now()
+        if self.rows >= self._slots:
+            self._full += now - self._last
+        self._last = now

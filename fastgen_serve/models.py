@@ -1,0 +1,48 @@
+"""The models that a server has, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fastgen_serve.errors import ModelNotFound
+from fastgen_serve.served import ServedModel
+
+
+class Models:
+    """The models that a server has, in the order in which they were given. The first is the default."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._by_name = {model.name: model for model in models}
+
+    def get(self, name: str | None = None) -> ServedModel:
+        """The model of this name; the first one for None.
+
+        Raises:
+            ModelNotFound: no such model is served.
+        """
+        if name is None:
+            return next(iter(self._by_name.values()))
+        found = self._by_name.get(name)
+        if found is None:
+            raise ModelNotFound(f"no such model is served: the models are {', '.join(self._by_name)}", param="model")
+        return found
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._by_name.values())
+
+    @property
+    def are_ready(self) -> bool:
+        return all(model.is_ready for model in self)
+
+    async def start(self) -> None:
+        """Has all of them load. They are not ready yet when this returns."""
+        for model in self:
+            await model.start()
+
+    async def stop(self) -> None:
+        """Ends them. What has no result yet fails with `Unavailable`."""
+        for model in self:
+            await model.stop()

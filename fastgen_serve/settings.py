@@ -1,0 +1,95 @@
+"""The options of a server, checked, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DTYPES = ("fp32", "fp16", "bf16")
+WEIGHT_DTYPES = ("fp32", "int8", "int4", "bf16")
+SCHEDULERS = ("hungry", "lazy")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What a server does, and how much of it.
+
+    Attributes:
+        models: name under which each model is served, and its directory or hub name. The first is the default.
+        host, port: what the server listens at.
+        slots: rows of a decode step.
+        max_waiting: requests of a model that may wait for slots: more get 429.
+        slo_ms: latency budget of a request, in milliseconds: a request that would wait longer for slots gets 429, and
+            `scheduler` "lazy" waits until half of it is used. None for no budget.
+        scheduler: when a batch of inputs to encode starts: "hungry", as soon as the model is idle, or "lazy".
+        dtype: of the weights.
+        weight_dtype: that linear layers multiply with, as `fastgen.enable(weight_dtype=...)` takes it.
+        threads: of each model's process; None for one on each core.
+        max_body_bytes: of a request.
+        max_tokens: new tokens that a request may ask for.
+        max_beams: beams, or sequences, of a request; at most `slots`.
+        max_batch: inputs of a request.
+        request_timeout_s: seconds that a request may take.
+        drain_s: seconds in which requests may end once the server is told to stop.
+        api_keys: with one of which clients come; none for anybody.
+        cache: of responses: a size such as "256MiB" in memory, or "redis://..."; None for none.
+        log_texts: inputs are written to the log.
+        warm_up: steps are captured before a model is ready.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+    """
+
+    models: tuple[tuple[str, str], ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    slots: int = 64
+    max_waiting: int = 256
+    slo_ms: float | None = None
+    scheduler: str = "hungry"
+    dtype: str = "fp32"
+    weight_dtype: str = "fp32"
+    threads: int | None = None
+    max_body_bytes: int = 4 * 2**20
+    max_tokens: int = 4096
+    max_beams: int = 16
+    max_batch: int = 256
+    request_timeout_s: float = 600.0
+    drain_s: float = 30.0
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cache: str | None = field(default=None, repr=False)  # the address of a Redis server may have a password
+    log_texts: bool = False
+    warm_up: bool = True
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.models]
+        for name in names:
+            if not name or not name.isprintable():
+                raise ValueError(f"models: {name!r} is no name")
+            if names.count(name) > 1:
+                raise ValueError(f"models: two are named {name}: give one another name, NAME=MODEL")
+        for option in ("slots", "max_body_bytes", "max_tokens", "max_beams", "max_batch"):
+            _check(option, getattr(self, option), least=1)
+        for option in ("max_waiting", "drain_s"):
+            _check(option, getattr(self, option), least=0)
+        if self.threads is not None:
+            _check("threads", self.threads, least=1)
+        for option in ("slo_ms", "request_timeout_s"):
+            value = getattr(self, option)
+            if value is not None and not value > 0:
+                raise ValueError(f"{option} is {value}: give a positive number")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}: give one from 0 to 65535")
+        for option, known in (("dtype", DTYPES), ("weight_dtype", WEIGHT_DTYPES), ("scheduler", SCHEDULERS)):
+            if getattr(self, option) not in known:
+                raise ValueError(f"{option} is {getattr(self, option)!r}; known: {', '.join(known)}")
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ValueError("api_keys: a key has characters of ASCII only, and one at least")
+
+    def path(self, name: str) -> str:
+        """The directory, or the hub name, of the model that is served under this name. Raises KeyError."""
+        return dict(self.models)[name]
+
+
+def _check(option: str, value: float, least: int) -> None:
+    if not value >= least:
+        raise ValueError(f"{option} is {value}: give {least} or more")

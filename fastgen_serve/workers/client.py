@@ -1,0 +1,239 @@
+"""The side of the server: jobs on their way to the process of a model, and what comes back, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastgen_serve import limits, log, metrics
+from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavailable
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers import loading, messages
+
+# Seconds in which a process says what it has done.
+_STATS_PATIENCE = 2.0
+
+
+@dataclass(eq=False)
+class Pending:
+    """A job without a result.
+
+    Attributes:
+        job: None for a question to the process itself.
+        has_streamed: some of its tokens have gone to the client: it must not run again.
+        runs: processes that it was given to.
+        answers: what comes of it.
+    """
+
+    number: int
+    job: Generate | Encode | None
+    loop: asyncio.AbstractEventLoop
+    answers: asyncio.Queue[messages.Answer] = field(default_factory=asyncio.Queue)
+    has_streamed: bool = False
+    runs: int = 0
+
+    def put(self, answer: messages.Answer) -> None:
+        """Takes an answer. Any thread may call this."""
+        self.has_streamed |= isinstance(answer, messages.Update)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
+
+
+class ClientModel(ABC):
+    """A `ServedModel` that a worker runs; how messages get there is the subclass's.
+
+    Args:
+        name: under which it is served.
+
+    Raises:
+        SetupError: its tokenizer cannot be loaded.
+    """
+
+    def __init__(self, name: str, settings: ServeSettings) -> None:
+        self.name, self._settings = name, settings
+        self.tokenizer = loading.read_tokenizer(settings.path(name))
+        self.is_ready = False
+        self.info = ModelInfo(name, "", (), None)
+        self.progress = "waiting to be loaded"
+        self._pending: dict[int, Pending] = {}
+        self._numbers = itertools.count()
+        budget = None if settings.slo_ms is None else settings.slo_ms / 1000
+        self._admission = limits.Admission(settings.slots, settings.max_waiting, budget)
+        metrics.IN_FLIGHT.labels(name).set_function(lambda: self._admission.rows)
+        metrics.WAITING.labels(name).set_function(lambda: self._admission.waiting)
+
+    @abstractmethod
+    def _send(self, message: Any) -> None:
+        """Has the worker receive a message; does not wait."""
+
+    # ---- a ServedModel
+
+    async def generate(self, job: Generate) -> Generated:
+        """See `ServedModel`."""
+        async with aclosing(self._generation(job)) as answers:
+            async for answer in answers:
+                if isinstance(answer, Generated):
+                    return answer
+        raise AssertionError("answers end with a result, or raise")
+
+    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
+        """See `ServedModel`."""
+        return self._generation(job)
+
+    async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
+        """See `ServedModel`."""
+        if len(jobs) > self._settings.max_batch:
+            raise BadRequest(
+                f"{len(jobs)} inputs: this server takes {self._settings.max_batch} at the most", param="input"
+            )
+        self._log(jobs)
+        with self._admitted(len(jobs)):
+            tasks = [asyncio.ensure_future(self._encoded(job)) for job in jobs]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def stats(self) -> dict[str, Any]:
+        """See `ServedModel`."""
+        if not self.is_ready:
+            return {}
+        pending = self._add(None)
+        try:
+            self._send(messages.AskStats(pending.number))
+            answer = await asyncio.wait_for(pending.answers.get(), _STATS_PATIENCE)
+        except asyncio.TimeoutError:
+            return {}
+        finally:
+            self._pending.pop(pending.number, None)
+        return answer.values if isinstance(answer, messages.Stats) else {}
+
+    @abstractmethod
+    async def start(self) -> None:
+        """See `ServedModel`."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """See `ServedModel`."""
+
+    # ---- what the worker says; any thread may call these
+
+    def receive(self, message: Any) -> None:
+        """Takes a message of the worker."""
+        if isinstance(message, messages.Progress):
+            self.progress = message.text
+        elif isinstance(message, messages.Ready):
+            self.info, self.is_ready, self.progress = message.info, True, "ready"
+        elif isinstance(message, messages.Broken):
+            self.progress = message.reason
+        else:
+            pending = self._pending.get(message.number)
+            if pending is not None:  # otherwise nobody wants it any more
+                pending.put(message)
+
+    # ---- inside
+
+    async def _generation(self, job: Generate) -> AsyncIterator[Any]:
+        limits.check(job, self._settings)
+        tasks = self.info.tasks
+        if self.is_ready and "generate" not in tasks:
+            raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")
+        options = {**self.info.defaults, **job.options}
+        rows = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
+        begin, has_begun = time.perf_counter(), False
+        self._log([job])
+        with self._admitted(rows):
+            metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
+            async with aclosing(self._answers(job)) as answers:
+                async for answer in answers:
+                    seconds = time.perf_counter() - begin
+                    if isinstance(answer, Generated):
+                        self._count(answer, seconds)
+                    elif not has_begun:
+                        has_begun = True
+                        metrics.FIRST_TOKEN.labels(self.name).observe(seconds)
+                    yield answer
+
+    def _log(self, jobs: Sequence[Generate | Encode]) -> None:
+        log.note(model=self.name, prompt_tokens=sum(len(job.tokens) for job in jobs))
+        if self._settings.log_texts:
+            log.note(texts=[self.tokenizer.decode(job.tokens) for job in jobs])
+
+    def _count(self, result: Generated, seconds: float) -> None:
+        tokens = sum(sequence.generated for sequence in result.sequences)
+        metrics.TOKENS.labels(self.name, "generated").inc(tokens)
+        longest = max((sequence.generated for sequence in result.sequences), default=0)
+        if longest:
+            metrics.TOKEN_TIME.labels(self.name).observe(seconds / longest)
+        log.note(tokens=tokens)
+
+    async def _encoded(self, job: Encode) -> list[float]:
+        if self.is_ready and job.what not in self.info.tasks:
+            raise BadRequest(
+                f"model {self.name} makes no {job.what}: it is one for {', '.join(self.info.tasks)}", param="model"
+            )
+        metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
+        async with aclosing(self._answers(job)) as answers:
+            async for answer in answers:
+                return list(answer)
+        raise AssertionError("answers end with a result, or raise")
+
+    @contextmanager
+    def _admitted(self, rows: int) -> Iterator[None]:
+        """The block of a request that is let in. Raises Busy, or Unavailable, if it is not."""
+        try:
+            if not self.is_ready:
+                raise Unavailable(f"model {self.name} is not ready: {self.progress}", retry_after=5)
+            self._admission.enter(rows)
+        except (Busy, Unavailable):
+            metrics.JOBS.labels(self.name, "refused").inc()
+            raise
+        try:
+            yield
+        finally:
+            self._admission.leave(rows)
+
+    async def _answers(self, job: Generate | Encode) -> AsyncIterator[Any]:
+        """What comes of a job: deltas, and the result. It is cancelled if this ends before."""
+        pending, outcome = self._add(job), "cancelled"
+        late = TimedOut(f"the request took longer than {self._settings.request_timeout_s:g} s")
+        failure = messages.Failure(pending.number, late)
+        timer = pending.loop.call_later(self._settings.request_timeout_s, pending.answers.put_nowait, failure)
+        try:
+            self._send(messages.Submit(pending.number, job))
+            while True:
+                answer = await pending.answers.get()
+                if isinstance(answer, messages.Update):
+                    yield answer.delta
+                elif isinstance(answer, messages.Done):
+                    outcome = "finished"
+                    yield answer.result
+                    return
+                elif isinstance(answer, messages.Failure):
+                    outcome = "failed"
+                    raise answer.error
+        finally:
+            timer.cancel()
+            self._pending.pop(pending.number, None)
+            metrics.JOBS.labels(self.name, outcome).inc()
+            if outcome != "finished":
+                self._send(messages.Cancel(pending.number))
+
+    def _add(self, job: Generate | Encode | None) -> Pending:
+        pending = Pending(next(self._numbers), job, asyncio.get_running_loop())
+        self._pending[pending.number] = pending
+        return pending
+
+    def _fail_all(self, error: ServeError) -> None:
+        """No job that is there will have a result."""
+        for pending in list(self._pending.values()):
+            pending.put(messages.Failure(pending.number, copy.copy(error)))  # each is raised in a place of its own

@@ -1,0 +1,223 @@
+"""Jobs that generate: requests of `fastgen.Engine`, with what is watched of them while they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+import fastgen
+from fastgen_serve.errors import BadRequest
+from fastgen_serve.jobs import Delta, Generate, Generated, ModelInfo, Sequence
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.loading import read_generating
+from fastgen_serve.workers.watching import (
+    BeamWatcher,
+    Ends,
+    Recorder,
+    RowWatcher,
+    ScoreRelease,
+    StopTexts,
+    TokenStreamer,
+)
+
+# What configurations call the positions of a decoder, and of an encoder: the first that there is.
+_POSITIONS = ("max_position_embeddings", "max_target_positions")
+_SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_source_positions", "max_position_embeddings")
+# Options whose values are token ids, or lists of them, or lists of such lists.
+_TOKEN_OPTIONS = (
+    "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+)  # fmt: skip
+_OPTIONS = GenerationConfig().to_dict().keys() - {"transformers_version", "_from_model_config"}
+# New tokens if neither the request nor the model says anything: the library's default.
+_DEFAULT_LENGTH = 20
+
+
+class GenerationWorker:
+    """Runs jobs on an engine.
+
+    Args:
+        path: of the model.
+
+    Raises:
+        SetupError: the model cannot be loaded.
+    """
+
+    def __init__(self, path: str, settings: ServeSettings) -> None:
+        self._model, self._tokenizer = read_generating(path, settings.dtype)
+        self._config = self._model.config
+        # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
+        self._engine = fastgen.Engine(self._model, slots=settings.slots, max_waiting=2**20)
+        generation = self._model.generation_config
+        self.info = ModelInfo(
+            name=os.path.basename(path.rstrip("/")),
+            kind="encoder-decoder" if self._config.is_encoder_decoder else "decoder-only",
+            tasks=("generate",),
+            positions=self._positions(_SOURCE_POSITIONS if self._config.is_encoder_decoder else _POSITIONS),
+            max_new_tokens=self._default_new_tokens(),
+            slots=settings.slots,
+            defaults={name: value for name, value in generation.to_diff_dict().items() if value is not None},
+        )
+
+    # ---- what the model is
+
+    def _positions(self, names: tuple[str, ...]) -> int | None:
+        config = self._config.get_text_config(decoder=not self._config.is_encoder_decoder)
+        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+
+    def _default_new_tokens(self) -> int:
+        generation = self._model.generation_config
+        if generation.max_new_tokens is not None:
+            return int(generation.max_new_tokens)
+        if generation.max_length is not None:
+            return max(int(generation.max_length) - bool(self._config.is_encoder_decoder), 1)
+        return _DEFAULT_LENGTH
+
+    def _option(self, job: Generate, name: str) -> Any:
+        """An option of a job, which may be None, or the model's own."""
+        return job.options[name] if name in job.options else getattr(self._model.generation_config, name, None)
+
+    # ---- jobs
+
+    def warm_up(self) -> None:
+        """Has the steps captured that most requests need, for one request and for as many as there are slots."""
+        token = self._option(Generate(()), "bos_token_id") or 0
+        tokens = (int(token),) * 8
+        beams = int(self._model.generation_config.num_beams or 1)
+        kinds: list[dict[str, Any]] = [{"num_beams": 1, "do_sample": False}, {"num_beams": 1, "do_sample": True}]
+        kinds += [{}] if beams > 1 else []
+        for options in kinds:
+            rows = beams if not options else 1
+            for count in (1, max(self.info.slots // rows, 1)):
+                jobs = [Generate(tokens, {**options, "max_new_tokens": 4, "min_new_tokens": 4})] * count
+                for future in [self._start(job, None)[0] for job in jobs]:
+                    future.result()
+
+    def submit(
+        self,
+        job: Generate,
+        on_done: Callable[[Generated], object],
+        on_error: Callable[[BaseException], object],
+        on_delta: Callable[[Delta], object] | None = None,
+    ) -> Future[Any]:
+        """Takes a job; `cancel()` of what is returned frees its slots at the next step.
+
+        Raises:
+            BadRequest: it cannot be run.
+            ValueError: `generate` would refuse it.
+        """
+        future, recorder = self._start(job, on_delta)
+        future.add_done_callback(partial(self._settle, job, recorder, on_done, on_error))
+        return future
+
+    def stats(self) -> dict[str, Any]:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.close(cancel=True)
+
+    # ---- inside
+
+    def _start(self, job: Generate, on_delta: Callable[[Delta], object] | None) -> tuple[Future[Any], Recorder | None]:
+        self._check(job)
+        beams, options = int(self._option(job, "num_beams") or 1), dict(job.options)
+        rows = max(beams, int(self._option(job, "num_return_sequences") or 1))
+        if self._option(job, "do_sample") and job.seed is not None:
+            options["seed"] = job.seed
+        prompt, ends = self._prompt(job), self._ends(job)
+        recorder = None if job.logprobs is None else Recorder(job.logprobs)
+        if recorder is not None:
+            options["logits_processor"] = LogitsProcessorList([recorder])
+        criteria: list[Any] = [] if ends.stops is None else [ends.stops]
+        if beams > 1:
+            options |= {"return_dict_in_generate": True, "output_scores": True}
+            criteria.append(ScoreRelease())
+        if beams > 1 and on_delta is not None:
+            criteria.append(BeamWatcher(prompt, beams, ends, on_delta))
+        elif recorder is not None or (on_delta is not None and rows > 1):
+            criteria.append(RowWatcher(prompt, ends, on_delta, recorder))
+        elif on_delta is not None:
+            options["streamer"] = TokenStreamer(ends.eos, on_delta)
+        if criteria:
+            options["stopping_criteria"] = StoppingCriteriaList(criteria)
+        return self._engine.submit(list(job.tokens), timeout=0, **options), recorder
+
+    def _check(self, job: Generate) -> None:
+        if not job.tokens:
+            raise BadRequest("the input is empty: give one token at least", param="prompt")
+        if "" in job.stop:
+            raise BadRequest("a stop string is empty: give one character at least", param="stop")
+        for name in job.options.keys() - _OPTIONS:  # other arguments of `generate` are code
+            raise BadRequest(f"{name} is no option of a generation config", param=name)
+        size = self._config.get_text_config(decoder=True).vocab_size
+        if not all(0 <= token < size for token in job.tokens):
+            raise BadRequest(f"the input has token ids that are not from 0 to {size - 1}", param="prompt")
+        for name in _TOKEN_OPTIONS:
+            if not all(0 <= token < size for token in _flat(job.options.get(name))):
+                raise BadRequest(f"{name} has token ids that are not from 0 to {size - 1}", param=name)
+        if job.logprobs is not None and int(self._option(job, "num_beams") or 1) > 1:
+            raise BadRequest(
+                "logprobs are those of sequences without beams: leave them out, or the beams", param="logprobs"
+            )
+
+    def _prompt(self, job: Generate) -> int:
+        """Tokens that a result begins with."""
+        return 1 if self._config.is_encoder_decoder else len(job.tokens)
+
+    def _eos(self, job: Generate) -> frozenset[int]:
+        return frozenset(_flat(self._option(job, "eos_token_id")))
+
+    def _ends(self, job: Generate) -> Ends:
+        return Ends(self._eos(job), StopTexts(self._tokenizer, job.stop) if job.stop else None)
+
+    def _settle(
+        self,
+        job: Generate,
+        recorder: Recorder | None,
+        on_done: Callable[[Generated], object],
+        on_error: Callable[[BaseException], object],
+        future: Future[Any],
+    ) -> None:
+        """The request is over. The thread of the engine calls this."""
+        if future.cancelled():
+            return
+        error = future.exception()
+        try:
+            made = None if error is not None else Generated(self._sequences(job, future.result(), recorder))
+        except Exception as failure:  # the thread goes on with other requests, and this one fails alone
+            error, made = failure, None
+        if made is None:
+            assert error is not None
+            on_error(error)
+        else:
+            on_done(made)
+
+    def _sequences(self, job: Generate, result: Any, recorder: Recorder | None) -> tuple[Sequence, ...]:
+        """The sequences of what `generate` returns."""
+        tokens = result if isinstance(result, Tensor) else result.sequences
+        scores = None if isinstance(result, Tensor) else getattr(result, "sequences_scores", None)
+        prompt, ends = self._prompt(job), self._ends(job)
+        made = []
+        for row in range(tokens.shape[0]):
+            written, finish_reason, generated = ends.cut(tokens[row], prompt, self._option(job, "pad_token_id"))
+            score = None if scores is None else float(scores[row])
+            logprobs = None if recorder is None else tuple(recorder.of(row)[: len(written)])
+            made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated))
+        return tuple(made)
+
+
+def _flat(value: Any) -> list[int]:
+    """The token ids of an option: one, a list of them, or a list of lists."""
+    if value is None:
+        return []
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [token for part in value for token in _flat(part)]
+    return [int(value)]

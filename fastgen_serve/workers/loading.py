@@ -1,0 +1,137 @@
+"""Models from their files, in the process that they run in, and tokenizers in that of the server.
+
+Nothing of a checkpoint is executed: `trust_remote_code` is never set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastgen.pipeline.errors import explained
+from fastgen.pipeline.loading import check_path, file_of, read_json_object, read_model, why_not_loaded
+from fastgen_serve.jobs import ModelInfo
+from fastgen_serve.settings import ServeSettings
+
+
+class Handle(Protocol):
+    """A job that was taken."""
+
+    def cancel(self) -> object:
+        """Nobody wants the result any more. Harmless once there is one."""
+        ...
+
+
+class Runner(Protocol):
+    """What runs the jobs of a model, in its process. What it calls may be called from any thread."""
+
+    info: ModelInfo
+
+    def submit(
+        self,
+        job: Any,
+        on_done: Callable[[Any], object],
+        on_error: Callable[[BaseException], object],
+        on_delta: Callable[[Any], object] | None = None,
+    ) -> Handle:
+        """Takes a job. Just one of `on_done` and `on_error` is called, or none once it is cancelled.
+
+        Raises:
+            ValueError: the job cannot be run.
+            ServeError: as it says.
+        """
+        ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def close(self) -> None:
+        """Cancels what has no result."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What is read of a model, and how: the options of `read_model`."""
+
+    model: str
+    dtype: str = "fp32"
+    device: str | None = "cpu"
+    trust_remote_code: bool = False
+    keep_bits: bool = False
+    allow_missing_weights: bool = False
+    quiet: bool = True
+
+
+def load(path: str, settings: ServeSettings) -> Runner:
+    """What runs the jobs of the model at a path: one that generates, or encodes, as its configuration says.
+
+    Raises:
+        SetupError: it cannot be loaded.
+    """
+    if generates(path):
+        from fastgen_serve.workers.generation import GenerationWorker
+
+        return GenerationWorker(path, settings)
+    from fastgen_serve.workers.encoding import EncodingWorker
+
+    return EncodingWorker(path, settings)
+
+
+def generates(path: str) -> bool:
+    """Whether a model generates, by the architecture that its configuration names, or else by its type.
+
+    Raises:
+        SetupError: its configuration cannot be read.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        AutoConfig,
+    )
+
+    import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
+
+    check_path(path)
+    with explained(f"model {path} cannot be loaded", why_not_loaded(path)):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if file_of(path, "modules.json"):  # of sentence-transformers
+        return False
+    kind = type(config)
+    kinds = [
+        each[kind] for each in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING) if kind in each
+    ]
+    if config.architectures:
+        names = {each.__name__ for each in kinds}
+        return any(name in names for name in config.architectures)
+    return bool(kinds) and (config.is_encoder_decoder or kind not in MODEL_FOR_MASKED_LM_MAPPING)
+
+
+def read_generating(path: str, dtype: str) -> tuple[Any, Any]:
+    """A model that generates, and its tokenizer.
+
+    Raises:
+        SetupError: any of it is damaged.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    if file := file_of(path, "generation_config.json"):
+        read_json_object(file, "the generation config")  # the library goes on without one that is damaged
+    files = ModelFiles(path, dtype)
+    return read_model(
+        files, lambda config: AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    )
+
+
+def read_tokenizer(path: str) -> Any:
+    """The tokenizer of a model, for the process of the server.
+
+    Raises:
+        SetupError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    check_path(path)
+    with explained(f"model {path} has no tokenizer that can be loaded", why_not_loaded(path)):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)

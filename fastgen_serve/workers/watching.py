@@ -1,0 +1,225 @@
+"""What is seen of a request while it runs: its new tokens as they are certain, and their log-probabilities.
+
+These are a streamer, criteria and a processor as `generate` takes them. None of them changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from fastgen_serve.jobs import Delta, TokenLogprob
+
+OnDelta = Callable[[Delta], object]
+
+
+class StopTexts(StoppingCriteria):
+    """Ends a sequence when one of these texts ends in its last token, as the library's `stop_strings` do.
+
+    The library's own criterion goes through the whole vocabulary in each call, which takes a part of a second.
+
+    Args:
+        tokenizer: of the model.
+        texts: one at least, none of them empty.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self._tokenizer, self._texts = tokenizer, texts
+        # A character has up to four tokens, where these are bytes.
+        self._window = 4 * max(map(len, texts)) + 4
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ended = [self._ends(row) for row in input_ids[:, -self._window :].tolist()]
+        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
+
+    def _ends(self, tokens: list[int]) -> bool:
+        before = len(self._decoded(tokens[:-1]).rstrip("\ufffd"))  # without a part of a character
+        text = self._decoded(tokens)
+        return any(stop in text[max(before - len(stop) + 1, 0) :] for stop in self._texts)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends a sequence.
+
+    Attributes:
+        eos: tokens that do.
+        stops: texts that do; None where there are none.
+    """
+
+    eos: frozenset[int]
+    stops: Callable[[Tensor, Any], Tensor] | None = None
+
+    def at_last(self, tokens: Tensor) -> list[bool]:
+        """Whether sequences [rows, length], that go on so far, end with their last token."""
+        ended = [token in self.eos for token in tokens[:, -1].tolist()]
+        if self.stops is None:
+            return ended
+        return [one or other for one, other in zip(ended, self.stops(tokens, None).tolist(), strict=True)]
+
+    def cut(self, row: Tensor, prompt: int, pad: Any) -> tuple[list[int], str, int]:
+        """The new tokens of a result [length], without EOS and padding; why it ends; their number, with EOS."""
+        new = row[prompt:].tolist()
+        end = next((position for position, token in enumerate(new) if token in self.eos), None)
+        if self.stops is None:
+            return (new, "length", len(new)) if end is None else (new[:end], "stop", end + 1)
+        # Behind a stop string is padding, where other sequences of the request are longer.
+        written = new if end is None else new[:end]
+        while written and written[-1] == pad and not self._stops(row, prompt + len(written)):
+            written = written[:-1]
+        if written and self._stops(row, prompt + len(written)):
+            return written, "stop", len(written)
+        return (new, "length", len(new)) if end is None else (new[:end], "stop", end + 1)
+
+    def _stops(self, row: Tensor, length: int) -> bool:
+        assert self.stops is not None
+        return bool(self.stops(row[None, :length], None)[0])
+
+
+class ScoreRelease(StoppingCriteria):
+    """Lets go the scores of each step over the vocabulary, which `generate` keeps where those of the sequences are
+    wanted. FastGen does not make them then.
+    """
+
+    releases_scores = True
+    releases_cache = True  # nobody looks at the cache of the result
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if scores:
+            scores[-1].set_()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class TokenStreamer(BaseStreamer):
+    """Hands on the tokens of one sequence. It costs least: the step is that of requests that do not stream."""
+
+    def __init__(self, eos: frozenset[int], on_delta: OnDelta) -> None:
+        self._eos, self._on_delta, self._is_first = eos, on_delta, True
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt, which comes first, and then each token."""
+        if self._is_first:
+            self._is_first = False
+            return
+        tokens = tuple(token for token in value.flatten().tolist() if token not in self._eos)
+        if tokens:
+            self._on_delta(Delta(0, tokens))
+
+    def end(self) -> None:
+        """The request's result tells that."""
+
+
+class Recorder(LogitsProcessor):
+    """Has the log-probabilities of all tokens of a step, until the chosen ones are known.
+
+    Args:
+        count: of the likeliest tokens that are kept at each position.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._step: Tensor | None = None
+        self._rows: list[list[TokenLogprob]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._step = torch.log_softmax(scores.float(), dim=-1)
+        return scores
+
+    def choose(self, position: int, tokens: list[int]) -> list[TokenLogprob]:
+        """What is kept of the step, in which `tokens` [rows] were chosen, at this position of the result."""
+        assert self._step is not None, "processors run before criteria"
+        self._rows = self._rows or [[] for _ in tokens]
+        chosen = self._step.gather(1, torch.tensor(tokens, device=self._step.device)[:, None])[:, 0].tolist()
+        best = self._step.topk(min(self._count, self._step.shape[1]), dim=1)
+        tops = [
+            tuple(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        made = [TokenLogprob(*each) for each in zip(tokens, chosen, tops, strict=True)]
+        for row, each in zip(self._rows, made, strict=True):
+            row[position:] = [each]
+        return made
+
+    def of(self, row: int) -> list[TokenLogprob]:
+        """What was kept of a sequence: behind its end, of padding."""
+        return self._rows[row]
+
+
+class RowWatcher(StoppingCriteria):
+    """Sees the tokens of sequences that do not depend on each other, step by step.
+
+    Args:
+        prompt: tokens that the sequences begin with.
+        on_delta: takes new tokens; None if only log-probabilities are wanted.
+        recorder: of these, if they are.
+    """
+
+    def __init__(self, prompt: int, ends: Ends, on_delta: OnDelta | None, recorder: Recorder | None) -> None:
+        self._prompt, self._ends, self._on_delta, self._recorder = prompt, ends, on_delta, recorder
+        self._told = 0  # tokens of each sequence: a call that begins again shows them once more
+        self._over: set[int] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        position, tokens = input_ids.shape[1] - self._prompt - 1, input_ids[:, -1].tolist()
+        logprobs = None if self._recorder is None else self._recorder.choose(position, tokens)
+        if self._on_delta is not None and position >= self._told:
+            self._told = position + 1
+            self._tell(input_ids, tokens, logprobs, self._on_delta)
+        return torch.zeros(len(tokens), dtype=torch.bool, device=input_ids.device)
+
+    def _tell(self, rows: Tensor, tokens: list[int], logprobs: list[TokenLogprob] | None, on_delta: OnDelta) -> None:
+        ended = self._ends.at_last(rows)
+        for row, token in enumerate(tokens):
+            if row not in self._over and token not in self._ends.eos:
+                on_delta(Delta(row, (token,), None if logprobs is None else (logprobs[row],)))
+        self._over |= {row for row, is_over in enumerate(ended) if is_over}
+
+
+class BeamWatcher(StoppingCriteria):
+    """Sees the candidates of a beam search, and hands on what is certain of its best sequence.
+
+    A result comes of a candidate, or is one of those that have ended before. So what all of these begin with is what
+    the result begins with.
+
+    Args:
+        prompt: tokens that the sequences begin with.
+        beams: of the search. Only so many of the candidates, the best, end; the others are there to go on.
+    """
+
+    def __init__(self, prompt: int, beams: int, ends: Ends, on_delta: OnDelta) -> None:
+        self._prompt, self._beams, self._ends, self._on_delta = prompt, beams, ends, on_delta
+        self._told = 0
+        self._certain: list[int] | None = None  # what the ended ones have in common; None while there are none
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        rows = input_ids[:, self._prompt :].tolist()
+        common = _common(rows if self._certain is None else [self._certain, *rows])
+        if len(common) > self._told:
+            self._on_delta(Delta(0, tuple(common[self._told :])))
+            self._told = len(common)
+        ended = self._ends.at_last(input_ids[: self._beams])
+        finished = [self._text(row) for row, is_over in zip(rows, ended, strict=False) if is_over]
+        if finished:
+            self._certain = _common(finished if self._certain is None else [self._certain, *finished])
+        return torch.zeros(len(rows), dtype=torch.bool, device=input_ids.device)
+
+    def _text(self, row: list[int]) -> list[int]:
+        return row[:-1] if row[-1] in self._ends.eos else row
+
+
+def _common(rows: Iterable[list[int]]) -> list[int]:
+    """What all of these begin with."""
+    common: list[int] = []
+    for tokens in zip(*rows, strict=False):
+        if any(token != tokens[0] for token in tokens):
+            break
+        common.append(tokens[0])
+    return common

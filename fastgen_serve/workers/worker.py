@@ -1,0 +1,115 @@
+"""What answers the server, where the model is: in a process of its own, or, for tests, in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import fastgen
+from fastgen.pipeline.errors import one_line
+from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, Unavailable
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers import loading, messages
+from fastgen_serve.workers.loading import Handle, Runner
+
+
+class Worker:
+    """Runs the jobs of a model, and sends what comes of them.
+
+    Args:
+        name: under which the model is served.
+        send: takes messages to the server, from any thread, and does not wait.
+    """
+
+    def __init__(self, name: str, settings: ServeSettings, send: Callable[[Any], object]) -> None:
+        self._name, self._settings, self._send = name, settings, send
+        self._lock = threading.Lock()
+        self._handles: dict[int, Handle | None] = {}  # of jobs without a result; None while one is being submitted
+        self._runner: Runner | None = None
+
+    def load(self) -> None:
+        """Loads the model, warms it up, and says that it is ready.
+
+        Raises:
+            SetupError: it cannot be loaded.
+        """
+        self._send(messages.Progress("reading the model"))
+        self._runner = runner = loading.load(self._settings.path(self._name), self._settings)
+        if self._settings.warm_up:
+            self._send(messages.Progress("warming up"))
+            warm_up = getattr(runner, "warm_up", None)  # an encoder measures its costs while it is loaded
+            if warm_up is not None:
+                warm_up()
+        self._send(messages.Ready(replace(runner.info, name=self._name)))
+
+    def receive(self, message: Any) -> None:
+        """Does what the server asks for."""
+        if isinstance(message, messages.Submit):
+            self._submit(message.number, message.job)
+        elif isinstance(message, messages.Cancel):
+            with self._lock:
+                handle = self._handles.pop(message.number, None)
+            if handle is not None:
+                handle.cancel()
+        elif isinstance(message, messages.AskStats):
+            self._send(messages.Stats(message.number, self.stats()))
+
+    def stats(self) -> dict[str, Any]:
+        own = {} if self._runner is None else self._runner.stats()
+        return {**own, "fastgen": {name: dict(entry) for name, entry in fastgen.stats().items()}}
+
+    def close(self) -> None:
+        """Cancels what has no result, and ends the threads."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _submit(self, number: int, job: Any) -> None:
+        with self._lock:
+            self._handles[number] = None
+        callbacks = [partial(self._done, number), partial(self._fail, number)]
+        if getattr(job, "streams", False):
+            callbacks.append(partial(self._update, number))
+        try:
+            if self._runner is None:
+                raise Unavailable("the model is loading: try again")
+            handle = self._runner.submit(job, *callbacks)
+        except Exception as error:
+            self._fail(number, error)
+            return
+        with self._lock:
+            if number in self._handles:  # otherwise there is a result already
+                self._handles[number] = handle
+
+    def _done(self, number: int, result: Any) -> None:
+        if self._is_wanted(number):
+            self._send(messages.Done(number, result))
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        if self._is_wanted(number):
+            self._send(messages.Failure(number, as_serve_error(error)))
+
+    def _update(self, number: int, delta: Any) -> None:
+        self._send(messages.Update(number, delta))
+
+    def _is_wanted(self, number: int) -> bool:
+        with self._lock:
+            return self._handles.pop(number, self) is not self
+
+
+def as_serve_error(error: BaseException) -> ServeError:
+    """What a request has failed with, as the interfaces write it."""
+    if isinstance(error, ServeError):
+        return error
+    if isinstance(error, fastgen.EngineFull):
+        return Busy(f"{one_line(error)}: try again", retry_after=1)
+    if isinstance(error, ValueError):
+        return BadRequest(one_line(error))
+    if isinstance(error, CancelledError):
+        return Unavailable("the server stops")
+    if isinstance(error, MemoryError) or "not enough memory" in str(error):
+        return Failed("there is not enough memory for the request: ask for fewer tokens or beams")
+    return Failed(f"the model has failed: {type(error).__name__}: {one_line(error)}")
