@@ -86,17 +86,19 @@ class GenerationWorker:
     # ---- jobs
 
     def warm_up(self) -> None:
-        """Has the steps captured that most requests need, for one request and for as many as there are slots."""
+        """Has the steps captured that most requests need, for one request, two, four, up to as many as have slots."""
         token = self._option(Generate(()), "bos_token_id") or 0
         tokens = (int(token),) * 8
         beams = int(self._model.generation_config.num_beams or 1)
-        kinds: list[dict[str, Any]] = [{"num_beams": 1, "do_sample": False}, {"num_beams": 1, "do_sample": True}]
-        kinds += [{}] if beams > 1 else []
+        kinds: list[dict[str, Any]] = [{"num_beams": 1, "do_sample": False}]
+        kinds += [{}] if beams > 1 else [{"num_beams": 1, "do_sample": True}]
         for options in kinds:
-            rows = beams if not options else 1
-            for count in (1, max(self.info.slots // rows, 1)):
-                jobs = [Generate(tokens, {**options, "max_new_tokens": 4, "min_new_tokens": 4})] * count
-                for future in [self._start(job, None)[0] for job in jobs]:
+            most = max(self.info.slots // (1 if options else beams), 1)
+            job = Generate(tokens, {**options, "max_new_tokens": 4, "min_new_tokens": 4})
+            for count in (1 << power for power in range(most.bit_length())):
+                with self._engine.paused():  # so that they begin together
+                    futures = [self._start(job, None)[0] for _ in range(count)]
+                for future in futures:
                     future.result()
 
     def submit(
