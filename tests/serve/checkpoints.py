@@ -26,6 +26,16 @@ TEMPLATE = """\
 {% endfor -%}
 {%- if add_generation_prompt -%}assistant said{%- endif -%}"""
 
+PROMPT, OTHER = "and it came to pass", "fear not for"
+SOURCE = "and the lord spake unto moses saying"
+USER = {"role": "user", "content": "what is the law"}
+GREEDY = {"temperature": 0, "max_tokens": 12}
+# What OpenAI's client has keywords for; vLLM's and Transformers' fields go into `extra_body`.
+_KEYWORDS = frozenset(
+    "best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options "
+    "suffix temperature top_p user".split()
+)
+
 
 def folders(under: Path) -> dict[str, str]:
     """By the names that they are served under: a summariser, one for chats, and encoders for vectors and labels."""
@@ -75,3 +85,9 @@ def texts(path: str, prompt: str, **options: Any) -> list[str]:
         return whole
     begin = len(tokenizer.decode(tokenizer(prompt)["input_ids"], skip_special_tokens=True))
     return [text[begin:] for text in whole]
+
+
+def complete(client: Any, model: str = "gpt2", prompt: Any = PROMPT, **fields: Any) -> Any:
+    """The completion that OpenAI's client gets for these fields."""
+    own = {name: fields.pop(name) for name in list(fields) if name not in _KEYWORDS}
+    return client.completions.create(model=model, prompt=prompt, extra_body=own, **fields)
