@@ -27,8 +27,11 @@ from fastgen_serve.settings import ServeSettings
 
 # Bytes of an entry in memory beside its key and its value.
 _ENTRY = 200
-# Seconds that Redis may take to answer, after which it is not asked, at first and at the most, and that it keeps values.
-_PATIENCE, _FIRST_PAUSE, _LONGEST_PAUSE, _KEPT = 0.05, 0.5, 30.0, 86_400
+# Seconds that Redis may take to answer; that it is not asked again after it has not, at first and at the most; and that
+# it keeps values.
+_PATIENCE = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_KEPT = 86_400
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _READ = 2**20
 

@@ -26,6 +26,7 @@ from fastgen_serve.settings import ServeSettings
 
 Item = TypeVar("Item")
 Clock = Callable[[], float]
+Run = Callable[[int, int], object]
 
 # At warm-up a length is measured with more and more inputs, up to a batch of so many seconds.
 LONGEST_MEASURED = 0.25
@@ -107,11 +108,13 @@ def _between(points: Sequence[int], value: int) -> tuple[tuple[int, float], ...]
     return (low, 1 - part), (high, part)
 
 
-def measured(run: Callable[[int, int], object], longest: int, limits: Limits, clock: Clock = time.perf_counter) -> Costs:
+def measured(
+    run: Callable[[int, int], object], longest: int, limits: Limits, clock: Clock = time.perf_counter
+) -> Costs:
     """The costs of batches, each of which is run twice; the faster one counts.
 
     Args:
-        run: a batch of inputs of one length: gets the length, and how many.
+        run: runs a batch of inputs of one length, as `Encodes.run_some`.
         longest: an input that there can be, in tokens.
         limits: of a batch.
     """
@@ -138,7 +141,7 @@ def _doubled(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _seconds(run: Callable[[int, int], object], length: int, inputs: int, clock: Clock) -> float:
+def _seconds(run: Run, length: int, inputs: int, clock: Clock) -> float:
     begin = clock()
     run(length, inputs)
     return clock() - begin

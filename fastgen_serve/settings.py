@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 DTYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DTYPES = ("fp32", "int8", "int4", "bf16")
-SCHEDULERS = ("hungry", "lazy")
+SCHEDULERS = ("hungry", "lazy", "naive", "none")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class ServeSettings:
         max_waiting: requests of a model that may wait for slots: more get 429.
         slo_ms: latency budget of a request, in milliseconds: a request that would wait longer for slots gets 429, and
             `scheduler` "lazy" waits until half of it is used. None for no budget.
-        scheduler: when a batch of inputs to encode starts: "hungry", as soon as the model is idle, or "lazy".
+        scheduler: when a batch of inputs to encode starts: "hungry", as soon as the model is idle, or "lazy". For
+            comparisons: "naive", batches in the order in which inputs come, and "none", no batches.
         dtype: of the weights.
         weight_dtype: that linear layers multiply with, as `fastgen.enable(weight_dtype=...)` takes it.
         threads: of each model's process; None for one on each core.
