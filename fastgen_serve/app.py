@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import fastgen
+from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, Failed, ServeError
 from fastgen_serve.guard import Guard, Traffic
 from fastgen_serve.models import Models
@@ -38,7 +39,7 @@ def create_app(settings: ServeSettings, models: Models | None = None) -> FastAPI
         from fastgen_serve.workers.remote import RemoteModel
 
         models = Models([RemoteModel(name, settings) for name, _ in settings.models])
-    served = models
+    served = keep_responses(models, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

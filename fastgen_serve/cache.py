@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -22,8 +21,9 @@ from fastgen.pipeline.loading import file_of, is_gguf, read_json_object
 from fastgen_serve import metrics
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
+from fastgen_serve.models import Models
 from fastgen_serve.served import ServedModel
-from fastgen_serve.settings import ServeSettings
+from fastgen_serve.settings import REDIS, ServeSettings, bytes_of
 
 # Bytes of an entry in memory beside its key and its value.
 _ENTRY = 200
@@ -32,7 +32,6 @@ _ENTRY = 200
 _PATIENCE = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _KEPT = 86_400
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _READ = 2**20
 
 
@@ -150,13 +149,20 @@ def make_cache(text: str) -> Cache:
     Raises:
         ValueError: it is neither.
     """
-    if text.startswith(("redis://", "rediss://", "unix://")):
-        return RedisCache(text)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", text)
-    if found is None or found[2] not in _UNITS:
-        # An address may have a password: it is not repeated.
-        raise ValueError("cache: give a size, such as 256MiB, or the address of a Redis server, redis://HOST:PORT/0")
-    return MemoryCache(int(float(found[1]) * _UNITS[found[2]]))
+    return RedisCache(text) if text.startswith(REDIS) else MemoryCache(bytes_of(text))
+
+
+def keep_responses(models: Models, settings: ServeSettings) -> Models:
+    """The same models, with the cache that the settings name. All files of the models are read, to know them by.
+
+    Raises:
+        OSError: a file of a model cannot be read.
+        SetupError: one is damaged.
+    """
+    if settings.cache is None:
+        return models
+    cache = make_cache(settings.cache)
+    return Models([CachedModel(model, cache, identity_of(settings.path(model.name), settings)) for model in models])
 
 
 # ---- which model
@@ -235,6 +241,15 @@ class CachedModel:
     @property
     def is_ready(self) -> bool:
         return self._model.is_ready
+
+    @property
+    def on_broken(self) -> Any:
+        """The model's own: is told why it cannot be loaded."""
+        return getattr(self._model, "on_broken", None)
+
+    @on_broken.setter
+    def on_broken(self, told: Any) -> None:
+        self._model.on_broken = told  # type: ignore[attr-defined]
 
     async def generate(self, job: Generate) -> Generated:
         """As the model's own, or what it returned for such a job before."""
