@@ -34,7 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
     for name, module in BENCHMARKS.items():
         about = (module.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-        command = commands.add_parser(name, help=about, description=module.__doc__)
+        form = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=about, description=module.__doc__, formatter_class=form)
         command.add_argument("--seconds", type=float, default=60.0, help="of each load (default: 60)")
         command.add_argument("--out", type=Path, metavar="FOLDER", help="of tables and pictures")
         module.add_options(command)

@@ -1,8 +1,8 @@
 """The client: sends requests to a server and notes when answers came. A process of its own, `python -m
 benchmarks.serving.load`, which reads a `Load` as JSON from standard input and writes what it saw to standard output.
 
-Open: requests come when they come (Poisson), whether or not others are answered; a request that the client sends late
-counts from when it was due. Closed: so many clients, each of which waits for its answer before it sends the next request.
+Open: requests come when they come (Poisson), whether or not others are answered; one that the client sends late counts
+from when it was due. Closed: so many clients, each of which waits for its answer before it sends the next request.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def summarised(rows: Sequence[Row]) -> list[Row]:
 
 
 def rate_at(rows: Sequence[Row], p95: float) -> float:
-    """The highest rate at which the 95th percentile is no more than that, on straight lines between what was measured."""
+    """The highest rate at which the 95th percentile is no more than that; between measurements, on straight lines."""
     points = sorted((row["asked"], row["p95"]) for row in rows)
     best = points[0][0] if points and points[0][1] <= p95 else 0.0
     for (rate, low), (next_rate, high) in itertools.pairwise(points):

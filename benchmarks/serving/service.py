@@ -1,9 +1,9 @@
-"""What a team writes around a library to serve translation: FastAPI, and batches of what comes within some milliseconds.
+"""What a team writes around a library to serve translation: FastAPI, and batches of what comes within milliseconds.
 
     python -m benchmarks.serving.service transformers FOLDER --wait-ms 20 --port 8001
 
-A batch has up to 16 sentences, padded to the longest, and waits for others no longer than that. One runs at a time, in a
-thread. Nothing here is FastGen's.
+A batch has up to 16 sentences, padded to the longest, and waits for others no longer than that. One runs at a time, in
+a thread. Nothing here is FastGen's.
 """
 
 from __future__ import annotations

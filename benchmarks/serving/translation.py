@@ -1,8 +1,8 @@
 """Translation: opus-mt's shape, 4 beams, sentences of 5 to 60 tokens, 16 clients.
 
 `fastgen-serve` against a service of FastAPI that batches up to 16 sentences and waits for others 5, 20 or 50 ms
-(`service.py`), over plain Transformers and over CTranslate2. Translations end by themselves (`models.translator`), and are
-the same everywhere.
+(`service.py`), over plain Transformers and over CTranslate2. Translations end by themselves (`models.translator`), and
+are the same everywhere.
 """
 
 from __future__ import annotations
