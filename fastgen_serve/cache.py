@@ -242,15 +242,6 @@ class CachedModel:
     def is_ready(self) -> bool:
         return self._model.is_ready
 
-    @property
-    def on_broken(self) -> Any:
-        """The model's own: is told why it cannot be loaded."""
-        return getattr(self._model, "on_broken", None)
-
-    @on_broken.setter
-    def on_broken(self, told: Any) -> None:
-        self._model.on_broken = told  # type: ignore[attr-defined]
-
     async def generate(self, job: Generate) -> Generated:
         """As the model's own, or what it returned for such a job before."""
         asked = job.options.get("do_sample")

@@ -148,7 +148,8 @@ class LabelEncoder(Encoder):
         loaded: LoadedClassifier = load_classifier(options)
         super().__init__(options.model, loaded)
         self._stage = ClassificationStage(loaded, options)
-        self.info = ModelInfo(options.model, "encoder", (LABELS,), self._positions, labels=tuple(loaded.labels))
+        labels = tuple(loaded.labels)
+        self.info = ModelInfo(options.model, "encoder", (LABELS,), self._positions, labels=labels, scores=loaded.scores)
 
     def check(self, job: Encode) -> None:
         super().check(job)

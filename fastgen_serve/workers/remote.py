@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import logging
 import multiprocessing
@@ -32,13 +33,18 @@ _PATIENCE = 5.0
 class RemoteModel(ClientModel):
     """A `ServedModel` in a process of its own.
 
-    Attributes:
+    Args:
         on_broken: is told why the model cannot be loaded, the first time.
+
+    Raises:
+        SetupError: its tokenizer cannot be loaded.
     """
 
-    def __init__(self, name: str, settings: ServeSettings) -> None:
+    def __init__(
+        self, name: str, settings: ServeSettings, on_broken: Callable[[str], object] = lambda reason: None
+    ) -> None:
         super().__init__(name, settings)
-        self.on_broken: Callable[[str], object] = lambda reason: None
+        self._on_broken = on_broken
         self._process: BaseProcess | None = None
         self._pipe: Pipe | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,7 +119,7 @@ class RemoteModel(ClientModel):
             _log.error("%s", message.reason)
             if not self._was_ready:
                 self._is_stopping = True  # to try again is of no use
-                self.on_broken(message.reason)
+                self._on_broken(message.reason)
             return
         seconds = time.monotonic() - self._begin
         _log.info("%s: %s (%.1f s)", self.name, self.progress, seconds)
@@ -134,7 +140,7 @@ class RemoteModel(ClientModel):
         died = Unavailable("the process of the model has died: try again", retry_after=5)
         for pending in list(self._pending.values()):
             if pending.job is None or pending.has_streamed or pending.runs >= _MOST_RUNS:
-                pending.put(messages.Failure(pending.number, died))
+                pending.put(messages.Failure(pending.number, copy.copy(died)))
         lived = time.monotonic() - self._begin
         self._delay = _FIRST_DELAY if self._was_ready and lived > _LONG_LIFE else min(self._delay * 2, _LONGEST_DELAY)
         _log.error(
