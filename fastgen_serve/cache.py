@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import fastgen
 from fastgen.pipeline.loading import file_of, is_gguf, read_json_object
-from fastgen_serve import metrics
+from fastgen_serve import log, metrics
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
 from fastgen_serve.models import Models
@@ -296,8 +296,11 @@ class CachedModel:
             metrics.CACHE.labels("down").inc(len(keys))
             return [None] * len(keys)
         found = [_parsed(value, read) for value in values]
-        for each in found:
-            metrics.CACHE.labels("miss" if each is None else "hit").inc()
+        hits = sum(each is not None for each in found)
+        metrics.CACHE.labels("hit").inc(hits)
+        metrics.CACHE.labels("miss").inc(len(found) - hits)
+        if hits:
+            log.note(model=self.name, cached=hits)
         return found
 
     def _keep(self, values: Mapping[str, Any]) -> None:
