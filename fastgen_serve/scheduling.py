@@ -54,6 +54,10 @@ class Limits:
         """How many inputs a batch may have whose longest one has so many tokens."""
         return max(1, min(self.inputs, self.tokens // longest))
 
+    def are_reached(self, lengths: Sequence[int]) -> bool:
+        """Whether inputs of these lengths are a full batch."""
+        return len(lengths) >= self.inputs or sum(lengths) >= self.tokens
+
 
 class Costs:
     """Seconds of a batch by the length of its inputs and their number, from those of a grid.
@@ -251,7 +255,7 @@ class Scheduler(Generic[Item]):
         """Seconds until a batch is due: 0 for now, None while nothing waits."""
         if not self._waiting:
             return None
-        if len(self._waiting) >= self._limits.inputs:
+        if self._limits.are_reached([each.length for each in self._waiting]):
             return 0.0
         return max(0.0, self._waiting[0].since + self._delay - self._clock())
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the server: the client, the numbers made of what it sees, the models, and one of them from end to end."""
+"""The benchmarks of the server: the client, the numbers made of what it sees, the models, and one from end to end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_schedulers_beside_each_other() -> None:
         rates = ((5 * times, 0.1, True), (10 * times, 0.2, True), (12 * times, 3.0, False))
         return [
             closed,
-            *({**common, "part": 1.0, "asked": r, "answered": r, "p95": p, "level": l} for r, p, l in rates),
+            *({**common, "part": 1.0, "asked": r, "answered": r, "p95": p, "level": level} for r, p, level in rates),
         ]
 
     rows = [*measured("none", 1.0), *measured("naive", 2.0), *measured("hungry", 3.0)]
