@@ -276,7 +276,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
             room=body.limit or 1,
         )
     run = _run(model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
-    prompt = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
+    prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:
         return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **run.head, **more)
