@@ -6,6 +6,7 @@ batches: one that does not fit in memory is halved, and an input that the model 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC
 from collections.abc import Sequence
 from functools import cache
@@ -78,7 +79,7 @@ class Encoder(ABC):
     def __init__(self, path: str, loaded: LoadedEncoder) -> None:
         self._path, self._positions = path, loaded.longest or MOST_TOKENS
         self._vocabulary = int(loaded.model.get_input_embeddings().num_embeddings)
-        has_types = "token_type_ids" in loaded.tokenizer.model_input_names
+        has_types = "token_type_ids" in inspect.signature(loaded.model.forward).parameters
         self._token_types = int(getattr(loaded.model.config, "type_vocab_size", None) or 0) if has_types else 0
 
     def check(self, job: Encode) -> None:
@@ -198,8 +199,13 @@ class _Vectors(EmbeddingStage):
     def __init__(self, loaded: LoadedEmbedder, options: EmbedOptions, prompts: Sequence[str]) -> None:
         super().__init__(loaded, options)
         self._changed = cache(loaded.modules.changed)
-        skips = not loaded.modules.include_prompt
-        self._prompts = [tuple(prompt_ids(loaded.tokenizer, each)) for each in prompts if each] if skips else []
+        skipped = [] if loaded.modules.include_prompt else list(filter(str.strip, prompts))
+        # How a text with the prompt begins, and how many of its tokens count as the prompt's. A space at its end may
+        # be a token by itself, and be one with the next word.
+        self._prompts = [
+            (tuple(prompt_ids(loaded.tokenizer, each.rstrip())), len(prompt_ids(loaded.tokenizer, each)))
+            for each in skipped
+        ]
 
     def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
         import torch
@@ -217,6 +223,6 @@ class _Vectors(EmbeddingStage):
 
     def _how(self, row: Record) -> tuple[str | None, bool | None, int]:
         """The pooling and the normalisation of its vector, and the tokens of its prompt."""
-        begins = (len(prompt) for prompt in self._prompts if tuple(row.ids[: len(prompt)]) == prompt)
+        found = (count for begin, count in self._prompts if tuple(row.ids[: len(begin)]) == begin)
         job = row.id if isinstance(row.id, Encode) else Encode(())
-        return job.pooling, job.normalize, max(begins, default=0)
+        return job.pooling, job.normalize, max(found, default=0)
