@@ -45,7 +45,13 @@ def load_encoder(path: str, settings: ServeSettings) -> Encoder:
         SetupError: it cannot be loaded.
     """
     # The commands read inputs and write outputs, too: there are none.
-    options = {"model": path, "input": STANDARD_STREAM, "output": STANDARD_STREAM, "device": "cpu", "quiet": True}
+    options: dict[str, Any] = {
+        "model": path,
+        "input": STANDARD_STREAM,
+        "output": STANDARD_STREAM,
+        "device": "cpu",
+        "quiet": True,
+    }
     options |= {"dtype": settings.dtype, "weight_dtype": settings.weight_dtype}
     return LabelEncoder(ClassifyOptions(**options)) if classifies(path) else VectorEncoder(EmbedOptions(**options))
 
@@ -71,13 +77,14 @@ class Encoder(ABC):
 
     Attributes:
         info: what it is.
+        positions: tokens that an input may have at the most.
     """
 
     info: ModelInfo
     _stage: EncodingStage
 
     def __init__(self, path: str, loaded: LoadedEncoder) -> None:
-        self._path, self._positions = path, loaded.longest or MOST_TOKENS
+        self._path, self.positions = path, loaded.longest or MOST_TOKENS
         self._vocabulary = int(loaded.model.get_input_embeddings().num_embeddings)
         has_types = "token_type_ids" in inspect.signature(loaded.model.forward).parameters
         self._token_types = int(getattr(loaded.model.config, "type_vocab_size", None) or 0) if has_types else 0
@@ -89,8 +96,8 @@ class Encoder(ABC):
             raise BadRequest(f"the model makes {made}, not {job.what}: choose another model", param="model")
         if not job.tokens:
             raise BadRequest("the text has no tokens: send one that has some", param="input")
-        if len(job.tokens) > self._positions:
-            said = f"the text has {len(job.tokens)} tokens, but the model takes {self._positions}: shorten it"
+        if len(job.tokens) > self.positions:
+            said = f"the text has {len(job.tokens)} tokens, but the model takes {self.positions}: shorten it"
             raise BadRequest(said, param="input")
         if not 0 <= min(job.tokens) <= max(job.tokens) < self._vocabulary:
             raise BadRequest(f"a token is not one of the model's, 0 to {self._vocabulary - 1}", param="input")
@@ -119,7 +126,7 @@ class Encoder(ABC):
     def leaves_padding_out(self) -> bool:
         """Whether batches are computed without their padding, found by running one."""
         before = _accelerated()
-        self.run([self._job(1), self._job(min(self._positions, 16))])
+        self.run([self._job(1), self._job(min(self.positions, 16))])
         return _accelerated() > before
 
     def _job(self, length: int) -> Encode:
@@ -150,7 +157,7 @@ class LabelEncoder(Encoder):
         super().__init__(options.model, loaded)
         self._stage = ClassificationStage(loaded, options)
         labels = tuple(loaded.labels)
-        self.info = ModelInfo(options.model, "encoder", (LABELS,), self._positions, labels=labels, scores=loaded.scores)
+        self.info = ModelInfo(options.model, "encoder", (LABELS,), self.positions, labels=labels, scores=loaded.scores)
 
     def check(self, job: Encode) -> None:
         super().check(job)
@@ -172,7 +179,7 @@ class VectorEncoder(Encoder):
             options.model,
             "encoder",
             (VECTOR,),
-            self._positions,
+            self.positions,
             vector_size=self._stage.dimension(),
             prompt=loaded.prompt,
             prompts=prompts,
