@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,20 +115,26 @@ def test_what_is_no_prompt(prompt: Any) -> None:
 
 
 def test_work_on_a_tokenizer_is_done_one_at_a_time() -> None:
-    model, running, most, threads = served(tiny.tokenizer(False)), 0, 0, set()
+    model, has_begun, may_end, order = served(tiny.tokenizer(False)), threading.Event(), threading.Event(), list[str]()
 
-    def work() -> str:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        threads.add(threading.current_thread())
-        time.sleep(0.01)
-        running -= 1
-        return "done"
+    def long() -> threading.Thread:
+        has_begun.set()
+        assert may_end.wait(60)
+        order.append("long")
+        return threading.current_thread()
 
-    async def run() -> list[str]:
-        return await asyncio.gather(*(prompts.in_turn(model, size, work) for size in (10**6, 5, 10**6, 5)))
+    def short() -> threading.Thread:
+        order.append("short")
+        return threading.current_thread()
 
-    assert asyncio.run(run()) == ["done"] * 4
-    assert most == 1 and threading.main_thread() not in threads, "the server goes on meanwhile"
-    assert asyncio.run(prompts.in_turn(model, 5, threading.current_thread)) is threading.main_thread()
+    async def run() -> list[threading.Thread]:
+        first = asyncio.ensure_future(prompts.in_turn(model, 10**6, long))
+        await asyncio.to_thread(has_begun.wait, 60)
+        second = asyncio.ensure_future(prompts.in_turn(model, 5, short))
+        await asyncio.sleep(0)  # the second one has asked, and the event loop goes on
+        may_end.set()
+        return await asyncio.gather(first, second)
+
+    assert threading.main_thread() not in asyncio.run(run())
+    assert order == ["long", "short"]
+    assert asyncio.run(prompts.in_turn(model, 5, short)) is threading.main_thread(), "a thread would cost more"
