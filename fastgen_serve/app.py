@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import fastgen
+from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, Failed, ServeError
 from fastgen_serve.guard import Guard, Traffic
 from fastgen_serve.models import Models
@@ -41,7 +42,7 @@ def create_app(
         from fastgen_serve.workers.remote import RemoteModel
 
         models = Models([RemoteModel(name, settings, on_broken) for name, _ in settings.models])
-    served = models
+    served = keep_responses(models, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -131,7 +132,9 @@ class Interfaces:
 def as_bad_request(error: RequestValidationError) -> BadRequest:
     """The first thing that is wrong with a request, with the field that it is about."""
     first: dict[str, Any] = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return BadRequest(f"the body is no JSON: {first['ctx']['error']}")
     where = [str(part) for part in first["loc"][1:]]
     param = ".".join(where) or None
     message = str(first["msg"]).removeprefix("Value error, ")
-    return BadRequest(f"{param}: {message}" if param else message, param=param)
+    return BadRequest(f"{param or 'the body'}: {message}", param=param)

@@ -32,7 +32,9 @@ class EncodingWorker:
     def __init__(self, path: str, settings: ServeSettings) -> None:
         self._encoder = load_encoder(path, settings)
         self.info = self._encoder.info
-        self._scheduler: Scheduler[_Request] = make_scheduler(settings, self._encoder, self.info.positions, Limits())
+        self._scheduler: Scheduler[_Request] = make_scheduler(
+            settings, self._encoder, self._encoder.positions, Limits()
+        )
         self._changed = threading.Condition()
         self._running: list[_Request] = []
         self._is_closed = False
@@ -48,7 +50,7 @@ class EncodingWorker:
         on_error: Callable[[BaseException], object],
         on_delta: Callable[[Any], object] | None = None,
     ) -> _Request:
-        """Takes a job. One of `on_done` and `on_error` is called, by the thread of the batches; none once it is cancelled.
+        """Takes a job. The thread of the batches calls one of `on_done` and `on_error`; none once it is cancelled.
 
         Args:
             on_done: gets the vector, or the scores of all labels.

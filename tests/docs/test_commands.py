@@ -29,12 +29,16 @@ NOT_RUN = {
     "curl ...": "asks a server; the same",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
     "python -m benchmarks.ordinary_session ...": "the same",
+    "python -m benchmarks.serving ...": "the same",
 }
 # A line that is in the block.
 PYTHON_NOT_RUN = {
     'model = UniLMForSeq2SeqLM.from_published("unilm1-base-cased.bin")': "needs the authors' file of 450 MB",
     'model = AutoModelForCausalLM.from_pretrained("smollm2", gguf_file="model.gguf", quantization_config=keep)': (
         "needs a file of 98 MB"
+    ),
+    'client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")': (
+        "needs a server; tests/serve/test_openai.py has one"
     ),
 }
 NEEDS_FAIRSEQ = {"docs/fairseq.md", "docs/unilm-prophetnet.md"}
