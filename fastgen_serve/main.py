@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "that linear layers multiply with: others than fp32 change results",
         choices=WEIGHT_DTYPES,
     )
+    add(models, "warm-up", "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
     add(models, "slots", "rows of a decode step", type=int)
     add(models, "threads", "of each model's process; one on each core by default", type=int)
     add(

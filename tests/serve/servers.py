@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "models"
 BART, GPT2 = str(MODELS / "kjv-bart"), str(MODELS / "kjv-gpt2")
 # Seconds until something has happened: far more than it takes.
-WAIT = 120.0
+WAIT = 300.0
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ SHORT = {"prompt": "in the beginning", "max_tokens": 5, "num_beams": 1, "tempera
 
 @pytest.fixture(scope="module")
 def served(enabled: None) -> Iterator[Command]:
-    with command(GPT2, f"translator={BART}", "--slots", "8") as made:
+    with command(GPT2, f"translator={BART}", "--slots", "8", "--no-warm-up") as made:
         made.wait_until_ready()
         yield made
 
@@ -134,7 +134,7 @@ def process_of(server: Command, name: str) -> int:
 
 
 def test_overload_gives_429_and_a_server_that_is_told_to_stop_finishes_what_runs() -> None:
-    with command(GPT2, "--slots", "2", "--max-waiting", "2", "--max-beams", "2") as server:
+    with command(GPT2, "--slots", "2", "--max-waiting", "2", "--max-beams", "2", "--no-warm-up") as server:
         server.wait_until_ready()
         threads, answers = in_background(10, server, **LONG)
         for thread in threads:
@@ -162,7 +162,7 @@ def test_overload_gives_429_and_a_server_that_is_told_to_stop_finishes_what_runs
 
 
 def test_what_takes_longer_than_it_may_is_refused_at_the_end() -> None:
-    with command(GPT2, "--drain-s", "0") as server:
+    with command(GPT2, "--drain-s", "0", "--no-warm-up") as server:
         server.wait_until_ready()
         threads, answers = in_background(2, server, **LONG)
         until(lambda: running(server) == 2)
