@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import fastgen
-from fastgen.pipeline.errors import one_line
+from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.loading import file_of, is_gguf, read_json_object
 from fastgen_serve import log, metrics
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, TokenLogprob
@@ -159,10 +159,19 @@ def make_cache(text: str) -> Cache:
 
 
 def keep_responses(models: Models, settings: ServeSettings) -> Models:
-    """The same models, with the cache that the settings name."""
+    """The same models, with the cache that the settings name.
+
+    Raises:
+        SetupError: there cannot be such a cache.
+    """
     if settings.cache is None:
         return models
-    cache = make_cache(settings.cache)
+    try:
+        cache = make_cache(settings.cache)
+    except ImportError:
+        raise SetupError("cache: the package redis is not installed, which fastgen's extra `serve` has") from None
+    except ValueError:  # whose message may have a part of a password
+        raise SetupError("cache: give a size, or the address of a Redis server, redis://HOST:PORT/0") from None
     return Models(
         [CachedModel(model, cache, partial(identity_of, settings.path(model.name), settings)) for model in models]
     )

@@ -7,7 +7,7 @@ tokens.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,26 @@ def run_all(options: argparse.Namespace, folder: Path) -> None:
         seen = _answers(side, model, options.seconds)
         texts[side] = {answer.body: answer.content for answer in seen}
         rows.append({"side": side, **_numbers(seen, model)})
-        own, tokens = texts.get("fastgen"), next((row["tokens"] for row in rows if row["side"] == "fastgen"), None)
-        if own and tokens and side != "fastgen":
-            both = own.keys() & texts[side].keys()
-            same = sum(own[question] == texts[side][question] for question in both)
-            rows[-1] |= {"same": f"{same} of {len(both)}", "times": tokens / rows[-1]["tokens"]}
+        compare(rows, texts)
         print(report.table(rows[-1:], COLUMNS), flush=True)
         report.write(options.out, "streams", rows, report.table(rows, COLUMNS))
     print(report.table(rows, COLUMNS))
+
+
+def compare(rows: Sequence[Row], texts: Mapping[str, Mapping[int, str]]) -> None:
+    """Adds how many times as many tokens per second `fastgen` has made, and how many answers are the same.
+
+    Args:
+        texts: by server and question.
+    """
+    own = next((row for row in rows if row["side"] == "fastgen"), None)
+    for row in rows:
+        if own is None or row is own:
+            continue
+        theirs = texts[row["side"]]
+        both = texts["fastgen"].keys() & theirs.keys()
+        same = sum(texts["fastgen"][question] == theirs[question] for question in both)
+        row |= {"same": f"{same} of {len(both)}", "times": own["tokens"] / row["tokens"]}
 
 
 def _started(side: str, model: Path) -> AbstractContextManager[Server]:

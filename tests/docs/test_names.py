@@ -45,8 +45,9 @@ def test_links_lead_somewhere(name):
 def options_of_the_commands() -> set[str]:
     """Every option of every command that the project has."""
     from fastgen_cli import encode, generate, quantize
+    from fastgen_serve import main
 
-    parsers = [generate.build_parser(), quantize.build_parser()]
+    parsers = [generate.build_parser(), quantize.build_parser(), main._parser()]
     parsers += [encode.build_parser(command) for command in (encode.EMBED, encode.CLASSIFY)]
     found = {name for parser in parsers for name in parser._option_string_actions}
     sources = [
@@ -56,6 +57,7 @@ def options_of_the_commands() -> set[str]:
             "benchmarks/__main__.py",
             "benchmarks/ordinary_session.py",
             "benchmarks/product_bits.py",
+            "benchmarks/serving/__main__.py",
             "fastgen/__main__.py",
         )
     ]

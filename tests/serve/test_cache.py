@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fastgen.pipeline.errors import SetupError
 from fastgen_serve import metrics
 from fastgen_serve.cache import (
     Cache,
@@ -24,10 +25,12 @@ from fastgen_serve.cache import (
     MemoryCache,
     RedisCache,
     identity_of,
+    keep_responses,
     make_cache,
 )
 from fastgen_serve.jobs import Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
+from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 
 GREEDY = {"do_sample": False, "num_beams": 4}
@@ -286,6 +289,19 @@ def test_the_cache_of_an_option() -> None:
         with pytest.raises(ValueError, match="cache: give a size") as error:
             make_cache(text)
         assert "secret" not in str(error.value)
+
+
+def test_the_models_of_a_server_have_its_cache() -> None:
+    models = Models([Model()])
+    assert keep_responses(models, ServeSettings()) is models
+    found = keep_responses(models, ServeSettings(models=(("m", "folder"),), cache="1MiB"))
+    assert isinstance(found.get("m"), CachedModel) and found.names() == ["m"]
+    for address in ("redis://localhost:secret", "redis://:secret@localhost:port/0"):
+        with pytest.raises(SetupError, match="cache: give a size, or the address") as error:
+            keep_responses(models, ServeSettings(models=(("m", "folder"),), cache=address))
+        assert "secret" not in str(error.value)
+    with pytest.raises(ValueError, match="cache: give a size"):
+        ServeSettings(cache="much")
 
 
 # ---- which model
