@@ -27,6 +27,12 @@ class BadRequest(ServeError):
     status, code = 400, "invalid_request_error"
 
 
+class TooLong(BadRequest):
+    """The prompt, with its new tokens, is longer than the model."""
+
+    code = "context_length_exceeded"
+
+
 class Unauthorized(ServeError):
     """There is no API key, or another one."""
 

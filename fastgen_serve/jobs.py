@@ -108,6 +108,7 @@ class ModelInfo:
         labels: of a classifier, by index.
         vector_size: of an encoder.
         slots: rows of a decode step.
+        defaults: options that the files of the model set for `generate`: num_beams, do_sample, eos_token_id, ...
     """
 
     name: str
@@ -118,3 +119,4 @@ class ModelInfo:
     labels: tuple[str, ...] = ()
     vector_size: int = 0
     slots: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -47,6 +47,7 @@ class GenerationWorker:
         # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
         self._engine = fastgen.Engine(self._model, slots=settings.slots, max_waiting=2**20)
         self._stop_criteria: dict[tuple[str, ...], Any] = {}
+        generation = self._model.generation_config
         self.info = ModelInfo(
             name=os.path.basename(path.rstrip("/")),
             kind="encoder-decoder" if self._config.is_encoder_decoder else "decoder-only",
@@ -54,6 +55,7 @@ class GenerationWorker:
             positions=self._positions(_SOURCE_POSITIONS if self._config.is_encoder_decoder else _POSITIONS),
             max_new_tokens=self._default_new_tokens(),
             slots=settings.slots,
+            defaults={name: value for name, value in generation.to_diff_dict().items() if value is not None},
         )
 
     # ---- what the model is
@@ -71,9 +73,8 @@ class GenerationWorker:
         return _DEFAULT_LENGTH
 
     def _option(self, job: Generate, name: str) -> Any:
-        """An option of a job, or the model's own."""
-        found = job.options.get(name)
-        return getattr(self._model.generation_config, name, None) if found is None else found
+        """An option of a job, which may be None, or the model's own."""
+        return job.options[name] if name in job.options else getattr(self._model.generation_config, name, None)
 
     # ---- jobs
 

@@ -1,0 +1,372 @@
+"""OpenAI's interface: models, completions, chat completions and embeddings."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+
+from fastgen_serve import prompts
+from fastgen_serve.api import openai_answers as answers
+from fastgen_serve.api.openai_choices import Choices, Piece, Writer
+from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
+from fastgen_serve.api.schema import as_list
+from fastgen_serve.concurrency import merged, together
+from fastgen_serve.decoding import Decoding, decoding, job
+from fastgen_serve.errors import BadRequest, ServeError, Unavailable
+from fastgen_serve.jobs import Delta, Encode, Generate
+from fastgen_serve.served import ServedModel
+from fastgen_serve.text import TextStream
+
+# New tokens of a completion whose request says nothing.
+_COMPLETION_TOKENS = 16
+_STARTED = int(time.time())
+_ERRORS = {
+    400: "The request is refused: `param` names the field.",
+    401: "There is no API key, or another one.",
+    404: "No such model is served.",
+    413: "The body is too large.",
+    429: "Too many requests wait: try again.",
+    500: "The request has failed.",
+    503: "The model is not ready.",
+    504: "The request took too long.",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": answers.ErrorAnswer, "description": text} for status, text in _ERRORS.items()
+}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or its chunks."}
+}
+
+router = APIRouter(tags=["OpenAI"], responses=ERRORS)
+
+
+def write_error(error: ServeError) -> JSONResponse:
+    """OpenAI's error object."""
+    return JSONResponse(_error_object(error).model_dump(), error.status)
+
+
+def _error_object(error: ServeError) -> answers.ErrorAnswer:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status, kind)
+    made = answers.ErrorObject(message=error.message, type=kind, param=error.param, code=error.code)
+    return answers.ErrorAnswer(error=made)
+
+
+def served_model(request: Request, name: str | None, *tasks: str) -> ServedModel:
+    """The model of a request.
+
+    Args:
+        tasks: one of which it must have.
+
+    Raises:
+        ModelNotFound: there is none of this name.
+        Unavailable: it is not ready.
+        BadRequest: it is one for something else.
+    """
+    model: ServedModel = request.app.state.models.get(name)
+    if not model.is_ready:
+        raise Unavailable(f"model {model.name} is not ready: try again", retry_after=5)
+    if tasks and not set(tasks) & set(model.info.tasks):
+        raise BadRequest(f"model {model.name} is one for {', '.join(model.info.tasks)}: ask another one", param="model")
+    return model
+
+
+def check_batch(request: Request, inputs: Sequence[Any], param: str) -> None:
+    """Raises BadRequest where a request has more inputs than the server takes."""
+    most = request.app.state.settings.max_batch
+    if len(inputs) > most:
+        raise BadRequest(f"{param} has {len(inputs)} inputs: this server takes {most} at the most", param=param)
+
+
+# ---- models
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> answers.ModelList:
+    """The models that are served."""
+    return answers.ModelList(object="list", data=[_card(model) for model in request.app.state.models])
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, request: Request) -> answers.ModelCard:
+    """A model that is served."""
+    return _card(request.app.state.models.get(name))
+
+
+def _card(model: ServedModel) -> answers.ModelCard:
+    positions = model.info.positions if model.is_ready else None
+    return answers.ModelCard(
+        id=model.name, object="model", created=_STARTED, owned_by="fastgen-serve", max_model_len=positions
+    )
+
+
+# ---- completions and chat completions
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A request that generates.
+
+    Attributes:
+        id: of the answer.
+        created: when the request has come, in seconds.
+        model: that it is for.
+        body: of the request.
+        prompts: tokens of each input.
+        decoding: how these are decoded.
+        jobs: one for each.
+        choices: what comes of them.
+        writer: of these.
+    """
+
+    id: str
+    created: int
+    model: ServedModel
+    body: Generation
+    prompts: list[tuple[int, ...]]
+    decoding: Decoding
+    jobs: list[Generate]
+    choices: Choices
+    writer: Writer
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What each answer, and each chunk, begins with."""
+        return {"id": self.id, "created": self.created, "model": self.model.name}
+
+    def usage(self, generated: int) -> answers.Usage:
+        prompt = sum(map(len, self.prompts))
+        return answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
+
+    async def whole(self) -> tuple[list[Piece], answers.Usage]:
+        """The choices, each in one piece."""
+        results = await together(self.model.generate(job) for job in self.jobs)
+        pieces = [
+            piece
+            for index, result in enumerate(results)
+            for piece in self.choices.pieces(index * self.decoding.results, self.decoding.best(result))
+        ]
+        return pieces, self.usage(sum(each.generated for result in results for each in result.sequences))
+
+    async def stream(self) -> AsyncIterator[Piece | answers.Usage]:
+        """The pieces of the choices, and at the end the usage."""
+        generated = 0
+        async with aclosing(merged([self.model.stream(job) for job in self.jobs])) as events:  # type: ignore[type-var]
+            async for index, event in events:
+                if not isinstance(event, Delta):
+                    generated += sum(each.generated for each in event.sequences)
+                    event = self.decoding.best(event)  # type: ignore[assignment]
+                for piece in self.choices.pieces(index * self.decoding.results, event):  # type: ignore[arg-type]
+                    yield piece
+        yield self.usage(generated)
+
+
+def _run(
+    model: ServedModel, body: CompletionRequest | ChatRequest, inputs: list[tuple[int, ...]], limits: list[int | None]
+) -> _Run:
+    how, logprobs = decoding(body, model.info), body.wanted_logprobs
+    is_completion = isinstance(body, CompletionRequest)
+    options: dict[str, Any] = {}
+    if body.tgt_lang is not None:
+        options["forced_bos_token_id"] = prompts.language_token(model, body.tgt_lang, "tgt_lang")
+    prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
+    prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
+    jobs = [
+        job(
+            how,
+            tokens,
+            max_tokens=limit,
+            stop=body.stops,
+            logprobs=logprobs,
+            seed=body.seed,
+            options=options,
+            streams=bool(body.stream),
+        )
+        for tokens, limit in zip(inputs, limits, strict=True)
+    ]
+    # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
+    goes_on = is_completion and model.info.kind == "decoder-only"
+    texts = [
+        TextStream(
+            model.tokenizer,
+            body.skip_special_tokens,
+            body.stops,
+            body.include_stop_str_in_output,
+            tokens if goes_on else (),
+        )
+        for tokens in inputs
+        for _ in range(how.results)
+    ]
+    writer = Writer(
+        model.tokenizer, logprobs is not None, bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+    )
+    name = f"{'cmpl' if is_completion else 'chatcmpl'}-{uuid.uuid4().hex}"
+    return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts), writer)
+
+
+def _limit(model: ServedModel, body: CompletionRequest | ChatRequest, prompt: int, most: int, param: str) -> int | None:
+    """New tokens behind a prompt, at the most; None for what the model's generation config says.
+
+    Raises:
+        BadRequest: they do not fit, or are fewer than `min_tokens`.
+    """
+    limit, positions = body.limit, model.info.positions
+    if model.info.kind == "encoder-decoder":
+        prompts.check_length(model, prompt, 0, param)
+    else:
+        if limit is None:
+            wanted = _COMPLETION_TOKENS if param == "prompt" else model.info.defaults.get("max_new_tokens") or most
+            limit = max(min(wanted, most, most if positions is None else positions - prompt), 1)
+        prompts.check_length(model, prompt, limit, param)
+    if limit is not None and (body.min_tokens or 0) > limit:
+        raise BadRequest(f"min_tokens is {body.min_tokens}, max_tokens {limit}: give fewer", param="min_tokens")
+    return limit
+
+
+@router.post("/v1/completions", response_model=answers.Completion, response_model_exclude_unset=True, responses=_STREAM)
+async def complete(body: CompletionRequest, request: Request) -> Any:
+    """What comes behind a prompt; of an encoder-decoder model, the target of a source."""
+    model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
+    given = as_list(body.prompt)
+    check_batch(request, given, "prompt")
+    with prompts.source_language(model, body.src_lang):
+        inputs = [
+            prompts.tokens_of(model, each, body.cut(), "prompt", body.limit or _COMPLETION_TOKENS) for each in given
+        ]
+    run = _run(model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
+
+    def written(pieces: Sequence[Piece]) -> answers.Completion:
+        prompt_of = [tokens for tokens in inputs for _ in range(run.decoding.results)]
+        choices = [run.writer.completion(piece, prompt_of[piece.index]) for piece in pieces]
+        return answers.Completion(object="text_completion", choices=choices, **run.head)
+
+    if body.stream:
+        return await _streamed(run, lambda piece: [written([piece])], written([]))
+    pieces, usage = await run.whole()
+    answer = written(pieces)
+    answer.usage = usage
+    return answer
+
+
+@router.post(
+    "/v1/chat/completions", response_model=answers.ChatCompletion, response_model_exclude_unset=True, responses=_STREAM
+)
+async def chat(body: ChatRequest, request: Request) -> Any:
+    """The answer to a conversation."""
+    model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
+    with prompts.source_language(model, body.src_lang):
+        tokens = prompts.chat_tokens(
+            model,
+            [message.as_template_reads() for message in body.messages],
+            starts_answer=body.add_generation_prompt,
+            continues=body.continue_final_message,
+            cut=body.cut(),
+            room=body.limit or 1,
+        )
+    run = _run(model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
+    prompt = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
+
+    def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:
+        return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **run.head, **more)
+
+    def chunks(piece: Piece) -> list[BaseModel]:
+        if not piece.is_first:
+            return [chunk([run.writer.chunk(piece)])]
+        role = answers.DeltaMessage(role="assistant", content="")
+        start = answers.ChunkChoice(index=piece.index, delta=role, logprobs=None, finish_reason=None)
+        return [chunk([start], **prompt), chunk([run.writer.chunk(piece)])]
+
+    if body.stream:
+        return await _streamed(run, chunks, chunk([]))
+    pieces, usage = await run.whole()
+    choices = [run.writer.message(piece) for piece in pieces]
+    return answers.ChatCompletion(object="chat.completion", choices=choices, usage=usage, **run.head, **prompt)
+
+
+async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> StreamingResponse:
+    """The response that sends chunks. What fails before the first one is raised here, and has a status of its own."""
+    events = _events(run, write, last)
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()  # type: ignore[attr-defined]
+        raise
+
+    async def all_events() -> AsyncIterator[str]:
+        async with aclosing(events):  # type: ignore[type-var]
+            yield first
+            try:
+                async for event in events:
+                    yield event
+            except ServeError as error:  # the status is sent already: the error is an event
+                yield _event(_error_object(error))
+            yield "data: [DONE]\n\n"
+
+    return StreamingResponse(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _events(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncIterator[str]:
+    async with aclosing(run.stream()) as items:  # type: ignore[type-var]
+        async for item in items:
+            if isinstance(item, Piece):
+                yield "".join(map(_event, write(item)))
+            elif run.body.sends_usage:
+                last.usage = item
+                yield _event(last)
+
+
+def _event(data: BaseModel) -> str:
+    return f"data: {data.model_dump_json(exclude_unset=True)}\n\n"
+
+
+# ---- embeddings
+
+
+@router.post("/v1/embeddings")
+async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingList:
+    """A vector for each text."""
+    model = served_model(request, body.model, "vector")
+    given = as_list(body.input)
+    check_batch(request, given, "input")
+    size = model.info.vector_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise BadRequest(f"dimensions is {body.dimensions}: the model's vectors have {size}", param="dimensions")
+    inputs = [encoder_tokens(model, each, body.cut(), "input") for each in given]
+    vectors = await model.encode([Encode(tokens) for tokens in inputs])
+    write = _as_base64 if body.encoding_format == "base64" else list
+    data = [
+        answers.Embedding(object="embedding", index=index, embedding=write(_cut(vector, body.dimensions)))
+        for index, vector in enumerate(vectors)
+    ]
+    used = sum(map(len, inputs))
+    usage = answers.EmbeddingUsage(prompt_tokens=used, total_tokens=used)
+    return answers.EmbeddingList(object="list", data=data, model=model.name, usage=usage)
+
+
+def encoder_tokens(model: ServedModel, text: str | Sequence[int], cut: prompts.Cut, param: str) -> tuple[int, ...]:
+    """The tokens of an input of an encoder. Raises BadRequest, as for one that is too long."""
+    tokens = prompts.tokens_of(model, text, cut, param)
+    prompts.check_length(model, len(tokens), 0, param)
+    return tokens
+
+
+def _cut(vector: list[float], dimensions: int | None) -> list[float]:
+    if dimensions is None:
+        return vector
+    length = math.sqrt(sum(number * number for number in vector[:dimensions])) or 1.0
+    return [number / length for number in vector[:dimensions]]
+
+
+def _as_base64(vector: list[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,200 @@
+"""From the tokens of sequences to the choices of OpenAI's interface, whole or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastgen_serve.api import openai_answers as answers
+from fastgen_serve.jobs import Delta, TokenLogprob
+from fastgen_serve.jobs import Sequence as Result
+from fastgen_serve.text import TextStream, token_bytes, token_text
+
+# JSON has no infinity: what cannot be has this log-probability, as in vLLM.
+_LOWEST = -9999.0
+
+
+@dataclass
+class Piece:
+    """A part of the answer of a choice.
+
+    Attributes:
+        index: of the choice.
+        text: which is certain.
+        tokens: that have come since the last piece.
+        logprobs: theirs.
+        offset: characters of the tokens before these.
+        is_first: of its choice.
+        end: the sequence, in the last piece.
+        stopped: the stop string that has ended the text.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    offset: int
+    is_first: bool
+    end: Result | None = None
+    stopped: str | None = None
+
+    @property
+    def finish_reason(self) -> Any:
+        if self.end is None:
+            return None
+        return "stop" if self.stopped is not None else self.end.finish_reason
+
+
+@dataclass
+class _Choice:
+    """What has come of a sequence, and what of that was given out."""
+
+    index: int
+    text: TextStream
+    received: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offset: int = 0
+    is_first: bool = True
+
+    def push(self, delta: Delta) -> str:
+        self._take(delta.tokens, delta.logprobs)
+        return self.text.push(delta.tokens)
+
+    def finish(self, sequence: Result) -> str:
+        rest = sequence.tokens[self.received :]
+        self._take(rest, None if sequence.logprobs is None else sequence.logprobs[self.received :])
+        return self.text.push(rest) + self.text.finish()
+
+    def _take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
+        self.received += len(tokens)
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs or ())
+
+
+class Choices:
+    """The choices of a request.
+
+    Args:
+        tokenizer: of the model.
+        texts: for each choice, in order, what makes its text.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[TextStream]) -> None:
+        self._tokenizer = tokenizer
+        self._choices = [_Choice(index, text) for index, text in enumerate(texts)]
+
+    def pieces(self, first: int, event: Delta | Sequence[Result]) -> Iterator[Piece]:
+        """The pieces that have become certain: of a delta one or none, of results one for each.
+
+        Args:
+            first: index of the first choice of the input that this is of.
+            event: new tokens, or the sequences that the input gets.
+        """
+        if isinstance(event, Delta):
+            choice = self._choices[first + event.index]
+            if text := choice.push(event):
+                yield self._piece(choice, text)
+            return
+        for number, sequence in enumerate(event):
+            choice = self._choices[first + number]
+            yield self._piece(choice, choice.finish(sequence), sequence)
+
+    def _piece(self, choice: _Choice, text: str, end: Result | None = None) -> Piece:
+        tokens, logprobs = tuple(choice.tokens), tuple(choice.logprobs)
+        made = Piece(
+            choice.index, text, tokens, logprobs, choice.offset, choice.is_first, end, choice.text.stopped if end else None
+        )
+        choice.tokens.clear()
+        choice.logprobs.clear()
+        choice.is_first = False
+        if logprobs:
+            choice.offset += sum(len(token_text(self._tokenizer, token)) for token in tokens)
+        return made
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes pieces in the shapes of the interface.
+
+    Args:
+        tokenizer: of the model.
+        logprobs: they are wanted.
+        token_ids: these are wanted.
+        names_tokens: logprobs name tokens by their ids.
+    """
+
+    tokenizer: Any
+    logprobs: bool
+    token_ids: bool
+    names_tokens: bool
+
+    def completion(self, piece: Piece, prompt: Sequence[int]) -> answers.CompletionChoice:
+        made = answers.CompletionChoice(
+            text=piece.text,
+            logprobs=self._completion_logprobs(piece) if self.logprobs else None,
+            **self._common(piece),
+        )
+        if self.token_ids and piece.is_first:
+            made.prompt_token_ids = list(prompt)
+        return made
+
+    def message(self, piece: Piece) -> answers.ChatChoice:
+        message = answers.AnswerMessage(role="assistant", content=piece.text, refusal=None)
+        return answers.ChatChoice(message=message, logprobs=self._chat_logprobs(piece), **self._common(piece))
+
+    def chunk(self, piece: Piece) -> answers.ChunkChoice:
+        delta = answers.DeltaMessage(content=piece.text)
+        return answers.ChunkChoice(delta=delta, logprobs=self._chat_logprobs(piece), **self._common(piece))
+
+    def _common(self, piece: Piece) -> dict[str, Any]:
+        made: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
+        if piece.end is not None and piece.end.score is not None:
+            made["score"] = piece.end.score
+        if piece.stopped is not None:
+            made["stop_reason"] = piece.stopped
+        if self.token_ids:
+            made["token_ids"] = list(piece.tokens)
+        return made
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.names_tokens else token_text(self.tokenizer, token)
+
+    def _completion_logprobs(self, piece: Piece) -> answers.CompletionLogprobs:
+        offsets, offset = [], piece.offset
+        for each in piece.logprobs:
+            offsets.append(offset)
+            offset += len(token_text(self.tokenizer, each.token))
+        return answers.CompletionLogprobs(
+            text_offset=offsets,
+            tokens=[self._name(each.token) for each in piece.logprobs],
+            token_logprobs=[_finite(each.logprob) for each in piece.logprobs],
+            top_logprobs=[
+                {self._name(token): _finite(value) for token, value in (*each.top, (each.token, each.logprob))}
+                for each in piece.logprobs
+            ],
+        )
+
+    def _chat_logprobs(self, piece: Piece) -> answers.ChatLogprobs | None:
+        if not self.logprobs:
+            return None
+        content = [
+            answers.TokenLogprobs(
+                **self._named(each.token, each.logprob),
+                top_logprobs=[answers.TopLogprob(**self._named(*pair)) for pair in each.top],
+            )
+            for each in piece.logprobs
+        ]
+        return answers.ChatLogprobs(content=content, refusal=None)
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._name(token),
+            "logprob": _finite(logprob),
+            "bytes": list(token_bytes(self.tokenizer, token)),
+        }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

@@ -1,0 +1,253 @@
+"""The requests of OpenAI's interface, with vLLM's further fields, and Transformers' where vLLM has none.
+
+Each field is honoured, or refused unless its value asks for nothing (`off`). A field that is not here is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
+from fastgen_serve.errors import BadRequest
+from fastgen_serve.prompts import Cut
+
+_STOPS, _STOP_LENGTH = 16, 256
+_MOST_LOGPROBS = 20
+Probability = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Stop = Annotated[Text, Field(min_length=1, max_length=_STOP_LENGTH)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="A last chunk without choices has the usage.")
+    include_obfuscation: Any = off(False)
+    continuous_usage_stats: Any = off(False)
+
+
+class Cutting(Body):
+    """How inputs are tokenised."""
+
+    add_special_tokens: bool = Field(True, description="Special tokens, such as BOS, are added to texts.")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="Tokens that the input is cut to; -1 for as many as the model reads. Without it a longer input is refused."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="'left' cuts the beginning off, which is the default of decoder-only models, 'right' the end."
+    )
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _not_zero(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise PydanticCustomError("zero", "is 0: give a number of tokens, or -1 for as many as the model reads")
+        return value
+
+    def cut(self) -> Cut:
+        return Cut(self.add_special_tokens, self.truncate_prompt_tokens, self.truncation_side)
+
+
+class Generation(Cutting):
+    """What completions and chat completions have in common. null is the same as no field."""
+
+    model: str | None = Field(None, description="Name of a model that is served; the first one without it.")
+    stream: bool | None = Field(None, description="Answers with server-sent events, while tokens become certain.")
+    stream_options: StreamOptions | None = None
+    user: Text | None = Field(None, description="Accepted, and not used.")
+
+    n: Count | None = Field(None, description="Results of an input. With beams, the n best.")
+    best_of: Count | None = Field(None, description="Of so many drawn results the n with the best mean log-probability; with beams, the width.")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(None, description="Of what is drawn.")
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=_STOPS)] | None,
+        described(f"is no text of 1 to {_STOP_LENGTH} characters, and no list of up to {_STOPS} such texts"),
+    ] = Field(None, description="Strings that end a result.")
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy search, more is sampling.")
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1 switch it off.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Probability | None = None
+    do_sample: bool | None = None
+    use_beam_search: bool = Field(False, description="Beam search; n is the number of beams, unless num_beams says another.")
+    num_beams: Count | None = None
+    num_return_sequences: Count | None = Field(None, description="The same as n.")
+    length_penalty: float | None = Field(None, description="Of beams.")
+    early_stopping: Annotated[
+        bool | Literal["never"] | None, described("is not true, false or 'never'")
+    ] = Field(None, description="Of beams.")
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
+    encoder_repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    encoder_no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, description="By token id.")
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="New tokens, at the least.")
+    ignore_eos: bool = Field(False, description="A result goes on behind EOS, up to max_tokens.")
+    stop_token_ids: list[TokenId] | None = Field(None, description="Tokens that end a result, besides EOS.")
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = Field(None, description="Adds token_ids and prompt_token_ids.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Tokens of logprobs are written as 'token_id:7'.")
+    src_lang: Text | None = Field(None, description="Language of the source, as the model's tokenizer calls it.")
+    tgt_lang: Text | None = Field(None, description="Language of the result, as the model's tokenizer calls it.")
+
+    frequency_penalty: Any = off(0)
+    presence_penalty: Any = off(0)
+    echo: Any = off(False)
+    response_format: Any = off({"type": "text"})
+    spaces_between_special_tokens: Any = off(True)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_token(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if wrong := next((key for key in value or () if not (key.isascii() and key.isdigit() and len(key) < 10)), None):
+            raise PydanticCustomError("token_id", "has the key {key}, which is no token id", {"key": repr(wrong[:20])})
+        return value
+
+    @model_validator(mode="after")
+    def _streams(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options: give them with stream=true only", param="stream_options")
+        if self.stream and self.best_of is not None and not self.has_beams and self.best_of != (self.n or 1):
+            raise BadRequest("best_of: which results are best is known at the end, leave stream out", param="best_of")
+        return self
+
+    @property
+    def has_beams(self) -> bool:
+        return self.use_beam_search or self.num_beams is not None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def sends_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(Generation):
+    """A prompt, or several, that the model continues; or sources that an encoder-decoder model turns into targets."""
+
+    prompt: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
+    max_tokens: Count | None = Field(None, description="New tokens, at the most: 16 for decoder-only models.")
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(
+        None, description="Log-probabilities of the new tokens, and of so many of the likeliest at each position."
+    )
+
+    suffix: Any = off("")
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ContentPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    role: Literal["developer", "system", "user", "assistant"]
+    content: Annotated[
+        Text | Annotated[list[ContentPart], Field(min_length=1)],
+        described("is no text, and no list of parts {'type': 'text', 'text': ...}: other parts are not supported"),
+    ]
+    name: Text | None = None
+
+    refusal: Any = off()
+    audio: Any = off()
+    tool_calls: Any = off([])
+    tool_call_id: Any = off()
+    function_call: Any = off()
+    annotations: Any = off([])
+
+    def as_template_reads(self) -> dict[str, Any]:
+        """Role, content as one text, and the name if there is one."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+
+
+class Chat(Cutting):
+    """A conversation, and how the model's chat template writes it."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_special_tokens: bool = Field(False, description="Special tokens are added to what the chat template writes.")
+    add_generation_prompt: bool = Field(True, description="The template's beginning of an answer ends the prompt.")
+    continue_final_message: bool = Field(False, description="The last message is left open, and continued.")
+
+    tools: Any = off([])
+    chat_template: Any = off()
+    chat_template_kwargs: Any = off({})
+    documents: Any = off([])
+
+    @model_validator(mode="after")
+    def _continues_or_starts(self) -> Chat:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message: give add_generation_prompt=false with it", param="continue_final_message"
+            )
+        return self
+
+
+class ChatRequest(Chat, Generation):
+    """A conversation that the model answers."""
+
+    max_completion_tokens: Count | None = Field(None, description="New tokens, at the most; without it, as many as fit.")
+    max_tokens: Count | None = Field(None, description="The same, by its old name.")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the new tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(
+        None, description="Log-probabilities of so many of the likeliest tokens at each position; with logprobs=true."
+    )
+    safety_identifier: Text | None = Field(None, description="Accepted, and not used.")
+    prompt_cache_key: Text | None = Field(None, description="Accepted, and not used.")
+
+    tool_choice: Any = off("none", "auto")
+    parallel_tool_calls: Any = off(True, False)
+    functions: Any = off([])
+    function_call: Any = off("none", "auto")
+    modalities: Any = off(["text"])
+    audio: Any = off()
+    prediction: Any = off()
+    reasoning_effort: Any = off("none")
+    verbosity: Any = off("medium")
+    service_tier: Any = off("auto", "default")
+    store: Any = off(False)
+    metadata: Any = off({})
+    moderation: Any = off()
+    prompt_cache_options: Any = off()
+    prompt_cache_retention: Any = off()
+    web_search_options: Any = off()
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs: give logprobs=true with it", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise BadRequest("max_tokens: it differs from max_completion_tokens, give one of them", param="max_tokens")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class EmbeddingRequest(Cutting):
+    """Texts to turn into vectors."""
+
+    input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
+    model: str | None = Field(None, description="Name of a model that is served; the first one without it.")
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: float32, little-endian.")
+    dimensions: Count | None = Field(
+        None, description="The vector is cut to its first numbers and gets the length 1: for models that were trained for that."
+    )
+    user: Text | None = Field(None, description="Accepted, and not used.")

@@ -1,0 +1,81 @@
+"""What the bodies of requests are made of, in all interfaces for JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+
+class Body(BaseModel):
+    """A JSON object of a request: a field that is not known, or has another type, is refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        schema = cls.model_fields[str(info.field_name)].json_schema_extra
+        if isinstance(schema, dict) and isinstance(accepted := schema.get("enum"), list):
+            # False equals 0 in Python, not in JSON.
+            if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in accepted):
+                raise PydanticCustomError("unsupported", "is not supported: leave it out")
+        return value
+
+
+def off(*values: Any) -> Any:
+    """A field that is not supported: null, and these values, which ask for nothing, are accepted."""
+    return Field(None, description="Not supported.", json_schema_extra={"enum": [*values, None]})
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "has half of a surrogate pair: send characters") from None
+    return text
+
+
+def described(message: str) -> Any:
+    """For a field of several types: one message says what it may be, in place of one for each type."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            own = [each for each in error.errors() if each["type"] == "text"]
+            raise PydanticCustomError("one_of", "{what}", {"what": own[0]["msg"] if own else message}) from None
+
+    return WrapValidator(check)
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Texts, or token ids, or several of either.
+Inputs = Annotated[
+    Text
+    | Annotated[list[Text], Field(min_length=1)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)],
+    described("is no text, no list of texts, no list of token ids and no list of such lists"),
+]
+
+
+def as_list(inputs: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Inputs, one by one: each a text, or token ids."""
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs[0], int):
+        return [inputs]  # type: ignore[list-item]
+    return list(inputs)  # type: ignore[arg-type]

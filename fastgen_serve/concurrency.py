@@ -1,0 +1,54 @@
+"""What handlers await: several results at once, and several streams as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order. If one fails, the others are cancelled, and what it has raised is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _cancelled(tasks)
+
+
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """What the streams yield, as it comes, with the index of the stream. All are closed when this is.
+
+    Raises what the first of them that fails has raised.
+    """
+    arrived: asyncio.Queue[tuple[int, T] | asyncio.Future[None]] = asyncio.Queue()
+
+    async def read(index: int, stream: Any) -> None:
+        async with aclosing(stream):
+            async for each in stream:
+                arrived.put_nowait((index, each))
+
+    tasks = [asyncio.ensure_future(read(index, stream)) for index, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(arrived.put_nowait)
+    running = len(tasks)
+    try:
+        while running:
+            item = await arrived.get()
+            if isinstance(item, asyncio.Future):
+                item.result()
+                running -= 1
+            else:
+                yield item
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancels what has not ended, and waits until it has. What was raised is known, or of no interest."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

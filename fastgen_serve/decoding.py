@@ -1,0 +1,235 @@
+"""From the fields of a request to options of `generate`: what decides between greedy search, beams and sampling.
+
+What a request does not say is what the model's own generation config says, as in a call of `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastgen_serve.errors import BadRequest
+from fastgen_serve.jobs import Generate, Generated, ModelInfo
+from fastgen_serve.jobs import Sequence as Result
+
+# By the field of a request, the option of `generate`, and values that switch it off.
+_DRAWING: Mapping[str, tuple[Any, ...]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "typical_p": (1.0,)}
+_OF_BEAMS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
+_OTHERS = {
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size": "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty": "encoder_repetition_penalty",
+    "min_tokens": "min_new_tokens",
+}
+
+
+class Fields(Protocol):
+    """Fields of a request that say how to decode; None for what it does not say."""
+
+    n: int | None
+    best_of: int | None
+    num_return_sequences: int | None
+    num_beams: int | None
+    use_beam_search: bool
+    do_sample: bool | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    typical_p: float | None
+    length_penalty: float | None
+    early_stopping: Any
+    repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    encoder_no_repeat_ngram_size: int | None
+    encoder_repetition_penalty: float | None
+    min_tokens: int | None
+    logit_bias: Mapping[str, float] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the inputs of a request are decoded.
+
+    Attributes:
+        options: of `generate`, without the number of new tokens.
+        results: sequences that each input gets.
+        candidates: sequences that are generated; of more than `results`, those with the best mean log-probability stay.
+        beams: of a search; 1 for none.
+    """
+
+    options: Mapping[str, Any]
+    results: int
+    candidates: int
+    beams: int
+
+    def best(self, generated: Generated) -> tuple[Result, ...]:
+        """The sequences that the request gets."""
+        if self.candidates == self.results:
+            return generated.sequences
+        return tuple(sorted(generated.sequences, key=_mean_logprob, reverse=True)[: self.results])
+
+
+def decoding(fields: Fields, info: ModelInfo) -> Decoding:
+    """What the fields of a request come to for a model.
+
+    - Beams, if it asks for them (`num_beams`, or `use_beam_search`, with which `n` is the width).
+    - Sampling, if it gives a temperature above 0, or another option of sampling. `top_k` is off then unless the request or
+      the model's files set it.
+    - Greedy search with temperature 0.
+    - What the model's generation config says, if the request says nothing of that. Several results are the best of its
+      beams, or drawn if it has none.
+
+    Raises:
+        BadRequest: fields contradict each other, or ask for more than the model has.
+    """
+    results = _agreed(fields, "n", "num_return_sequences") or 1
+    if fields.best_of is not None and fields.best_of < results:
+        raise BadRequest(f"best_of is {fields.best_of}, for {results} results: give {results} or more", param="best_of")
+    candidates = fields.best_of or results
+    own_beams = int(info.defaults.get("num_beams") or 1)
+    if fields.num_beams is not None or fields.use_beam_search:
+        width = _agreed(fields, "num_beams", "best_of") or _agreed(fields, "n", "num_return_sequences") or own_beams
+        found = _beams(fields, results, width)
+    elif _is_drawn(fields, info, candidates, own_beams):
+        found = Decoding({"num_beams": 1, **_drawing(fields, info)}, results, candidates, 1)
+    elif fields.temperature == 0:
+        found = Decoding({"num_beams": 1, "do_sample": False}, results, candidates, 1)
+    else:
+        found = _left_to_model(fields, results, candidates, own_beams)
+    _check_sequences(found)
+    options = {**found.options, **_beam_options(fields, found), **_other_options(fields, info)}
+    if found.candidates > 1:
+        options["num_return_sequences"] = found.candidates
+    return Decoding(options, found.results, found.candidates, found.beams)
+
+
+def job(
+    decoding: Decoding,
+    tokens: tuple[int, ...],
+    *,
+    max_tokens: int | None,
+    stop: Sequence[str],
+    logprobs: int | None,
+    seed: int | None,
+    options: Mapping[str, Any],
+    streams: bool = False,
+) -> Generate:
+    """The job of one input.
+
+    Args:
+        decoding: how it is decoded.
+        tokens: of the input.
+        max_tokens: new ones, at the most; None for what the model's generation config says.
+        stop: texts that end a sequence.
+        logprobs: log-probabilities are wanted, those of so many others among them.
+        seed: of what is drawn.
+        options: further ones of `generate`.
+        streams: new tokens are wanted as they are certain.
+    """
+    if decoding.candidates > decoding.results and logprobs is None:
+        logprobs = 0
+    limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
+    return Generate(tokens, {**decoding.options, **limit, **options}, seed, tuple(stop), logprobs, streams)
+
+
+def _agreed(fields: Fields, *names: str) -> int | None:
+    """The value of fields that mean the same; None if none is given."""
+    given = {name: value for name in names if (value := getattr(fields, name)) is not None}
+    if len(set(given.values())) > 1:
+        said = ", ".join(f"{name} is {value}" for name, value in given.items())
+        raise BadRequest(f"{said}: they mean the same, give one of them", param=names[-1])
+    return next(iter(given.values()), None)
+
+
+def _beams(fields: Fields, results: int, width: int) -> Decoding:
+    if results > width:
+        raise BadRequest(f"n is {results}, num_beams {width}: give as many beams as results, or more", param="n")
+    if fields.do_sample:
+        return Decoding({"num_beams": width, **_draws(fields)}, results, results, width)
+    for name, off in {"temperature": (0.0, 1.0), **_DRAWING}.items():
+        if getattr(fields, name) not in (None, *off):
+            raise BadRequest(f"{name} has no effect on beams: leave it out, or draw them with do_sample", param=name)
+    return Decoding({"num_beams": width, "do_sample": False}, results, results, width)
+
+
+def _left_to_model(fields: Fields, results: int, candidates: int, own_beams: int) -> Decoding:
+    options = {} if fields.do_sample is None else {"do_sample": fields.do_sample}
+    if own_beams == 1:
+        return Decoding(options, results, candidates, 1)
+    width = max(own_beams, candidates)
+    return Decoding({"num_beams": width, **options}, results, results, width)
+
+
+def _is_drawn(fields: Fields, info: ModelInfo, candidates: int, own_beams: int) -> bool:
+    """Whether the request asks for sampling: not where it leaves that to the model's files."""
+    if fields.temperature == 0:
+        if fields.do_sample:
+            raise BadRequest("temperature is 0, and do_sample true: give a temperature above 0", param="temperature")
+        return False
+    asked = [name for name, off in _DRAWING.items() if getattr(fields, name) not in (None, *off)]
+    asked += ["temperature"] if fields.temperature is not None else []
+    if fields.do_sample is False:
+        if asked and (asked != ["temperature"] or fields.temperature != 1):
+            raise BadRequest(f"{asked[0]} has no effect without sampling: leave it or do_sample out", param=asked[0])
+        return False
+    searches = not info.defaults.get("do_sample") and own_beams == 1
+    return bool(fields.do_sample or asked or (candidates > 1 and searches))
+
+
+def _draws(fields: Fields) -> dict[str, Any]:
+    given = {name: value for name in ("temperature", *_DRAWING) if (value := getattr(fields, name)) is not None}
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
+    return {"do_sample": True, **given}
+
+
+def _drawing(fields: Fields, info: ModelInfo) -> dict[str, Any]:
+    """Sampling without beams. `generate` has a top_k of 50 of its own, which clients of this interface do not expect."""
+    top_k = {} if info.defaults.get("top_k") is not None else {"top_k": 0}
+    return {**top_k, **_draws(fields)}
+
+
+def _check_sequences(found: Decoding) -> None:
+    if found.candidates > 1 and found.beams == 1 and found.options.get("do_sample") is False:
+        raise BadRequest(
+            f"n, best_of: {found.candidates} results of greedy search would be the same: give a temperature above 0, or "
+            "num_beams",
+            param="n",
+        )
+
+
+def _beam_options(fields: Fields, found: Decoding) -> dict[str, Any]:
+    options = {}
+    for name, off in _OF_BEAMS.items():
+        value = getattr(fields, name)
+        if found.beams > 1 and value is not None:
+            options[name] = value
+        elif value not in (None, *off):
+            raise BadRequest(f"{name} has an effect on beams only: leave it out, or give num_beams", param=name)
+    return options
+
+
+def _other_options(fields: Fields, info: ModelInfo) -> dict[str, Any]:
+    options = {option: value for name, option in _OTHERS.items() if (value := getattr(fields, name)) is not None}
+    for name in ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty"):
+        if name in options and info.kind != "encoder-decoder":
+            raise BadRequest(f"{name}: this model has no encoder, leave it out", param=name)
+    if fields.logit_bias:
+        options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in fields.logit_bias.items()]
+    if fields.ignore_eos:
+        options["eos_token_id"] = None
+    if fields.stop_token_ids:
+        own = [] if fields.ignore_eos else info.defaults.get("eos_token_id") or []
+        options["eos_token_id"] = [*(own if isinstance(own, (list, tuple)) else [own]), *fields.stop_token_ids]
+    return options
+
+
+def _mean_logprob(sequence: Result) -> float:
+    logprobs = sequence.logprobs or ()
+    return sum(each.logprob for each in logprobs) / max(len(logprobs), 1)

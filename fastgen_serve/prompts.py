@@ -1,0 +1,185 @@
+"""From the texts and messages of requests to the tokens that a model reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from fastgen_serve.errors import BadRequest, TooLong
+from fastgen_serve.served import ServedModel
+
+_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a request wants its inputs tokenised.
+
+    Attributes:
+        special: with the special tokens that the model expects.
+        truncate: tokens to cut to, special ones among them; -1 for as many as the model reads, None for none.
+        side: "left" cuts the beginning off, "right" the end. None for the end that matters less: decoder-only models
+            go on behind the end.
+    """
+
+    special: bool = True
+    truncate: int | None = None
+    side: str | None = None
+
+
+def tokens_of(model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0) -> tuple[int, ...]:
+    """The tokens of a text; ids are taken as they are.
+
+    Args:
+        model: that reads them.
+        prompt: the text, or ids.
+        cut: how it is tokenised.
+        param: field that it is from.
+        room: positions that new tokens need, where the model goes on behind the prompt.
+
+    Raises:
+        BadRequest: there are none, or some that the tokenizer does not have, or `cut` leaves no room for special ones.
+    """
+    most = _most(model, cut, room)
+    if isinstance(prompt, str):
+        tokens = _encoded(model, (prompt,), cut, most)[0]
+    else:
+        check_ids(model, prompt, param)
+        tokens = tuple(prompt if most is None else (prompt[-most:] if _side(model, cut) == "left" else prompt[:most]))
+    if not tokens:
+        raise BadRequest(f"{param} has no tokens: give a text, or one token at the least", param=param)
+    return tokens
+
+
+def pair_of(model: ServedModel, texts: tuple[str, str], cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The tokens of a pair of texts, and which of the two each is of, where the model is told that."""
+    return _encoded(model, texts, cut, _most(model, cut, 0))
+
+
+def chat_tokens(
+    model: ServedModel,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    starts_answer: bool = True,
+    continues: bool = False,
+    cut: Cut,
+    room: int = 0,
+) -> tuple[int, ...]:
+    """The tokens of a conversation, by the template of the checkpoint, which runs in Transformers' sandbox.
+
+    Args:
+        model: that reads them.
+        messages: role and content of each.
+        starts_answer: the template's beginning of an answer comes behind them.
+        continues: the last message is left open.
+        cut: how the text is tokenised.
+        room: positions that new tokens need.
+
+    Raises:
+        BadRequest: the model has no template, or the template refuses the messages.
+    """
+    tokenizer = model.tokenizer
+    if not tokenizer.chat_template:
+        raise BadRequest(
+            f"{model.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
+            param="messages",
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=starts_answer, continue_final_message=continues
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise BadRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error
+    return tokens_of(model, text, cut, "messages", room)
+
+
+def check_ids(model: ServedModel, tokens: Sequence[int], param: str) -> None:
+    """Raises BadRequest where some are no ids of the tokenizer."""
+    size = len(model.tokenizer)
+    if (wrong := next((token for token in tokens if not 0 <= token < size), None)) is not None:
+        raise BadRequest(f"{param} has the token id {wrong}: {model.name} has those from 0 to {size - 1}", param=param)
+
+
+def check_length(model: ServedModel, prompt: int, new_tokens: int, param: str) -> None:
+    """Raises TooLong where a prompt, with the new tokens behind it, has more tokens than the model has positions."""
+    positions = model.info.positions
+    if positions is None or prompt + new_tokens <= positions:
+        return
+    raise TooLong(
+        f"This model's maximum context length is {positions} tokens. However, you requested {prompt + new_tokens} tokens "
+        f"({prompt} in the {param}, {new_tokens} in the completion). Please reduce the length of the {param} or completion.",
+        param=param,
+    )
+
+
+@contextmanager
+def source_language(model: ServedModel, language: str | None) -> Iterator[None]:
+    """Inside, the tokenizer marks texts as being in this language.
+
+    Raises:
+        BadRequest: the model has no languages, or not this one.
+    """
+    if language is None:
+        yield
+        return
+    language_token(model, language, "src_lang")
+    before, model.tokenizer.src_lang = model.tokenizer.src_lang, language
+    try:
+        yield
+    finally:
+        model.tokenizer.src_lang = before
+
+
+def language_token(model: ServedModel, language: str, param: str) -> int:
+    """The token of a language, by the name that the model's tokenizer has for it.
+
+    Raises:
+        BadRequest: as `source_language`.
+    """
+    tokenizer = model.tokenizer
+    if not hasattr(tokenizer, "src_lang"):
+        raise BadRequest(f"{model.name} is not told languages by tokens: leave {param} out", param=param)
+    known = getattr(tokenizer, "lang_code_to_id", None) or {
+        token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)
+    }
+    if language not in known:
+        raise BadRequest(f"{param} is no language of {model.name}: it has {', '.join(sorted(known))}", param=param)
+    return int(known[language])
+
+
+def _most(model: ServedModel, cut: Cut, room: int) -> int | None:
+    """Tokens to cut to; None for all of them."""
+    if cut.truncate != -1:
+        return cut.truncate
+    return None if model.info.positions is None else max(model.info.positions - room, 1)
+
+
+def _side(model: ServedModel, cut: Cut) -> str:
+    return cut.side or ("left" if model.info.kind == "decoder-only" else "right")
+
+
+def _encoded(
+    model: ServedModel, texts: tuple[str, ...], cut: Cut, most: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Token ids, and token types where the tokenizer makes them."""
+    tokenizer = model.tokenizer
+    options: dict[str, Any] = {}
+    if most is not None:
+        special = tokenizer.num_special_tokens_to_add(pair=len(texts) > 1) if cut.special else 0
+        if most < special + len(texts):
+            raise BadRequest(
+                f"truncate_prompt_tokens is {most}: give {special + len(texts)} or more", param="truncate_prompt_tokens"
+            )
+        options = {"truncation": True, "max_length": most}
+    before, tokenizer.truncation_side = tokenizer.truncation_side, _side(model, cut)
+    try:
+        encoding = tokenizer(*texts, add_special_tokens=cut.special, verbose=False, **options)
+    finally:
+        tokenizer.truncation_side = before
+    types = encoding.get("token_type_ids")
+    return tuple(encoding["input_ids"]), None if types is None else tuple(types)
