@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 import fastgen
 from fastgen_serve.errors import BadRequest, Failed, ServeError
-from fastgen_serve.guard import Guard
+from fastgen_serve.guard import Guard, Traffic
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 
@@ -28,11 +28,11 @@ _INTERFACES = ("openai", "vllm", "libretranslate", "page", "operations")
 def create_app(settings: ServeSettings, models: Models | None = None) -> FastAPI:
     """The application that serves models.
 
-    Its `state` has `settings`, `models`, and `is_draining`: requests are refused, as the server is about to stop.
+    Its `state` has `settings`, `models`, and `traffic`: the requests that are there.
 
     Args:
-        models: those that there are already; by default, each of `settings.models` in a process of its own, which starts
-            and ends with the application.
+        models: those that there are already; by default, each of `settings.models` in a process of its own, which
+            starts and ends with the application.
     """
     if models is None:
         from fastgen_serve.workers.remote import RemoteModel
@@ -49,7 +49,7 @@ def create_app(settings: ServeSettings, models: Models | None = None) -> FastAPI
             await served.stop()
 
     app = FastAPI(title="fastgen-serve", version=fastgen.__version__, lifespan=lifespan)
-    app.state.settings, app.state.models, app.state.is_draining = settings, served, False
+    app.state.settings, app.state.models, app.state.traffic = settings, served, Traffic()
     interfaces = Interfaces()
     for module in interfaces.modules:
         app.include_router(module.router)
@@ -80,7 +80,7 @@ def create_app(settings: ServeSettings, models: Models | None = None) -> FastAPI
         path_of=interfaces.path_of,
         needs_header=interfaces.needs_header,
         write_error=interfaces.write_error,
-        is_draining=lambda: app.state.is_draining,
+        traffic=app.state.traffic,
     )
     return app
 

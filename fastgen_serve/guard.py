@@ -9,6 +9,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,6 +30,19 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _GONE = 499
 
 
+@dataclass
+class Traffic:
+    """The requests that are there.
+
+    Attributes:
+        running: so many.
+        is_draining: no more are taken, as the server is about to stop.
+    """
+
+    running: int = 0
+    is_draining: bool = False
+
+
 class Guard:
     """The ASGI application around FastAPI's.
 
@@ -36,7 +50,7 @@ class Guard:
         path_of: the path that a request's belongs to, as it is declared; None for an unknown one.
         needs_header: whether a request for a path has its key in the header.
         write_error: the response to an error, for a path.
-        is_draining: whether the server is about to stop.
+        traffic: in which requests are counted.
     """
 
     def __init__(
@@ -46,11 +60,11 @@ class Guard:
         path_of: Callable[[str], str | None],
         needs_header: Callable[[str], bool],
         write_error: Callable[[str, ServeError], Response],
-        is_draining: Callable[[], bool],
+        traffic: Traffic,
     ) -> None:
         self._app, self._settings = app, settings
         self._path_of, self._needs_header, self._write_error = path_of, needs_header, write_error
-        self._is_draining = is_draining
+        self._traffic = traffic
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,12 +88,14 @@ class Guard:
                 MutableHeaders(scope=message)["X-Request-Id"] = entry.id
             await send(message)
 
+        self._traffic.running += 1
         try:
             await self._answer(scope, headers, receive, send_with_id)
         except BaseException:
             status = 500 if status == _GONE else status
             raise
         finally:
+            self._traffic.running -= 1
             metrics.REQUESTS.labels(entry.path, str(status)).inc()
             metrics.LATENCY.labels(entry.path).observe(log.passed(entry))
             log.write(entry, status)
@@ -90,8 +106,8 @@ class Guard:
             body.check_length(headers.get("content-length"))
             if self._needs_header(path):
                 keys.check(keys.of_header(headers.get("authorization")), self._settings.api_keys)
-                if self._is_draining():
-                    raise Unavailable("the server stops: try another one", retry_after=10)
+            if self._traffic.is_draining and scope["method"] == "POST":  # what asks a model for something
+                raise Unavailable("the server stops: try another one", retry_after=10)
             await self._run(scope, body, send)
         except ServeError as error:
             # The client may be sending still: the connection ends behind the answer.

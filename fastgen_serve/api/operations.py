@@ -31,7 +31,7 @@ async def health() -> dict[str, str]:
 async def ready(request: Request) -> JSONResponse:
     """Whether all models are loaded and warmed up, and the server takes requests."""
     models: Models = request.app.state.models
-    is_ready = models.are_ready and not request.app.state.is_draining
+    is_ready = models.are_ready and not request.app.state.traffic.is_draining
     states = {model.name: model.is_ready for model in models}
     return JSONResponse({"ready": is_ready, "models": states}, 200 if is_ready else 503)
 

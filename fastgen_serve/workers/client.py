@@ -26,15 +26,18 @@ class Pending:
     """A job without a result.
 
     Attributes:
-        answers: what comes of it.
+        job: None for a question to the process itself.
         has_streamed: some of its tokens have gone to the client: it must not run again.
+        runs: processes that it was given to.
+        answers: what comes of it.
     """
 
     number: int
-    job: Generate | Encode
+    job: Generate | Encode | None
     loop: asyncio.AbstractEventLoop
     answers: asyncio.Queue[messages.Answer] = field(default_factory=asyncio.Queue)
     has_streamed: bool = False
+    runs: int = 0
 
     def put(self, answer: messages.Answer) -> None:
         """Takes an answer. Any thread may call this."""
@@ -103,7 +106,7 @@ class ClientModel(ABC):
         """See `ServedModel`."""
         if not self.is_ready:
             return {}
-        pending = self._add(Encode(()))
+        pending = self._add(None)
         try:
             self._send(messages.AskStats(pending.number))
             answer = await asyncio.wait_for(pending.answers.get(), _STATS_PATIENCE)
@@ -218,7 +221,7 @@ class ClientModel(ABC):
             if outcome != "finished":
                 self._send(messages.Cancel(pending.number))
 
-    def _add(self, job: Generate | Encode) -> Pending:
+    def _add(self, job: Generate | Encode | None) -> Pending:
         pending = Pending(next(self._numbers), job, asyncio.get_running_loop())
         self._pending[pending.number] = pending
         return pending

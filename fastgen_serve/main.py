@@ -1,0 +1,163 @@
+"""`fastgen-serve MODEL [MODEL ...]`: serves models over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from fastgen_serve import keys
+from fastgen_serve.settings import DTYPES, SCHEDULERS, WEIGHT_DTYPES, ServeSettings
+
+PROGRAM = "fastgen-serve"
+DONE, SETUP = 0, 2
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class UsageError(Exception):
+    """The command line is not one."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    try:
+        settings = read(sys.argv[1:] if arguments is None else list(arguments))
+    except UsageError as error:
+        return _fail(f"{error} ({PROGRAM} --help)")
+    logging.basicConfig(format=f"{PROGRAM}: %(message)s", level=logging.INFO, stream=sys.stderr)
+    from fastgen.pipeline.errors import PipelineError
+
+    try:
+        listening = _listen(settings)
+        return asyncio.run(_serve(settings, listening))
+    except (PipelineError, OSError) as error:
+        return _fail(str(error))
+
+
+def read(words: Sequence[str]) -> ServeSettings:
+    """The settings that the words of a command line ask for.
+
+    Raises:
+        UsageError: it is none.
+    """
+    parser = _parser()
+    given = vars(parser.parse_args(words))
+    models, names = given.pop("models"), given.pop("served_model_name")
+    key_file = given.pop("api_key_file")
+    if names and len(names) != len(models):
+        raise UsageError(f"--served-model-name has {len(names)} names for {len(models)} models")
+    named = [_named(model) for model in models]
+    if names:
+        named = [(name, path) for name, (_, path) in zip(names, named, strict=True)]
+    try:
+        api_keys = keys.read(key_file) if key_file else ()
+        return ServeSettings(models=tuple(named), api_keys=api_keys, **given)
+    except OSError as error:
+        raise UsageError(f"cannot read {key_file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _named(model: str) -> tuple[str, str]:
+    """The name under which a model is served, and its path, of NAME=PATH or a path."""
+    name, equals, path = model.partition("=")
+    if equals and path and "/" not in name and not os.path.exists(model):
+        return name, path
+    return (os.path.basename(os.path.abspath(model)) if os.path.exists(model) else model), model
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = ServeSettings()
+    parser = _Parser(
+        prog=PROGRAM,
+        description="Serves models of Transformers over HTTP, with the interfaces of OpenAI, vLLM and LibreTranslate.",
+        epilog="Example: fastgen-serve examples/models/kjv-bart --port 8000",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory, a hub name, or NAME=one of these")
+
+    def add(group: Any, option: str, about: str, **more: Any) -> None:
+        name = option.replace("-", "_")
+        shown = more.pop("metavar", None)
+        more |= {} if shown is None else {"metavar": shown}
+        group.add_argument(f"--{option}", dest=name, default=getattr(default, name, None), help=about, **more)
+
+    where = parser.add_argument_group("where")
+    add(where, "host", "address to listen at; 0.0.0.0 for all")
+    add(where, "port", "0 for a free one", type=int)
+    add(where, "served-model-name", "a name for each model", nargs="+", metavar="NAME")
+    add(where, "api-key-file", "keys that clients must have, one a line", metavar="FILE")
+    models = parser.add_argument_group("models")
+    add(models, "dtype", "of the weights", choices=DTYPES)
+    add(
+        models,
+        "weight-dtype",
+        "that linear layers multiply with: others than fp32 change results",
+        choices=WEIGHT_DTYPES,
+    )
+    add(models, "slots", "rows of a decode step", type=int)
+    add(models, "threads", "of each model's process; one on each core by default", type=int)
+    add(
+        models, "scheduler", "when a batch is encoded: at once, or when it uses up half of --slo-ms", choices=SCHEDULERS
+    )
+    add(models, "slo-ms", "latency budget of a request, in milliseconds", type=float, metavar="MS")
+    add(models, "cache", 'of responses: "256MiB" in memory, or "redis://..."')
+    more = parser.add_argument_group("limits")
+    add(more, "max-waiting", "sequences of a model that wait; more get 429", type=int)
+    add(more, "max-body-bytes", "of a request", type=int)
+    add(more, "max-tokens", "new tokens of a request", type=int)
+    add(more, "max-beams", "beams, or sequences, of a request", type=int)
+    add(more, "max-batch", "inputs of a request", type=int)
+    add(more, "request-timeout-s", "seconds that a request may take", type=float, metavar="SECONDS")
+    add(more, "drain-s", "seconds in which requests may end on SIGTERM", type=float, metavar="SECONDS")
+    log = parser.add_argument_group("log")
+    add(log, "log-texts", "write inputs to the log", action="store_true")
+    return parser
+
+
+def _fail(message: str) -> int:
+    print(f"{PROGRAM}: {message}", file=sys.stderr)
+    return SETUP
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    """A socket at the address, so that what is wrong with it is told before a model is loaded."""
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise OSError(f"cannot listen at {where}: {error.strerror or error} (--host, --port)") from error
+
+
+async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
+    from fastgen_serve import log
+    from fastgen_serve.app import create_app
+    from fastgen_serve.server import Server
+
+    app = create_app(settings)
+    log.to_standard_error()
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    say = logging.getLogger("fastgen_serve")
+    say.info("http://%s:%d (models are loading)", host, listening.getsockname()[1])
+    if settings.host not in _LOCAL and not settings.api_keys:
+        say.warning("anybody who reaches %s may use it: --api-key-file asks for keys", host)
+    server = Server(app, settings)
+    for model in app.state.models:
+        model.on_broken = server.give_up
+    await server.serve(sockets=[listening])
+    return SETUP if server.has_given_up else DONE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

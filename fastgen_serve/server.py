@@ -1,0 +1,66 @@
+"""uvicorn, which stops as a server should: what runs is finished, and what comes is refused, for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from fastgen_serve.settings import ServeSettings
+
+_log = logging.getLogger("fastgen_serve")
+# Seconds between two looks at whether all requests are over; and in which the last answers get to their clients.
+_LOOK, _LAST_ANSWERS = 0.05, 2
+
+
+class Server(uvicorn.Server):
+    """Serves an application until it gets SIGTERM or SIGINT.
+
+    Then it refuses requests with 503, and ends when those that run are over, or `drain_s` has passed. A second signal
+    ends it at once.
+
+    Attributes:
+        has_given_up: a model cannot be loaded.
+    """
+
+    def __init__(self, app: FastAPI, settings: ServeSettings) -> None:
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, lifespan="on",
+            timeout_graceful_shutdown=_LAST_ANSWERS,
+        )  # fmt: skip
+        super().__init__(config)
+        self._app, self._settings = app, settings
+        self._told_to_stop = asyncio.Event()
+        self.has_given_up = False
+
+    def give_up(self, reason: str) -> None:
+        """Ends the server at once: a model cannot be loaded, as its process has said."""
+        self.has_given_up = self.should_exit = True
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        draining = asyncio.ensure_future(self._drain())
+        try:
+            await super().serve(sockets)
+        finally:
+            draining.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What uvicorn does on a signal. It would close its sockets, so that clients could not be told."""
+        if self._told_to_stop.is_set():
+            self.should_exit = self.force_exit = True
+        self._told_to_stop.set()
+
+    async def _drain(self) -> None:
+        await self._told_to_stop.wait()
+        traffic, loop = self._app.state.traffic, asyncio.get_running_loop()
+        traffic.is_draining, until = True, loop.time() + self._settings.drain_s
+        _log.info("stopping: %d requests run, %g s at the most", traffic.running, self._settings.drain_s)
+        while traffic.running and loop.time() < until:
+            await asyncio.sleep(_LOOK)
+        await self._app.state.models.stop()  # what is left gets 503
+        self.should_exit = True

@@ -1,0 +1,55 @@
+"""The process that a model runs in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers import messages
+
+# Seconds in which the last message gets to the server.
+_PATIENCE = 5.0
+
+
+def run(connection: Connection, name: str, settings: ServeSettings) -> None:
+    """Loads a model and runs its jobs until the server says so, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which says when to end
+    import torch
+
+    import fastgen
+    from fastgen.pipeline.errors import PipelineError
+    from fastgen_serve.workers.pipe import Pipe
+    from fastgen_serve.workers.worker import Worker
+
+    # A server runs for long: whatever is captured pays, and results do not depend on what was asked before.
+    fastgen.enable(captured_step="always", weight_dtype=settings.weight_dtype)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    torch.seed()  # otherwise each process draws the same
+
+    def receive(message: Any) -> None:
+        if isinstance(message, messages.Stop):
+            _leave(0)
+        worker.receive(message)
+
+    # It sends nothing before there is a pipe, and the server nothing before the model is ready.
+    worker = Worker(name, settings, lambda message: pipe.send(message))
+    pipe = Pipe(connection, receive, lambda: _leave(0))
+    try:
+        worker.load()
+    except PipelineError as error:
+        pipe.send(messages.Broken(str(error)))
+        pipe.close(_PATIENCE)
+        _leave(2)
+    threading.Event().wait()
+
+
+def _leave(status: int) -> None:
+    """Ends the process, whatever its threads do. There is nothing to be kept."""
+    sys.stderr.flush()
+    os._exit(status)

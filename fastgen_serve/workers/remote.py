@@ -1,0 +1,144 @@
+"""A model in a process of its own, which is started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from fastgen_serve import metrics
+from fastgen_serve.errors import Unavailable
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers import messages, process
+from fastgen_serve.workers.client import ClientModel
+from fastgen_serve.workers.pipe import Pipe
+
+_log = logging.getLogger("fastgen_serve")
+
+# A request that was there each time when so many processes died is not run again: it may be what they died of.
+_MOST_RUNS = 2
+# Seconds before a process is started again, the first time and at the most: they double until one lives long.
+_FIRST_DELAY, _LONGEST_DELAY, _LONG_LIFE = 0.1, 30.0, 60.0
+# Seconds in which a process ends when it is told to.
+_PATIENCE = 5.0
+
+
+class RemoteModel(ClientModel):
+    """A `ServedModel` in a process of its own.
+
+    Attributes:
+        on_broken: is told why the model cannot be loaded, the first time.
+    """
+
+    def __init__(self, name: str, settings: ServeSettings) -> None:
+        super().__init__(name, settings)
+        self.on_broken: Callable[[str], object] = lambda reason: None
+        self._process: BaseProcess | None = None
+        self._pipe: Pipe | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begin = 0.0  # of the process
+        self._delay = _FIRST_DELAY
+        self._was_ready = self._is_stopping = False
+
+    # ---- its life
+
+    async def start(self) -> None:
+        """See `ServedModel`."""
+        self._loop = asyncio.get_running_loop()
+        self._start_process()
+
+    async def stop(self) -> None:
+        """See `ServedModel`."""
+        self._is_stopping, self.is_ready, self.progress = True, False, "the server stops"
+        self._fail_all(Unavailable("the server stops"))
+        if self._process is None or self._pipe is None:
+            return
+        ended, self._process = self._process, None
+        self._pipe.send(messages.Stop())
+        await asyncio.to_thread(ended.join, _PATIENCE)
+        if ended.exitcode is None:
+            ended.kill()
+            await asyncio.to_thread(ended.join)
+
+    def _start_process(self) -> None:
+        if self._is_stopping:
+            return
+        context, self._begin = multiprocessing.get_context("spawn"), time.monotonic()
+        own, others = context.Pipe()
+        # What is secret is not its business.
+        settings = dataclasses.replace(self._settings, api_keys=(), cache=None)
+        started = context.Process(
+            target=process.run, args=(others, self.name, settings), name=f"fastgen-serve {self.name}", daemon=True
+        )
+        started.start()
+        others.close()  # it is the other process that has it open, so that its end is seen here
+        self._process = started
+        self._pipe = Pipe(own, self.receive, partial(self._in_loop, self._died, started))
+
+    def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Has a function called in the event loop. Any thread may call this."""
+        assert self._loop is not None, "it has been started"
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ---- messages
+
+    def _send(self, message: Any) -> None:
+        if self._pipe is None:
+            return
+        pending = self._pending.get(message.number)
+        if isinstance(message, messages.Submit) and pending is not None:
+            pending.runs += 1
+        self._pipe.send(message)
+
+    def receive(self, message: Any) -> None:
+        """Takes a message of the process, in the thread that reads."""
+        if isinstance(message, (messages.Progress, messages.Ready, messages.Broken)):
+            self._in_loop(self._note, message)
+        else:
+            super().receive(message)
+
+    def _note(self, message: Any) -> None:
+        """What a process says of itself."""
+        if self._is_stopping:
+            return
+        super().receive(message)
+        if isinstance(message, messages.Broken):
+            _log.error("%s", message.reason)
+            if not self._was_ready:
+                self._is_stopping = True  # to try again is of no use
+                self.on_broken(message.reason)
+            return
+        seconds = time.monotonic() - self._begin
+        _log.info("%s: %s (%.1f s)", self.name, self.progress, seconds)
+        if isinstance(message, messages.Ready):
+            self._was_ready = True
+            for pending in list(self._pending.values()):  # of the process before this one
+                if pending.job is not None:
+                    self._send(messages.Submit(pending.number, pending.job))
+
+    # ---- a process that has died
+
+    def _died(self, ended: BaseProcess) -> None:
+        if self._is_stopping or ended is not self._process:
+            return
+        ended.join()
+        self.is_ready, self._pipe, self.progress = False, None, "its process has died and is started again"
+        metrics.RESTARTS.labels(self.name).inc()
+        died = Unavailable("the process of the model has died: try again", retry_after=5)
+        for pending in list(self._pending.values()):
+            if pending.job is None or pending.has_streamed or pending.runs >= _MOST_RUNS:
+                pending.put(messages.Failure(pending.number, died))
+        lived = time.monotonic() - self._begin
+        self._delay = _FIRST_DELAY if self._was_ready and lived > _LONG_LIFE else min(self._delay * 2, _LONGEST_DELAY)
+        _log.error(
+            "%s: its process has died (%s): another one begins in %.1f s", self.name, ended.exitcode, self._delay
+        )
+        assert self._loop is not None, "it has been started"
+        self._loop.call_later(self._delay, self._start_process)

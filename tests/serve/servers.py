@@ -1,0 +1,108 @@
+"""Servers that tests start: one in a thread of this process, and the command as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "examples" / "models"
+BART, GPT2 = str(MODELS / "kjv-bart"), str(MODELS / "kjv-gpt2")
+# Seconds until something has happened: far more than it takes.
+WAIT = 120.0
+
+
+@contextlib.contextmanager
+def in_thread(app: Any) -> Iterator[str]:
+    """The address of an application that is served in a thread."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+        listening.close()
+
+
+@dataclass
+class Command:
+    """`fastgen-serve` as a process of its own.
+
+    Attributes:
+        lines: what it has written to standard error so far.
+    """
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Its address, once it listens."""
+        return next(line for line in self.lines if "http://" in line).split()[1]
+
+    def wait_until_ready(self) -> None:
+        until(lambda: any("http://" in line for line in self.lines) or self.process.poll() is not None)
+        until(lambda: self.process.poll() is not None or _is_ready(self.url), every=0.2)
+        assert self.process.poll() is None, "\n".join(self.lines)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        return self.process.wait(WAIT)
+
+
+@contextlib.contextmanager
+def command(*words: str) -> Iterator[Command]:
+    """`fastgen-serve` with these words, on a free port, if they name none."""
+    port = () if "--port" in words else ("--port", "0")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastgen_serve.main", *words, *port], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    made = Command(process)
+    reader = threading.Thread(target=_read, args=(process.stderr, made.lines), daemon=True)
+    reader.start()
+    try:
+        yield made
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait(WAIT)
+        reader.join(WAIT)
+
+
+def until(condition: Any, every: float = 0.02) -> None:
+    """Waits for a condition."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(every)
+
+
+def _read(stream: Any, lines: list[str]) -> None:
+    for line in stream:
+        lines.append(line.rstrip("\n"))
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
