@@ -9,7 +9,14 @@ from collections.abc import Collection, Iterable
 from fastgen_serve.translation.names import NAMES, OTHER_CODES, SCRIPTS
 
 # What clients of LibreTranslate send besides, and codes of regions where these stand for a script.
-_ALIASES = {"zt": "zh-Hant", "pb": "pt-BR", "zh-CN": "zh-Hans", "zh-SG": "zh-Hans", "zh-TW": "zh-Hant", "zh-HK": "zh-Hant"}
+_ALIASES = {
+    "zt": "zh-Hant",
+    "pb": "pt-BR",
+    "zh-CN": "zh-Hans",
+    "zh-SG": "zh-Hans",
+    "zh-TW": "zh-Hant",
+    "zh-HK": "zh-Hant",
+}
 # Tried in turn where a code is not served: simplified Chinese is what most models mean by Chinese.
 _VARIANTS = {"zh": ("zh-Hans", "zh-Hant"), "no": ("nb", "nn"), "nb": ("no",), "nn": ("no",), "pt": ("pt-BR", "pt-PT")}
 _CODE = re.compile(r"([A-Za-z]{2,3})(?:[-_]([A-Za-z]{2,4}))?")

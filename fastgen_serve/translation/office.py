@@ -96,8 +96,7 @@ class OfficeDocument:
         """The file, with others in place of its pieces: as many."""
         waiting = iter(pieces)
         texts = {
-            name: ["".join(next(waiting).text for _ in run.pieces) for run in runs]
-            for name, runs in self._runs.items()
+            name: ["".join(next(waiting).text for _ in run.pieces) for run in runs] for name, runs in self._runs.items()
         }
         out = io.BytesIO()
         with _opened(self._data) as archive, zipfile.ZipFile(out, "w") as made:

@@ -12,10 +12,12 @@ _END = re.compile(rf"""(?<![{_SIGNS}])[{_SIGNS}]+["'”’»›)\]]*(?=\s)|[。�
 _LINE_BREAK = re.compile(r"([\n\r\u2028\u2029]\s*)")
 _LONGEST_WORD = 32
 _OPENING = "([\"'“„«‹¿¡"
-# Words with a full stop that ends no sentence; those of the second line before a number.
+# Words with a full stop that ends no sentence, and such words before a number.
 _ABBREVIATIONS = frozenset(
-    """mr mrs ms dr prof st sr sra jr rev gen gov capt col sgt lt hon messrs mme mlle vs cf ca etc approx dept est inc ltd
-    bzw usw evtl ggf sog str hr fr dipl ing bspw vgl zzgl av bd ul pl np tzn dhr mevr bv ud uds sig dott ing avv""".split()
+    """
+    mr mrs ms dr prof st sr sra jr rev gen gov capt col sgt lt hon messrs mme mlle vs cf ca etc approx dept est inc ltd
+    bzw usw evtl ggf sog str hr fr dipl ing bspw vgl zzgl av bd ul pl np tzn dhr mevr bv ud uds sig dott avv
+    """.split()
 )
 _BEFORE_NUMBERS = frozenset("no nr nos art abs fig bd kap ch vol pp p s núm n º sec eq tab §".split())
 
@@ -68,7 +70,11 @@ def _ends(line: str) -> Iterator[int]:
     begin = 0
     for match in _END.finditer(line):
         following = line[match.end() :].lstrip()[:1]
-        if not following or following.islower() or _goes_on(line[begin : match.start()][-_LONGEST_WORD:], match[0], following):
+        if (
+            not following
+            or following.islower()
+            or _goes_on(line[begin : match.start()][-_LONGEST_WORD:], match[0], following)
+        ):
             continue
         yield match.end()
         begin = match.end()

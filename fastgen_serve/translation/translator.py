@@ -16,10 +16,10 @@ from fastgen_serve.jobs import Generate
 from fastgen_serve.models import Models
 from fastgen_serve.served import ServedModel
 from fastgen_serve.settings import ServeSettings
-from fastgen_serve.translation import detection, languages, pairs, sentences
+from fastgen_serve.translation import detection, languages, pairs
 from fastgen_serve.translation.detection import Detected
 from fastgen_serve.translation.pairs import Pairs, Way
-from fastgen_serve.translation.sentences import Piece
+from fastgen_serve.translation.sentences import Piece, shorten
 
 # Tokens of a sentence, and of its translation where the files of a model do not limit it. Models of translation have
 # been trained on sentences: longer ones are cut.
@@ -46,15 +46,15 @@ class TranslatingModel:
         def fits(sentence: str) -> bool:
             return _BYTES * len(way.prefix + sentence) < most or len(self._encode([sentence], way)[0]) <= most
 
-        return [sentences.shorten(piece, fits) for piece in pieces]
+        return [shorten(piece, fits) for piece in pieces]
 
-    async def translate(self, texts: Sequence[str], way: Way, count: int) -> list[list[str]]:
+    async def translate(self, sentences: Sequence[str], way: Way, count: int) -> list[list[str]]:
         """The best translations of each sentence, so many of them, best first.
 
         Raises:
             ServeError: as `ServedModel.generate`.
         """
-        inputs = await asyncio.to_thread(self._encode, texts, way)
+        inputs = await asyncio.to_thread(self._encode, sentences, way)
         options = {**way.options, **self._options(count)}
         # A long text leaves room for the requests of others: its sentences do not wait all at once.
         room = asyncio.Semaphore(max(1, self._settings.slots // options.get("num_beams", 1)))
@@ -141,38 +141,38 @@ class Translator:
             raise BadRequest("no model here translates: see /languages")
         return detection.detect(text, served)
 
-    async def translate(self, pieces: Sequence[Piece], source: str, target: str, count: int = 1) -> list[list[Piece]]:
-        """Versions of a text, best first: as many pieces, with what each sentence is in the other language.
+    async def translate(
+        self, texts: Sequence[Sequence[Piece]], sources: Sequence[str], target: str, count: int = 1
+    ) -> list[list[list[Piece]]]:
+        """Versions of each text, best first: as many pieces, with what each sentence is in the other language.
 
         Args:
-            source: as `source` and `detect` return them.
-            target: likewise. A text that is in it already stays.
-            count: of versions. A sentence that has fewer stays the same in the last ones.
+            texts: as pieces.
+            sources: the language of each, as `source` and `detect` return it. A text that is in the target's stays.
+            target: as `target` returns it.
+            count: of versions. Where a sentence has fewer, it is the same in the last ones.
 
         Raises:
-            BadRequest: no model translates this pair.
+            BadRequest: no model translates one of the pairs.
             TimedOut: it took longer than a request may.
             ServeError: as `ServedModel.generate`.
         """
-        if source == target:
-            return [list(pieces)]
-        model, way = self._model_for(source, target)
-        cut = await asyncio.to_thread(model.shorten, pieces, way)
-        texts = list(dict.fromkeys(part.text for parts in cut for part in parts if part.is_sentence))
+        groups: dict[str, list[int]] = {}
+        for index, source in enumerate(sources):
+            groups.setdefault(source, []).append(index)
+        models = [None if source == target else self._model_for(source, target) for source in groups]
         seconds = self._settings.request_timeout_s
+        works = together(
+            _versions([texts[index] for index in group], model, count)
+            for group, model in zip(groups.values(), models, strict=True)
+        )
         try:
-            made = await asyncio.wait_for(model.translate(texts, way, count), seconds)
+            made = await asyncio.wait_for(works, seconds)
         except asyncio.TimeoutError:
             raise TimedOut(f"the text took longer than {seconds:g} s: send less of it at once") from None
-        translations = dict(zip(texts, made, strict=True))
-
-        def version(number: int) -> list[Piece]:
-            return [
-                Piece("".join(_translated(part, translations, number) for part in parts), piece.is_sentence)
-                for piece, parts in zip(pieces, cut, strict=True)
-            ]
-
-        return [version(number) for number in range(max(map(len, made), default=1))]
+        order = [index for group in groups.values() for index in group]
+        found = dict(zip(order, (versions for group in made for versions in group), strict=True))
+        return [found[index] for index in range(len(texts))]
 
     def _model_for(self, source: str, target: str) -> tuple[TranslatingModel, Way]:
         for model in self._models:
@@ -182,6 +182,28 @@ class Translator:
         raise BadRequest(f"no model here translates from {names[0]} to {names[1]}: see /languages", param="target")
 
 
+async def _versions(
+    texts: Sequence[Sequence[Piece]], model: tuple[TranslatingModel, Way] | None, count: int
+) -> list[list[list[Piece]]]:
+    """Versions of texts in one language. Their sentences are translated together, each of them once."""
+    if model is None:
+        return [[list(text)] for text in texts]
+    translating, way = model
+    cut = await asyncio.to_thread(lambda: [translating.shorten(text, way) for text in texts])
+    sentences = list(dict.fromkeys(part.text for text in cut for parts in text for part in parts if part.is_sentence))
+    made = await translating.translate(sentences, way, count)
+    translations = dict(zip(sentences, made, strict=True))
+    most = max(map(len, made), default=1)
+
+    def version(number: int, pieces: Sequence[Piece], parts: Sequence[Sequence[Piece]]) -> list[Piece]:
+        return [
+            Piece("".join(_translated(part, translations, number) for part in each), piece.is_sentence)
+            for piece, each in zip(pieces, parts, strict=True)
+        ]
+
+    return [[version(number, text, parts) for number in range(most)] for text, parts in zip(texts, cut, strict=True)]
+
+
 def _translated(part: Piece, translations: dict[str, list[str]], number: int) -> str:
     versions = translations[part.text] if part.is_sentence else [part.text]
     return versions[min(number, len(versions) - 1)]
@@ -189,11 +211,10 @@ def _translated(part: Piece, translations: dict[str, list[str]], number: int) ->
 
 def _translating(model: ServedModel, settings: ServeSettings) -> TranslatingModel | None:
     config = AutoConfig.from_pretrained(settings.path(model.name), trust_remote_code=False)
-    stated = dict(settings.languages).get(model.name)
     if not config.is_encoder_decoder:
         return None
-    only = None if stated is None else pairs.parse(stated)
-    found = pairs.of_model(model.tokenizer, config, only, settings.translation_prefix)
+    stated = settings.languages.get(model.name)
+    found = pairs.of_model(model.tokenizer, config, stated, settings.translation_prefix)
     return TranslatingModel(model, settings, found) if found.sources() else None
 
 
