@@ -10,6 +10,7 @@ from dataclasses import dataclass
 _SIGNS = ".!?…।॥؟۔܀።៕။։᙮᥄‼⁇⁈⁉"
 _END = re.compile(rf"""(?<![{_SIGNS}])[{_SIGNS}]+["'”’»›)\]]*(?=\s)|[。！？｡]+["'”’」』）】》]*""")
 _LINE_BREAK = re.compile(r"([\n\r\u2028\u2029]\s*)")
+_NEXT = re.compile(r"\s*(\S?)")
 _LONGEST_WORD = 32
 _OPENING = "([\"'“„«‹¿¡"
 # Words with a full stop that ends no sentence, and such words before a number.
@@ -69,12 +70,10 @@ def _cut_line(line: str) -> Iterator[Piece]:
 def _ends(line: str) -> Iterator[int]:
     begin = 0
     for match in _END.finditer(line):
-        following = line[match.end() :].lstrip()[:1]
-        if (
-            not following
-            or following.islower()
-            or _goes_on(line[begin : match.start()][-_LONGEST_WORD:], match[0], following)
-        ):
+        following = _NEXT.match(line, match.end())
+        assert following is not None  # it matches the empty text
+        before = line[max(begin, match.start() - _LONGEST_WORD) : match.start()]
+        if not following[1] or following[1].islower() or _goes_on(before, match[0], following[1]):
             continue
         yield match.end()
         begin = match.end()

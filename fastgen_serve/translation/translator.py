@@ -24,8 +24,9 @@ from fastgen_serve.translation.sentences import Piece, shorten
 # Tokens of a sentence, and of its translation where the files of a model do not limit it. Models of translation have
 # been trained on sentences: longer ones are cut.
 _MOST_TOKENS = 512
-# Bytes of a character: a token is one of them at the least.
-_BYTES = 4
+# Bytes of a character, of which a token is one at the least, and characters that a token is at the most, but for texts
+# that nobody reads: what these say need not be tokenised to be measured.
+_BYTES, _CHARACTERS = 4, 16
 
 
 class TranslatingModel:
@@ -44,7 +45,10 @@ class TranslatingModel:
         most = min(_MOST_TOKENS, positions or _MOST_TOKENS)
 
         def fits(sentence: str) -> bool:
-            return _BYTES * len(way.prefix + sentence) < most or len(self._encode([sentence], way)[0]) <= most
+            size = len(way.prefix + sentence)
+            return _BYTES * size < most or (
+                size <= _CHARACTERS * most and len(self._encode([sentence], way)[0]) <= most
+            )
 
         return [shorten(piece, fits) for piece in pieces]
 
