@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await _cancelled(tasks)
 
 
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """What the streams yield, as it comes, with the index of the stream. All are closed when this is.
 
     Raises what the first of them that fails has raised.

@@ -79,8 +79,8 @@ def decoding(fields: Fields, info: ModelInfo) -> Decoding:
     """What the fields of a request come to for a model.
 
     - Beams, if it asks for them (`num_beams`, or `use_beam_search`, with which `n` is the width).
-    - Sampling, if it gives a temperature above 0, or another option of sampling. `top_k` is off then unless the request or
-      the model's files set it.
+    - Sampling, if it gives a temperature above 0, or another option of it. `top_k` is off then, unless the request
+      or the model's files set it.
     - Greedy search with temperature 0.
     - What the model's generation config says, if the request says nothing of that. Several results are the best of its
       beams, or drawn if it has none.
@@ -109,7 +109,7 @@ def decoding(fields: Fields, info: ModelInfo) -> Decoding:
     return Decoding(options, found.results, found.candidates, found.beams)
 
 
-def job(
+def make_job(
     decoding: Decoding,
     tokens: tuple[int, ...],
     *,
@@ -190,7 +190,7 @@ def _draws(fields: Fields) -> dict[str, Any]:
 
 
 def _drawing(fields: Fields, info: ModelInfo) -> dict[str, Any]:
-    """Sampling without beams. `generate` has a top_k of 50 of its own, which clients of this interface do not expect."""
+    """Sampling without beams. `generate` has a top_k of 50, which clients of this interface do not expect."""
     top_k = {} if info.defaults.get("top_k") is not None else {"top_k": 0}
     return {**top_k, **_draws(fields)}
 
@@ -198,8 +198,8 @@ def _drawing(fields: Fields, info: ModelInfo) -> dict[str, Any]:
 def _check_sequences(found: Decoding) -> None:
     if found.candidates > 1 and found.beams == 1 and found.options.get("do_sample") is False:
         raise BadRequest(
-            f"n, best_of: {found.candidates} results of greedy search would be the same: give a temperature above 0, or "
-            "num_beams",
+            f"n, best_of: {found.candidates} results of greedy search would be the same: give a temperature above "
+            "0, or num_beams",
             param="n",
         )
 

@@ -109,6 +109,10 @@ class ModelInfo:
         vector_size: of an encoder.
         slots: rows of a decode step.
         defaults: options that the files of the model set for `generate`: num_beams, do_sample, eos_token_id, ...
+        prompt: text that is put before every text to encode, unless the request names another one of `prompts`.
+        prompts: those that come with the model, by name.
+        lower_case: texts to encode are turned to lower case first, and so are prompts that a request names.
+        scores: what makes scores of a classifier's numbers: "softmax", "sigmoid", or "raw" for these as they are.
     """
 
     name: str
@@ -120,3 +124,7 @@ class ModelInfo:
     vector_size: int = 0
     slots: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    lower_case: bool = False
+    scores: str = "raw"

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from fastgen.pipeline.encoding.loading import lowered
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
 
@@ -32,7 +33,9 @@ class Cut:
     side: str | None = None
 
 
-def tokens_of(model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0) -> tuple[int, ...]:
+def tokens_of(
+    model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0, may_be_empty: bool = False
+) -> tuple[int, ...]:
     """The tokens of a text; ids are taken as they are.
 
     Args:
@@ -41,6 +44,7 @@ def tokens_of(model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: 
         cut: how it is tokenised.
         param: field that it is from.
         room: positions that new tokens need, where the model goes on behind the prompt.
+        may_be_empty: no tokens are all right.
 
     Raises:
         BadRequest: there are none, or some that the tokenizer does not have, or `cut` leaves no room for special ones.
@@ -51,7 +55,7 @@ def tokens_of(model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: 
     else:
         check_ids(model, prompt, param)
         tokens = tuple(prompt if most is None else (prompt[-most:] if _side(model, cut) == "left" else prompt[:most]))
-    if not tokens:
+    if not tokens and not may_be_empty:
         raise BadRequest(f"{param} has no tokens: give a text, or one token at the least", param=param)
     return tokens
 
@@ -111,8 +115,9 @@ def check_length(model: ServedModel, prompt: int, new_tokens: int, param: str) -
     if positions is None or prompt + new_tokens <= positions:
         return
     raise TooLong(
-        f"This model's maximum context length is {positions} tokens. However, you requested {prompt + new_tokens} tokens "
-        f"({prompt} in the {param}, {new_tokens} in the completion). Please reduce the length of the {param} or completion.",
+        f"This model's maximum context length is {positions} tokens. However, you requested {prompt + new_tokens} "
+        f"tokens ({prompt} in the {param}, {new_tokens} in the completion). Please reduce the length of the {param} or "
+        "completion.",
         param=param,
     )
 
@@ -145,7 +150,9 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
     if not hasattr(tokenizer, "src_lang"):
         raise BadRequest(f"{model.name} is not told languages by tokens: leave {param} out", param=param)
     known = getattr(tokenizer, "lang_code_to_id", None) or {
-        token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)
+        token: tokenizer.convert_tokens_to_ids(token)
+        for token in tokenizer.all_special_tokens
+        if _LANGUAGE.fullmatch(token)
     }
     if language not in known:
         raise BadRequest(f"{param} is no language of {model.name}: it has {', '.join(sorted(known))}", param=param)
@@ -176,6 +183,8 @@ def _encoded(
                 f"truncate_prompt_tokens is {most}: give {special + len(texts)} or more", param="truncate_prompt_tokens"
             )
         options = {"truncation": True, "max_length": most}
+    if model.info.lower_case:
+        texts = tuple(map(lowered, texts))
     before, tokenizer.truncation_side = tokenizer.truncation_side, _side(model, cut)
     try:
         encoding = tokenizer(*texts, add_special_tokens=cut.special, verbose=False, **options)

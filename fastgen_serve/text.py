@@ -54,7 +54,7 @@ class Detokenizer:
         return text[begin : self._given]
 
     def _forget(self, text: str) -> None:
-        """Drops all tokens but the last ones, if these alone have the end of the text, and it begins with what is given."""
+        """Drops all tokens but the last ones, if these alone have the end of the text, and some of it is given."""
         tail = self._tokens[-_WINDOW:]
         end = self._decode(tail)
         given = self._given - (len(text) - len(end))

@@ -7,7 +7,7 @@ import math
 import struct
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,9 @@ from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import merged, together
-from fastgen_serve.decoding import Decoding, decoding, job
+from fastgen_serve.decoding import Decoding, decoding, make_job
 from fastgen_serve.errors import BadRequest, ServeError, Unavailable
-from fastgen_serve.jobs import Delta, Encode, Generate
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated
 from fastgen_serve.served import ServedModel
 from fastgen_serve.text import TextStream
 
@@ -159,15 +159,15 @@ class _Run:
         ]
         return pieces, self.usage(sum(each.generated for result in results for each in result.sequences))
 
-    async def stream(self) -> AsyncIterator[Piece | answers.Usage]:
+    async def stream(self) -> AsyncGenerator[Piece | answers.Usage, None]:
         """The pieces of the choices, and at the end the usage."""
         generated = 0
-        async with aclosing(merged([self.model.stream(job) for job in self.jobs])) as events:  # type: ignore[type-var]
+        async with aclosing(merged([self.model.stream(job) for job in self.jobs])) as events:
             async for index, event in events:
-                if not isinstance(event, Delta):
+                if isinstance(event, Generated):
                     generated += sum(each.generated for each in event.sequences)
-                    event = self.decoding.best(event)  # type: ignore[assignment]
-                for piece in self.choices.pieces(index * self.decoding.results, event):  # type: ignore[arg-type]
+                new = event if isinstance(event, Delta) else self.decoding.best(event)
+                for piece in self.choices.pieces(index * self.decoding.results, new):
                     yield piece
         yield self.usage(generated)
 
@@ -183,7 +183,7 @@ def _run(
     prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
     prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
     jobs = [
-        job(
+        make_job(
             how,
             tokens,
             max_tokens=limit,
@@ -300,11 +300,11 @@ async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: 
     try:
         first = await anext(events)
     except BaseException:
-        await events.aclose()  # type: ignore[attr-defined]
+        await events.aclose()
         raise
 
-    async def all_events() -> AsyncIterator[str]:
-        async with aclosing(events):  # type: ignore[type-var]
+    async def all_events() -> AsyncGenerator[str, None]:
+        async with aclosing(events):
             yield first
             try:
                 async for event in events:
@@ -316,8 +316,8 @@ async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: 
     return StreamingResponse(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _events(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncIterator[str]:
-    async with aclosing(run.stream()) as items:  # type: ignore[type-var]
+async def _events(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncGenerator[str, None]:
+    async with aclosing(run.stream()) as items:
         async for item in items:
             if isinstance(item, Piece):
                 yield "".join(map(_event, write(item)))
@@ -342,7 +342,9 @@ async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingLi
     size = model.info.vector_size
     if body.dimensions is not None and body.dimensions > size:
         raise BadRequest(f"dimensions is {body.dimensions}: the model's vectors have {size}", param="dimensions")
-    inputs = [encoder_tokens(model, each, body.cut(), "input") for each in given]
+    prompt = _prompt(model, body.prompt_name)
+    texts = [prompt + each if isinstance(each, str) else each for each in given]
+    inputs = [encoder_tokens(model, each, body.cut(), "input") for each in texts]
     vectors = await model.encode([Encode(tokens) for tokens in inputs])
     write = _as_base64 if body.encoding_format == "base64" else list
     data = [
@@ -352,6 +354,16 @@ async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingLi
     used = sum(map(len, inputs))
     usage = answers.EmbeddingUsage(prompt_tokens=used, total_tokens=used)
     return answers.EmbeddingList(object="list", data=data, model=model.name, usage=usage)
+
+
+def _prompt(model: ServedModel, name: str | None) -> str:
+    """What is put before each text."""
+    if name is None:
+        return model.info.prompt
+    if name not in model.info.prompts:
+        known = ", ".join(model.info.prompts) or "none"
+        raise BadRequest(f"prompt_name is no prompt of {model.name}: it has {known}", param="prompt_name")
+    return model.info.prompts[name]
 
 
 def encoder_tokens(model: ServedModel, text: str | Sequence[int], cut: prompts.Cut, param: str) -> tuple[int, ...]:

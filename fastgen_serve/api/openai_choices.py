@@ -104,7 +104,14 @@ class Choices:
     def _piece(self, choice: _Choice, text: str, end: Result | None = None) -> Piece:
         tokens, logprobs = tuple(choice.tokens), tuple(choice.logprobs)
         made = Piece(
-            choice.index, text, tokens, logprobs, choice.offset, choice.is_first, end, choice.text.stopped if end else None
+            choice.index,
+            text,
+            tokens,
+            logprobs,
+            choice.offset,
+            choice.is_first,
+            end,
+            choice.text.stopped if end else None,
         )
         choice.tokens.clear()
         choice.logprobs.clear()

@@ -32,7 +32,8 @@ class Cutting(Body):
 
     add_special_tokens: bool = Field(True, description="Special tokens, such as BOS, are added to texts.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None, description="Tokens that the input is cut to; -1 for as many as the model reads. Without it a longer input is refused."
+        None,
+        description="Tokens that the input is cut to; -1 for as many as the model reads. Longer ones are refused without it.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="'left' cuts the beginning off, which is the default of decoder-only models, 'right' the end."
@@ -46,7 +47,7 @@ class Cutting(Body):
         return value
 
     def cut(self) -> Cut:
-        return Cut(self.add_special_tokens, self.truncate_prompt_tokens, self.truncation_side)
+        return Cut(self.add_special_tokens is not False, self.truncate_prompt_tokens, self.truncation_side)
 
 
 class Generation(Cutting):
@@ -58,25 +59,31 @@ class Generation(Cutting):
     user: Text | None = Field(None, description="Accepted, and not used.")
 
     n: Count | None = Field(None, description="Results of an input. With beams, the n best.")
-    best_of: Count | None = Field(None, description="Of so many drawn results the n with the best mean log-probability; with beams, the width.")
+    best_of: Count | None = Field(
+        None, description="Of so many drawn results the n with the best mean log-probability; with beams, the width."
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(None, description="Of what is drawn.")
     stop: Annotated[
         Stop | Annotated[list[Stop], Field(max_length=_STOPS)] | None,
         described(f"is no text of 1 to {_STOP_LENGTH} characters, and no list of up to {_STOPS} such texts"),
     ] = Field(None, description="Strings that end a result.")
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy search, more is sampling.")
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        None, description="0 is greedy search, more is sampling."
+    )
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1 switch it off.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Probability | None = None
     do_sample: bool | None = None
-    use_beam_search: bool = Field(False, description="Beam search; n is the number of beams, unless num_beams says another.")
+    use_beam_search: bool = Field(
+        False, description="Beam search; n is the number of beams, unless num_beams says another."
+    )
     num_beams: Count | None = None
     num_return_sequences: Count | None = Field(None, description="The same as n.")
     length_penalty: float | None = Field(None, description="Of beams.")
-    early_stopping: Annotated[
-        bool | Literal["never"] | None, described("is not true, false or 'never'")
-    ] = Field(None, description="Of beams.")
+    early_stopping: Annotated[bool | Literal["never"] | None, described("is not true, false or 'never'")] = Field(
+        None, description="Of beams."
+    )
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
     encoder_repetition_penalty: Annotated[float, Field(gt=0)] | None = None
@@ -198,7 +205,9 @@ class Chat(Cutting):
 class ChatRequest(Chat, Generation):
     """A conversation that the model answers."""
 
-    max_completion_tokens: Count | None = Field(None, description="New tokens, at the most; without it, as many as fit.")
+    max_completion_tokens: Count | None = Field(
+        None, description="New tokens, at the most; without it, as many as fit."
+    )
     max_tokens: Count | None = Field(None, description="The same, by its old name.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the new tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(
@@ -247,7 +256,11 @@ class EmbeddingRequest(Cutting):
     input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
     model: str | None = Field(None, description="Name of a model that is served; the first one without it.")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: float32, little-endian.")
+    prompt_name: Text | None = Field(
+        None, description="Of the model's prompts, as sentence-transformers calls them: it is put before each text."
+    )
     dimensions: Count | None = Field(
-        None, description="The vector is cut to its first numbers and gets the length 1: for models that were trained for that."
+        None,
+        description="The vector is cut to its first numbers, and gets the length 1: for models trained for that.",
     )
     user: Text | None = Field(None, description="Accepted, and not used.")

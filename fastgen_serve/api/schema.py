@@ -27,11 +27,15 @@ class Body(BaseModel):
     @classmethod
     def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
         schema = cls.model_fields[str(info.field_name)].json_schema_extra
-        if isinstance(schema, dict) and isinstance(accepted := schema.get("enum"), list):
-            # False equals 0 in Python, not in JSON.
-            if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in accepted):
-                raise PydanticCustomError("unsupported", "is not supported: leave it out")
+        accepted = schema.get("enum") if isinstance(schema, dict) else None
+        if isinstance(accepted, list) and not any(_equals(value, each) for each in accepted):
+            raise PydanticCustomError("unsupported", "is not supported: leave it out")
         return value
+
+
+def _equals(value: Any, other: Any) -> bool:
+    """As JSON has it, where false is not 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def off(*values: Any) -> Any:

@@ -93,10 +93,15 @@ def prepare_embedder(model: Any, tokenizer: Any, settings: EmbedOptions, modules
     prompt = lowered(modules.prompt) if modules.lower_case else modules.prompt
     loaded = LoadedEmbedder(model, tokenizer, longest, prompt, 0, modules.lower_case, modules)
     if prompt and not modules.include_prompt:
-        ids = tokenizer(prompt)["input_ids"]
-        # The last of them may be what ends a text.
-        loaded.prompt_length = len(ids) - (bool(ids) and ids[-1] in tokenizer.all_special_ids)
+        loaded.prompt_length = len(prompt_ids(tokenizer, prompt))
     return loaded
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """The tokens that a text with this prompt begins with, those that the tokenizer puts before it among them."""
+    ids = list(tokenizer(prompt)["input_ids"])
+    # The last of them may be what ends a text.
+    return ids[:-1] if ids and ids[-1] in tokenizer.all_special_ids else ids
 
 
 def lowered(text: str) -> str:

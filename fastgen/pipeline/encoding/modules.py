@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReL
 _SETTINGS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
              "sentence_camembert_config.json", "sentence_albert_config.json", "sentence_xlm-roberta_config.json",
              "sentence_xlnet_config.json")  # fmt: skip
+_PROMPTS = "config_sentence_transformers.json"
 _VECTOR = "sentence_embedding"
 Step = Callable[[Any], Any]
 """From vectors [rows, size] in float32 to others."""
@@ -75,6 +76,20 @@ class SentenceModules:
         for file, into, out in self.sizes:
             _check_size(file, into, size)
             size = out or into or size
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the vectors have the length 1 because the last step sees to it."""
+        return bool(self.described) and self.described[-1]["type"] == "Normalize"
+
+    def changed(self, pooling: str | None = None, normalize: bool | None = None) -> SentenceModules:
+        """The same with another pooling, and with or without a last step that normalises; None leaves it as it is."""
+        found = self if pooling is None else replace(self, pooling=(pooling,), said=True)
+        if normalize is None or normalize == self.normalizes:
+            return found
+        if not normalize:
+            return replace(found, steps=self.steps[:-1], described=self.described[:-1])
+        return replace(found, steps=[*self.steps, _normalize], described=[*self.described, {"type": "Normalize"}])
 
     def __call__(self, states: Any, mask: Any, prompt_length: int = 0) -> Any:
         """The vectors [rows, size] of texts, in float32.
@@ -133,13 +148,8 @@ def read_modules(name: str, settings: EmbedOptions) -> SentenceModules:
     if listed := _file(name, "modules.json"):
         found.said = True
         _read_list(name, listed, found, settings.pooling)
-    found.prompt = _prompt(settings, _fields(name, "config_sentence_transformers.json"))
-    if settings.pooling:
-        found.pooling, found.said = (settings.pooling,), True
-    if settings.normalize and not (found.described and found.described[-1]["type"] == "Normalize"):
-        found.steps.append(_normalize)
-        found.described.append({"type": "Normalize"})
-    return found
+    found.prompt = _prompt(settings, _fields(name, _PROMPTS))
+    return found.changed(settings.pooling, settings.normalize or None)
 
 
 def _read_list(name: str, listed: Path, found: SentenceModules, asked: str | None) -> None:
@@ -222,6 +232,11 @@ def _poolings(fields: Fields) -> tuple[str, ...]:
                 f"{fields.path}: pooling_mode: pooling {short(kind)} is not supported: --pooling chooses another one"
             )
     return tuple(kinds)
+
+
+def read_prompts(name: str) -> dict[str, str]:
+    """The prompts that come with a model, by name. Raises `SetupError` where its file is damaged."""
+    return _fields(name, _PROMPTS).texts("prompts")
 
 
 def _prompt(settings: EmbedOptions, fields: Fields) -> str:

@@ -214,7 +214,7 @@ class EncodingStage(BatchStage[Values]):
         start = time.perf_counter()
         try:
             with torch.no_grad():
-                return Values(rows, self._values(self._inputs(rows)).cpu().numpy())
+                return Values(rows, self._values(self._inputs(rows), rows).cpu().numpy())
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -235,8 +235,8 @@ class EncodingStage(BatchStage[Values]):
             for name, (values, fill) in columns.items()
         }
 
-    def _values(self, inputs: dict[str, Any]) -> Any:
-        """What the model makes of a padded batch, in float32."""
+    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
+        """What the model makes of a padded batch of these rows, in float32."""
         raise NotImplementedError
 
 
@@ -245,10 +245,13 @@ class EmbeddingStage(EncodingStage):
 
     _loaded: LoadedEmbedder
 
-    def _values(self, inputs: dict[str, Any]) -> Any:
-        with process_settings.changed(**process_settings.unless_explicit(padding="zero")):  # the modules mask it
-            states = self._loaded.model(**inputs)[0]
-        return self._loaded.modules(states, inputs["attention_mask"], self._loaded.prompt_length)
+    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
+        return self._loaded.modules(self._states(inputs), inputs["attention_mask"], self._loaded.prompt_length)
+
+    def _states(self, inputs: dict[str, Any]) -> Any:
+        """The last hidden states [rows, length, hidden]. What is at padding does not matter: the modules mask it."""
+        with process_settings.changed(**process_settings.unless_explicit(padding="zero")):
+            return self._loaded.model(**inputs)[0]
 
     def dimension(self) -> int:
         """The length of a vector, found by making one."""
@@ -263,7 +266,7 @@ class ClassificationStage(EncodingStage):
 
     _loaded: LoadedClassifier
 
-    def _values(self, inputs: dict[str, Any]) -> Any:
+    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
         numbers = self._loaded.model(**inputs).logits.float()
         if self._loaded.scores == "raw":
             return numbers

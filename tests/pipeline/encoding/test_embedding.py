@@ -264,8 +264,8 @@ def test_a_notice_where_nothing_says_how_a_text_becomes_a_vector(bert, fresh, in
 def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypatch):
     original = EmbeddingStage._values
 
-    def poisoned(self, given):
-        found = original(self, given)
+    def poisoned(self, given, rows):
+        found = original(self, given, rows)
         return found if len(found) == 1 else found.index_fill(0, torch.tensor([0]), torch.inf)
 
     monkeypatch.setattr(EmbeddingStage, "_values", poisoned)
@@ -280,7 +280,7 @@ def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypa
 
 def test_numbers_beyond_float16_are_errors(bert, inputs, tmp_path, monkeypatch):
     original = EmbeddingStage._values
-    monkeypatch.setattr(EmbeddingStage, "_values", lambda self, given: original(self, given) * 1e6)
+    monkeypatch.setattr(EmbeddingStage, "_values", lambda self, *given: original(self, *given) * 1e6)
     assert run(bert, inputs, tmp_path / "a.npy").skipped == 0
     assert run(bert, inputs, tmp_path / "b.npy", output_dtype="float16").skipped == 40
 
@@ -306,10 +306,10 @@ def test_running_out_of_memory_loses_nothing(bert, inputs, tmp_path, monkeypatch
     run(bert, inputs, tmp_path / "whole.npy", batch_size=16)
     original = EmbeddingStage._values
 
-    def limited(self, given):
+    def limited(self, given, rows):
         if given["input_ids"].numel() > 60:
             raise torch.OutOfMemoryError("out of memory")
-        return original(self, given)
+        return original(self, given, rows)
 
     monkeypatch.setattr(EmbeddingStage, "_values", limited)
     report = run(bert, inputs, tmp_path / "out.npy", batch_size=16)

@@ -1,0 +1,188 @@
+"""The requests and answers of vLLM's further paths."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from fastgen_serve.api.openai_schema import Cutting, Message
+from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
+from fastgen_serve.errors import BadRequest
+
+Texts = Annotated[
+    Text | Annotated[list[Text], Field(min_length=1)],
+    described("is no text, and no list of texts with one at the least"),
+]
+_MODEL = "Name of a model that is served; the first one without it."
+_ACTIVATION = "false: the number of the model as it is, where it has one label. Without it, made a probability."
+# The two sides of a pair go by several names.
+_SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+
+
+class ClassifyRequest(Cutting):
+    """Texts to classify."""
+
+    input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
+    model: str | None = Field(None, description=_MODEL)
+    use_activation: bool | None = Field(None, description=_ACTIVATION)
+    user: Text | None = Field(None, description="Accepted, and not used.")
+
+
+class Pairing(Cutting):
+    """What scores of pairs and rerank have in common. A pair always has the special tokens that the model expects."""
+
+    model: str | None = Field(None, description=_MODEL)
+    use_activation: bool | None = Field(None, description=_ACTIVATION)
+    user: Text | None = Field(None, description="Accepted, and not used.")
+    add_special_tokens: Any = off(True)
+
+
+class ScoreRequest(Pairing):
+    """Pairs of texts to score: one text with each of several, or as many first ones as second ones."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    data_1: Texts | None = Field(None, description="The same as text_1.")
+    data_2: Texts | None = Field(None, description="The same as text_2.")
+    queries: Texts | None = Field(None, description="The same as text_1.")
+    documents: Texts | None = Field(None, description="The same as text_2, with queries.")
+    items: Texts | None = Field(None, description="The same as text_2, with queries.")
+
+    @model_validator(mode="after")
+    def _has_sides(self) -> ScoreRequest:
+        given = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}
+        if not any(given == set(pair) for pair in _SIDES):
+            raise BadRequest("text_1, text_2: give both, and no other texts", param="text_1")
+        if len(self.firsts) not in (1, len(self.seconds)):
+            raise BadRequest(
+                f"text_1 has {len(self.firsts)} texts, text_2 {len(self.seconds)}: give one, or as many", param="text_1"
+            )
+        return self
+
+    @property
+    def firsts(self) -> list[str]:
+        return _listed(next(each for each in (self.text_1, self.data_1, self.queries) if each is not None))
+
+    @property
+    def seconds(self) -> list[str]:
+        given = (self.text_2, self.data_2, self.documents, self.items)
+        return _listed(next(each for each in given if each is not None))
+
+
+class RerankRequest(Pairing):
+    """Documents to order by how well they fit a query."""
+
+    query: Text
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="Results, at the most; 0 for all.")
+    return_documents: bool | None = Field(None, description="false: results have no text.")
+
+    max_tokens_per_doc: Any = off()
+
+    @property
+    def texts(self) -> list[str]:
+        return _listed(self.documents)
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation."""
+
+    model: str | None = Field(None, description=_MODEL)
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages, if not said.")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+
+    tools: Any = off([])
+    chat_template: Any = off()
+    chat_template_kwargs: Any = off({})
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("prompt, messages: give one of them", param="prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Tokens to turn into text."""
+
+    model: str | None = Field(None, description=_MODEL)
+    tokens: list[TokenId]
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class Classification(BaseModel):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: PoolingUsage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreAnswer(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class RankedDocument(BaseModel):
+    text: str
+
+
+class Ranked(BaseModel):
+    index: int
+    document: RankedDocument | None = None
+    relevance_score: float
+
+
+class RerankUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankAnswer(BaseModel):
+    id: str
+    model: str
+    usage: RerankUsage
+    results: list[Ranked]
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int | None = Field(description="Tokens that the model reads at the most; null for any number.")
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+def _listed(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts

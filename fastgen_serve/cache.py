@@ -1,0 +1,340 @@
+"""Responses that are kept, by model, options and input (TurboTransformers keeps them, too: Fang et al., PPoPP 2021).
+
+Only what is determined is kept: requests that draw tokens need a seed, and streams are never looked up. A cache that is
+down costs nothing but its hits: it is asked again after a while. What is read from it is data, and is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import fastgen
+from fastgen.pipeline.loading import file_of, is_gguf, read_json_object
+from fastgen_serve import metrics
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, TokenLogprob
+from fastgen_serve.jobs import Sequence as Written
+from fastgen_serve.served import ServedModel
+from fastgen_serve.settings import ServeSettings
+
+# Bytes of an entry in memory beside its key and its value.
+_ENTRY = 200
+# Seconds that Redis may take to answer, after which it is not asked, at first and at the most, and that it keeps values.
+_PATIENCE, _FIRST_PAUSE, _LONGEST_PAUSE, _KEPT = 0.05, 0.5, 30.0, 86_400
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_READ = 2**20
+
+
+class CacheDown(Exception):
+    """The cache does not answer."""
+
+
+class Cache(Protocol):
+    """Keeps values by key for some time. Each method raises `CacheDown`."""
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of these keys, None for one that is not there."""
+        ...
+
+    async def put(self, values: Mapping[str, bytes]) -> None:
+        """Keeps these values by their keys."""
+        ...
+
+    async def close(self) -> None:
+        """Ends connections. Harmless to repeat."""
+        ...
+
+
+class MemoryCache:
+    """Keeps values in memory, and drops those that nobody has asked for the longest.
+
+    Args:
+        most: bytes of all values and keys together.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._values, self.bytes = most, OrderedDict[str, bytes](), 0
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        for key in keys:
+            if key in self._values:
+                self._values.move_to_end(key)
+        return [self._values.get(key) for key in keys]
+
+    async def put(self, values: Mapping[str, bytes]) -> None:
+        for key, value in values.items():
+            self._drop(key)
+            if _size(key, value) <= self._most:
+                self._values[key] = value
+                self.bytes += _size(key, value)
+        while self.bytes > self._most:
+            self._drop(next(iter(self._values)))
+
+    async def close(self) -> None:
+        """There is nothing to end."""
+
+    def _drop(self, key: str) -> None:
+        value = self._values.pop(key, None)
+        self.bytes -= 0 if value is None else _size(key, value)
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key) + len(value) + _ENTRY
+
+
+class RedisCache:
+    """Keeps values in a Redis server for a day, which may be that of several servers.
+
+    Args:
+        url: redis://, rediss:// or unix://.
+        patience: seconds that the server may take to answer.
+
+    Raises:
+        ValueError: it is no such address.
+        ImportError: the package is not installed.
+    """
+
+    def __init__(self, url: str, patience: float = _PATIENCE, clock: Callable[[], float] = time.monotonic) -> None:
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        # What is late is not wanted any more: nothing is tried twice.
+        self._client = Redis.from_url(url, retry=Retry(NoBackoff(), 0))
+        self._patience, self._clock = patience, clock
+        self._pause = self._asks_from = 0.0
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        return list(await self._answer(lambda: self._client.mget(keys)))
+
+    async def put(self, values: Mapping[str, bytes]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for key, value in values.items():
+            pipeline.set(key, value, ex=_KEPT)
+        await self._answer(pipeline.execute)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        from redis.exceptions import RedisError, ResponseError
+
+        if self._clock() < self._asks_from:
+            raise CacheDown("the cache was down some seconds ago")
+        try:
+            found = await asyncio.wait_for(ask(), self._patience)
+        except ResponseError as error:  # it is there, and does not want this: its memory is full, for example
+            raise CacheDown(str(error)) from error
+        except (RedisError, OSError, asyncio.TimeoutError) as error:
+            self._pause = min(2 * self._pause or _FIRST_PAUSE, _LONGEST_PAUSE)
+            self._asks_from = self._clock() + self._pause
+            raise CacheDown(str(error)) from error
+        self._pause = 0.0
+        return found
+
+
+def make_cache(text: str) -> Cache:
+    """The cache that an option names: "256MiB" in memory, or the address of a Redis server.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text.startswith(("redis://", "rediss://", "unix://")):
+        return RedisCache(text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", text)
+    if found is None or found[2] not in _UNITS:
+        # An address may have a password: it is not repeated.
+        raise ValueError("cache: give a size, such as 256MiB, or the address of a Redis server, redis://HOST:PORT/0")
+    return MemoryCache(int(float(found[1]) * _UNITS[found[2]]))
+
+
+# ---- which model
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a model gives depends on.
+
+    Attributes:
+        digest: of its files, and of the settings that change its numbers.
+        samples: it draws tokens, if a request says nothing about it.
+    """
+
+    digest: str
+    samples: bool
+
+
+def identity_of(path: str, settings: ServeSettings) -> Identity:
+    """Reads all files of a model.
+
+    Args:
+        path: its directory, its GGUF file, or a hub name whose files have been downloaded.
+
+    Raises:
+        OSError: one cannot be read.
+        SetupError: its generation config is damaged.
+    """
+    found = hashlib.sha256(json.dumps([settings.dtype, settings.weight_dtype]).encode())
+    folder = _folder(path)
+    files = [folder] if folder.is_file() else sorted(each for each in folder.rglob("*") if each.is_file())
+    for file in files:
+        found.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode("utf-8", "surrogatepass"))
+        with file.open("rb") as content:
+            while part := content.read(_READ):
+                found.update(part)
+    generation = file_of(path, "generation_config.json")
+    samples = bool(generation and read_json_object(generation, "the generation config").get("do_sample"))
+    return Identity(found.hexdigest(), samples)
+
+
+def _folder(path: str) -> Path:
+    if Path(path).is_dir() or is_gguf(path):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, local_files_only=True))
+
+
+# ---- a model with a cache
+
+
+class CachedModel:
+    """A `ServedModel` whose responses are kept.
+
+    Args:
+        model: is asked what is not known yet.
+    """
+
+    def __init__(self, model: ServedModel, cache: Cache, identity: Identity) -> None:
+        self._model, self._cache, self._identity = model, cache, identity
+        self._puts: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._model.name
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._model.info
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._model.tokenizer
+
+    @property
+    def is_ready(self) -> bool:
+        return self._model.is_ready
+
+    async def generate(self, job: Generate) -> Generated:
+        """As the model's own, or what it returned for such a job before."""
+        asked = job.options.get("do_sample")
+        draws = self._identity.samples if asked is None else asked
+        if draws and job.seed is None:
+            return await self._model.generate(job)
+        key = self._key(job)
+        (found,) = await self._look([key], _read_generated)
+        if found is None:
+            found = await self._model.generate(job)
+            self._keep({key: asdict(found)})
+        return found
+
+    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
+        """The model's own."""
+        return self._model.stream(job)
+
+    async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
+        """As the model's own; it is asked for those that are not known yet."""
+        keys = [self._key(job) for job in jobs]
+        found = await self._look(keys, _read_vector)
+        missing = [number for number, each in enumerate(found) if each is None]
+        made = await self._model.encode([jobs[number] for number in missing]) if missing else []
+        for number, vector in zip(missing, made, strict=True):
+            found[number] = vector
+        self._keep({keys[number]: vector for number, vector in zip(missing, made, strict=True)})
+        return found
+
+    async def stats(self) -> dict[str, Any]:
+        """The model's own."""
+        return await self._model.stats()
+
+    async def start(self) -> None:
+        """Has the model load."""
+        await self._model.start()
+
+    async def stop(self) -> None:
+        """Ends the model, and the connections of the cache."""
+        await self._model.stop()
+        await asyncio.gather(*self._puts)
+        await self._cache.close()
+
+    def _key(self, job: Generate | Encode) -> str:
+        values = [fastgen.__version__, self.name, self._identity.digest, type(job).__name__, asdict(job)]
+        return "fastgen:" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    async def _look(self, keys: Sequence[str], read: Callable[[Any], Any]) -> list[Any]:
+        """What is kept under these keys; None for what is not."""
+        try:
+            values = await self._cache.get(keys)
+        except CacheDown:
+            metrics.CACHE.labels("down").inc(len(keys))
+            return [None] * len(keys)
+        found = [_parsed(value, read) for value in values]
+        for each in found:
+            metrics.CACHE.labels("miss" if each is None else "hit").inc()
+        return found
+
+    def _keep(self, values: Mapping[str, Any]) -> None:
+        """Begins to keep values. Nobody waits for it."""
+        if not values:
+            return
+        task = asyncio.create_task(self._put({key: json.dumps(value).encode() for key, value in values.items()}))
+        self._puts.add(task)
+        task.add_done_callback(self._puts.discard)
+
+    async def _put(self, values: Mapping[str, bytes]) -> None:
+        try:
+            await self._cache.put(values)
+        except CacheDown:
+            metrics.CACHE.labels("down").inc(len(values))
+
+
+def _parsed(value: bytes | None, read: Callable[[Any], Any]) -> Any:
+    """What a value says; None where it is none of ours, or damaged."""
+    if value is None:
+        return None
+    try:
+        return read(json.loads(value))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _read_vector(value: Any) -> list[float]:
+    return [float(number) for number in value]
+
+
+def _read_generated(value: Any) -> Generated:
+    return Generated(tuple(_read_sequence(each) for each in value["sequences"]))
+
+
+def _read_sequence(value: Any) -> Written:
+    score, logprobs = value["score"], value["logprobs"]
+    return Written(
+        tuple(int(token) for token in value["tokens"]),
+        str(value["finish_reason"]),
+        None if score is None else float(score),
+        None if logprobs is None else tuple(_read_logprob(each) for each in logprobs),
+        int(value["generated"]),
+    )
+
+
+def _read_logprob(value: Any) -> TokenLogprob:
+    top = tuple((int(token), float(logprob)) for token, logprob in value["top"])
+    return TokenLogprob(int(value["token"]), float(value["logprob"]), top)

@@ -1,0 +1,222 @@
+"""A model that only encodes, in its process: which jobs it takes, and what it makes of a batch of them.
+
+Files, pooling and labels are read as `fastgen-embed` and `fastgen-classify` read them, and the same stages run the
+batches: one that does not fit in memory is halved, and an input that the model refuses fails alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import fastgen
+from fastgen.pipeline.batches import OUT_OF_MEMORY, Batch
+from fastgen.pipeline.encoding.loading import (
+    LoadedClassifier,
+    LoadedEmbedder,
+    LoadedEncoder,
+    load_classifier,
+    load_embedder,
+    prompt_ids,
+)
+from fastgen.pipeline.encoding.modules import read_prompts
+from fastgen.pipeline.encoding.options import POOLINGS, ClassifyOptions, EmbedOptions
+from fastgen.pipeline.encoding.run import ClassificationStage, EmbeddingStage, EncodingStage
+from fastgen.pipeline.errors import explained
+from fastgen.pipeline.loading import check_path, file_of, why_not_loaded
+from fastgen.pipeline.records import Problem, Record
+from fastgen.pipeline.settings import STANDARD_STREAM
+from fastgen_serve.errors import BadRequest, Failed
+from fastgen_serve.jobs import Encode, ModelInfo
+from fastgen_serve.settings import ServeSettings
+
+VECTOR, LABELS = "vector", "labels"
+# Tokens of an input to a model that has no limit of its own.
+MOST_TOKENS = 4096
+
+
+def load_encoder(path: str, settings: ServeSettings) -> Encoder:
+    """The model at a path: with a classification head, if its configuration names one, or for vectors.
+
+    Raises:
+        SetupError: it cannot be loaded.
+    """
+    # The commands read inputs and write outputs, too: there are none.
+    options = {"model": path, "input": STANDARD_STREAM, "output": STANDARD_STREAM, "device": "cpu", "quiet": True}
+    options |= {"dtype": settings.dtype, "weight_dtype": settings.weight_dtype}
+    return LabelEncoder(ClassifyOptions(**options)) if classifies(path) else VectorEncoder(EmbedOptions(**options))
+
+
+def classifies(path: str) -> bool:
+    """Whether a model has a classification head, by the architecture that its configuration names.
+
+    Raises:
+        SetupError: its configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    check_path(path)
+    if file_of(path, "modules.json"):  # of sentence-transformers: it makes vectors
+        return False
+    with explained(f"model {path} cannot be loaded", why_not_loaded(path)):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+class Encoder(ABC):
+    """A model that only encodes.
+
+    Attributes:
+        info: what it is.
+    """
+
+    info: ModelInfo
+    _stage: EncodingStage
+
+    def __init__(self, path: str, loaded: LoadedEncoder) -> None:
+        self._path, self._positions = path, loaded.longest or MOST_TOKENS
+        self._vocabulary = int(loaded.model.get_input_embeddings().num_embeddings)
+        has_types = "token_type_ids" in loaded.tokenizer.model_input_names
+        self._token_types = int(getattr(loaded.model.config, "type_vocab_size", None) or 0) if has_types else 0
+
+    def check(self, job: Encode) -> None:
+        """Raises `BadRequest` for a job that the model cannot do, before any memory is taken for it."""
+        if job.what not in self.info.tasks:
+            made = " and ".join(self.info.tasks)
+            raise BadRequest(f"the model makes {made}, not {job.what}: choose another model", param="model")
+        if not job.tokens:
+            raise BadRequest("the text has no tokens: send one that has some", param="input")
+        if len(job.tokens) > self._positions:
+            said = f"the text has {len(job.tokens)} tokens, but the model takes {self._positions}: shorten it"
+            raise BadRequest(said, param="input")
+        if not 0 <= min(job.tokens) <= max(job.tokens) < self._vocabulary:
+            raise BadRequest(f"a token is not one of the model's, 0 to {self._vocabulary - 1}", param="input")
+        types = job.token_type_ids
+        if types is not None and (len(types) != len(job.tokens) or not all(0 <= t < self._token_types for t in types)):
+            raise BadRequest("the token types do not fit the tokens, or the model has none", param="token_type_ids")
+
+    def run(self, jobs: Sequence[Encode]) -> list[list[float] | Failed]:
+        """Of each job its vector, or the scores of its labels, or what it has failed with."""
+        import numpy
+
+        with_types = any(job.token_type_ids is not None for job in jobs)
+        done = self._stage.run(Batch(0, 0, [_record(*each, with_types) for each in enumerate(jobs)]))
+        found: dict[int, list[float] | Failed] = {}
+        for made in done.outputs:
+            for row, values in zip(made.rows, made.values, strict=True):
+                finite = bool(numpy.isfinite(values).all())
+                found[row.position] = values.tolist() if finite else Failed("the model returned numbers not finite")
+        found |= {row.position: _failed(problem) for row, problem in done.failures}
+        return [found[number] for number in range(len(jobs))]
+
+    def run_some(self, length: int, inputs: int) -> None:
+        """Runs so many inputs of one length, to see how long they take."""
+        self.run([self._job(length)] * inputs)
+
+    def leaves_padding_out(self) -> bool:
+        """Whether batches are computed without their padding, found by running one."""
+        before = _accelerated()
+        self.run([self._job(1), self._job(min(self._positions, 16))])
+        return _accelerated() > before
+
+    def _job(self, length: int) -> Encode:
+        return Encode(tuple(number % self._vocabulary for number in range(length)), self.info.tasks[0])
+
+
+def _record(number: int, job: Encode, with_types: bool) -> Record:
+    # A model that gets no token types takes zeros.
+    types = {"token_type_ids": job.token_type_ids or (0,) * len(job.tokens)} if with_types else {}
+    return Record(number, 0, job, ids=job.tokens, others=types)
+
+
+def _failed(problem: Problem) -> Failed:
+    if problem.kind == OUT_OF_MEMORY:
+        return Failed("there was not enough memory for this text: send a shorter one")
+    return Failed(f"the model failed on this text: {problem.message}")
+
+
+def _accelerated() -> int:
+    return int(fastgen.stats().get("transformers.encoder", {}).get("accelerated", 0))
+
+
+class LabelEncoder(Encoder):
+    """A model with a classification head: gives a score for each label."""
+
+    def __init__(self, options: ClassifyOptions) -> None:
+        loaded: LoadedClassifier = load_classifier(options)
+        super().__init__(options.model, loaded)
+        self._stage = ClassificationStage(loaded, options)
+        labels = tuple(loaded.labels)
+        self.info = ModelInfo(options.model, "encoder", (LABELS,), self._positions, labels=labels, scores=loaded.scores)
+
+    def check(self, job: Encode) -> None:
+        super().check(job)
+        for name, value in (("pooling", job.pooling), ("normalize", job.normalize)):
+            if value is not None:
+                raise BadRequest(f"{name} is for vectors, and the model makes labels: leave it out", param=name)
+
+
+class VectorEncoder(Encoder):
+    """A model whose states become a vector for each text."""
+
+    def __init__(self, options: EmbedOptions) -> None:
+        loaded: LoadedEmbedder = load_embedder(options)
+        super().__init__(options.model, loaded)
+        prompts = read_prompts(options.model)
+        self._modules = loaded.modules
+        self._stage = _Vectors(loaded, options, [*prompts.values(), loaded.prompt])
+        self.info = ModelInfo(
+            options.model,
+            "encoder",
+            (VECTOR,),
+            self._positions,
+            vector_size=self._stage.dimension(),
+            prompt=loaded.prompt,
+            prompts=prompts,
+            lower_case=loaded.lower_case,
+        )
+
+    def check(self, job: Encode) -> None:
+        super().check(job)
+        if job.pooling is None:
+            return
+        if job.pooling not in POOLINGS:
+            raise BadRequest(f"pooling is {job.pooling!r}: choose from {', '.join(POOLINGS)}", param="pooling")
+        if len(self._modules.pooling) > 1:  # vectors would have another size
+            raise BadRequest("the model joins several poolings, in whose place there cannot be one", param="pooling")
+
+
+class _Vectors(EmbeddingStage):
+    """Vectors, each made as its job says.
+
+    Args:
+        prompts: those that texts may begin with. Their tokens take no part in vectors where the model's files say so.
+    """
+
+    def __init__(self, loaded: LoadedEmbedder, options: EmbedOptions, prompts: Sequence[str]) -> None:
+        super().__init__(loaded, options)
+        self._changed = cache(loaded.modules.changed)
+        skips = not loaded.modules.include_prompt
+        self._prompts = [tuple(prompt_ids(loaded.tokenizer, each)) for each in prompts if each] if skips else []
+
+    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
+        import torch
+
+        states, mask = self._states(inputs), inputs["attention_mask"]
+        alike: dict[tuple[str | None, bool | None, int], list[int]] = {}
+        for number, row in enumerate(rows):
+            alike.setdefault(self._how(row), []).append(number)
+        made = [
+            self._changed(pooling, normalize)(states[some], mask[some], prompt)
+            for (pooling, normalize, prompt), some in alike.items()
+        ]
+        order = torch.tensor([number for some in alike.values() for number in some])
+        return torch.cat(made)[order.argsort()]
+
+    def _how(self, row: Record) -> tuple[str | None, bool | None, int]:
+        """The pooling and the normalisation of its vector, and the tokens of its prompt."""
+        begins = (len(prompt) for prompt in self._prompts if tuple(row.ids[: len(prompt)]) == prompt)
+        job = row.id if isinstance(row.id, Encode) else Encode(())
+        return job.pooling, job.normalize, max(begins, default=0)

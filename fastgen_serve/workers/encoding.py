@@ -1,0 +1,158 @@
+"""Runs the jobs of a model that only encodes, in its process: batches, one after another, in a thread of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastgen_serve.jobs import Encode
+from fastgen_serve.scheduling import Limits, Scheduler, make_scheduler
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.encoders import load_encoder
+
+
+class EncodingWorker:
+    """Runs the jobs of a model that only encodes.
+
+    Args:
+        path: the model's directory, or its hub name.
+        settings: of the server.
+
+    Attributes:
+        info: what the model is.
+
+    Raises:
+        SetupError: the model cannot be loaded.
+    """
+
+    def __init__(self, path: str, settings: ServeSettings) -> None:
+        self._encoder = load_encoder(path, settings)
+        self.info = self._encoder.info
+        self._scheduler: Scheduler[_Request] = make_scheduler(settings, self._encoder, self.info.positions, Limits())
+        self._changed = threading.Condition()
+        self._running: list[_Request] = []
+        self._is_closed = False
+        self._counts: Counter[str] = Counter()
+        self._sizes: Counter[int] = Counter()
+        self._thread = threading.Thread(target=self._serve, name="fastgen-encode", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        job: Encode,
+        on_done: Callable[[list[float]], object],
+        on_error: Callable[[BaseException], object],
+        on_delta: Callable[[Any], object] | None = None,
+    ) -> _Request:
+        """Takes a job. One of `on_done` and `on_error` is called, by the thread of the batches; none once it is cancelled.
+
+        Args:
+            on_done: gets the vector, or the scores of all labels.
+            on_delta: is not called.
+
+        Raises:
+            BadRequest: the model cannot do it.
+            ValueError: the worker is closed.
+        """
+        self._encoder.check(job)
+        request = _Request(job, on_done, on_error, self._cancel)
+        with self._changed:
+            if self._is_closed:
+                raise ValueError("the worker is closed")
+            self._counts["submitted"] += 1
+            self._scheduler.put(request, len(job.tokens))
+            self._changed.notify()
+        return request
+
+    def stats(self) -> dict[str, Any]:
+        """What has been done so far.
+
+        Returns:
+            Requests: "submitted", "waiting", "running", "finished", "failed", "cancelled". "batches", the "rows" and
+            "tokens" in them, and "batch_sizes": how many batches there were of each number of rows.
+        """
+        with self._changed:
+            names = ("submitted", "finished", "failed", "cancelled", "batches", "rows", "tokens")
+            counts = {name: self._counts[name] for name in names}
+            now = {"waiting": len(self._scheduler), "running": len(self._running)}
+            return {**counts, **now, "batch_sizes": dict(self._sizes)}
+
+    def close(self) -> None:
+        """Cancels what has no result, and ends the thread when its batch is done. Harmless to repeat."""
+        with self._changed:
+            self._is_closed = True
+            for request in [*self._scheduler.take_all(), *self._running]:
+                self._give_up(request)
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # ---- inside
+
+    def _cancel(self, request: _Request) -> None:
+        with self._changed:
+            if self._scheduler.discard(request) or request in self._running:
+                self._give_up(request)
+
+    def _give_up(self, request: _Request) -> None:
+        self._counts["cancelled"] += not request.is_cancelled
+        request.is_cancelled = True
+
+    def _serve(self) -> None:
+        while batch := self._next_batch():
+            self._run(batch)
+
+    def _next_batch(self) -> list[_Request]:
+        """The requests to run now, once there are some; none at the end."""
+        with self._changed:
+            while not self._is_closed:
+                seconds = self._scheduler.seconds_left()
+                if seconds == 0:
+                    self._running = self._scheduler.take()
+                    return self._running
+                self._changed.wait(seconds)
+            return []
+
+    def _run(self, batch: list[_Request]) -> None:
+        begin = time.perf_counter()
+        results: list[Any]
+        try:
+            results = list(self._encoder.run([request.job for request in batch]))
+        except Exception as error:  # not of one job: those have results of their own
+            results = [error] * len(batch)
+        self._count(batch, results, time.perf_counter() - begin)
+        for request, result in zip(batch, results, strict=True):
+            if not request.is_cancelled:
+                (request.on_error if isinstance(result, Exception) else request.on_done)(result)
+
+    def _count(self, batch: list[_Request], results: list[Any], seconds: float) -> None:
+        lengths = [len(request.job.tokens) for request in batch]
+        failed = [isinstance(result, Exception) for result in results]
+        with self._changed:
+            self._running = []
+            if not any(failed):
+                self._scheduler.note(lengths, seconds)
+            self._counts.update({"batches": 1, "rows": len(batch), "tokens": sum(lengths)})
+            self._sizes[len(batch)] += 1
+            for request, has_failed in zip(batch, failed, strict=True):
+                if not request.is_cancelled:
+                    self._counts["failed" if has_failed else "finished"] += 1
+
+
+@dataclass(eq=False)
+class _Request:
+    """A job that was taken, and who is told of it."""
+
+    job: Encode
+    on_done: Callable[[Any], object]
+    on_error: Callable[[Any], object]
+    on_cancel: Callable[[_Request], object]
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Nobody wants the result any more. Harmless once there is one."""
+        self.on_cancel(self)

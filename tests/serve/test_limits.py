@@ -1,0 +1,218 @@
+"""How much a server takes, of a request and of requests; and what it does when a client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from fastgen_serve import limits
+from fastgen_serve.app import create_app
+from fastgen_serve.errors import BadRequest, Busy, Failed
+from fastgen_serve.jobs import Generate
+from fastgen_serve.limits import Admission
+from fastgen_serve.models import Models
+from fastgen_serve.settings import ServeSettings
+from tests.serve.servers import in_thread, until
+
+SETTINGS = ServeSettings(max_body_bytes=1000, api_keys=("key",))
+KEY = {"Authorization": "Bearer key"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---- requests
+
+
+def test_so_many_wait_and_no_more() -> None:
+    admission = Admission(slots=4, most=2)
+    for _ in range(6):
+        admission.enter()
+    assert admission.waiting == 2
+    with pytest.raises(Busy) as refused:
+        admission.enter()
+    assert refused.value.retry_after == 1  # nothing is known yet
+    admission.leave()
+    admission.enter()
+
+
+def test_who_finds_nobody_runs_whatever_it_asks_for() -> None:
+    admission = Admission(slots=4, most=0)
+    admission.enter(100)
+    with pytest.raises(Busy):
+        admission.enter()
+    admission.leave(100)
+    admission.enter(4)
+
+
+def test_a_client_is_told_when_to_come_again_by_how_fast_others_leave() -> None:
+    clock = Clock()
+    admission = Admission(slots=1, most=10, now=clock)
+    for _ in range(11):
+        admission.enter()
+    for _ in range(10):  # one every two seconds
+        clock.now += 2
+        admission.leave()
+        admission.enter()
+    with pytest.raises(Busy) as refused:
+        admission.enter()
+    assert refused.value.retry_after == 20  # eleven that wait, at 18 s for ten
+
+
+def test_with_a_budget_a_request_waits_no_longer() -> None:
+    clock = Clock()
+    admission = Admission(slots=1, most=100, budget=5.0, now=clock)
+    admission.enter()
+    for _ in range(10):  # one a second
+        admission.enter()
+        clock.now += 1
+        admission.leave()
+    let_in = 0
+    with pytest.raises(Busy):
+        while True:
+            admission.enter()
+            let_in += 1
+    assert let_in == 5
+
+
+def test_a_request_asks_for_no_more_than_there_is() -> None:
+    settings = ServeSettings(max_tokens=100, max_beams=8, slots=4)
+    limits.check(Generate((1,), {"max_new_tokens": 100, "num_beams": 4}), settings)
+    for options, param in (
+        ({"max_new_tokens": 101}, "max_tokens"),
+        ({"num_beams": 5}, "num_beams"),
+        ({"num_return_sequences": 9}, "num_return_sequences"),
+    ):
+        with pytest.raises(BadRequest) as refused:
+            limits.check(Generate((1,), options), settings)
+        assert refused.value.param == param
+
+
+# ---- a request
+
+
+class Probe:
+    """An application with a path that waits until its task is cancelled."""
+
+    def __init__(self) -> None:
+        self.began, self.cancelled = 0, 0
+        self.app: FastAPI = create_app(SETTINGS, Models([]))
+        self.app.add_api_route("/echo", self.echo, methods=["POST"])
+        self.app.add_api_route("/wait", self.wait, methods=["POST"])
+        self.app.add_api_route("/fail", self.fail, methods=["POST"])
+
+    async def echo(self, request: Request) -> dict[str, int]:
+        return {"size": len(await request.body())}
+
+    async def wait(self, request: Request) -> None:
+        await request.body()
+        self.began += 1
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def fail(self, kind: str) -> None:
+        raise Failed("on purpose") if kind == "known" else RuntimeError("a secret")
+
+
+@pytest.fixture(scope="module")
+def probe() -> Probe:
+    return Probe()
+
+
+@pytest.fixture(scope="module")
+def url(probe: Probe) -> Iterator[str]:
+    with in_thread(probe.app) as address:
+        yield address
+
+
+def in_parts(count: int) -> Iterator[bytes]:
+    """A body whose length nobody declares."""
+    for _ in range(count):
+        yield b"x" * 100
+
+
+def test_a_body_is_as_large_as_it_may_be_and_no_larger(url: str) -> None:
+    assert httpx.post(f"{url}/echo", content=b"x" * 1000).json() == {"size": 1000}
+    assert httpx.post(f"{url}/echo", content=in_parts(10)).json() == {"size": 1000}
+    for body in (b"x" * 1001, in_parts(11)):
+        refused = httpx.post(f"{url}/echo", content=body)
+        assert refused.status_code == 413 and "1000 bytes" in refused.text
+
+
+def test_a_large_body_is_refused_before_it_comes(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_client_that_leaves_ends_what_runs_for_it(url: str, probe: Probe) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    before = probe.began, probe.cancelled
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /wait HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        until(lambda: probe.began == before[0] + 1)
+        assert probe.cancelled == before[1]
+    until(lambda: probe.cancelled == before[1] + 1)
+    until(lambda: probe.app.state.traffic.running == 0)
+
+
+def test_keys_are_asked_for_where_they_are_needed(url: str) -> None:
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").status_code == 200
+    for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic key"}):
+        refused = httpx.get(f"{url}/metrics", headers=headers)
+        assert refused.status_code == 401 and "key" in refused.json()["error"]
+    assert httpx.get(f"{url}/metrics", headers=KEY).status_code == 200
+
+
+def test_a_request_has_an_id_and_a_line_in_the_log_without_its_text(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fastgen_serve.requests")
+    assert httpx.get(f"{url}/health", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
+    made = httpx.get(f"{url}/health", headers={"X-Request-Id": 'not "one"'}).headers["X-Request-Id"]
+    assert len(made) == 32
+    httpx.get(f"{url}/health?text=private", headers={"X-Request-Id": "mine-2"})
+    httpx.get(f"{url}/private", headers={"X-Request-Id": "mine-3"})
+    lines: list[dict[str, Any]] = [json.loads(record.getMessage()) for record in caplog.records]
+    assert [line["id"] for line in lines] == ["mine-1", made, "mine-2", "mine-3"]
+    assert [(line["path"], line["status"]) for line in lines[2:]] == [("/health", 200), ("unknown", 404)]
+    assert all(line["ms"] >= 0 for line in lines) and "private" not in caplog.text
+
+
+def test_what_fails_says_so_and_not_why(url: str) -> None:
+    known = httpx.post(f"{url}/fail?kind=known")
+    assert known.status_code == 500 and "on purpose" in known.text
+    unknown = httpx.post(f"{url}/fail?kind=unknown")
+    assert unknown.status_code == 500 and "secret" not in unknown.text
+    assert httpx.post(f"{url}/fail").status_code == 400  # a field is missing
+    assert httpx.get(f"{url}/nothing").status_code == 404
+    assert httpx.get(f"{url}/echo").status_code == 405
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_server_that_stops_takes_no_requests(url: str, probe: Probe) -> None:
+    probe.app.state.traffic.is_draining = True
+    try:
+        refused = httpx.post(f"{url}/echo", content=b"{}")
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/ready").status_code == 503
+    finally:
+        probe.app.state.traffic.is_draining = False
+    assert httpx.post(f"{url}/echo", content=b"{}").status_code == 200

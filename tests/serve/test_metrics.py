@@ -1,0 +1,65 @@
+"""What a server counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fastgen_serve.app import create_app
+from fastgen_serve.errors import BadRequest
+from fastgen_serve.jobs import Generate
+from fastgen_serve.models import Models
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.local import LocalModel
+from tests.serve.servers import GPT2, in_thread
+
+SETTINGS = ServeSettings(models=(("counted", GPT2),), slots=8)
+
+
+@pytest.fixture(scope="module")
+def model(enabled: None) -> Iterator[LocalModel]:
+    made = LocalModel("counted", SETTINGS)
+    yield made
+    made.close()
+
+
+def samples(url: str) -> dict[tuple[str, ...], float]:
+    """What /metrics says, by name and values of labels."""
+    found = httpx.get(f"{url}/metrics")
+    assert found.status_code == 200 and found.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(found.text)
+    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+
+
+def test_what_is_done_is_counted(model: LocalModel) -> None:
+    job = Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 6, "min_new_tokens": 6}, streams=True)
+
+    async def work() -> None:
+        async for _ in model.stream(job):
+            pass
+        with pytest.raises(BadRequest):
+            await model.generate(Generate((-1,)))
+
+    with in_thread(create_app(SETTINGS, Models([model]))) as url:
+        before = samples(url)
+        asyncio.run(work())
+        after = samples(url)
+    model.is_ready = True  # the application has stopped it
+
+    def more(*name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert more("fastgen_tokens_total", "counted", "generated") == 6
+    assert more("fastgen_tokens_total", "counted", "prompt") == 4
+    assert more("fastgen_jobs_total", "counted", "finished") == 1
+    assert more("fastgen_jobs_total", "counted", "failed") == 1
+    assert more("fastgen_time_to_first_token_seconds_count", "counted") == 1
+    assert more("fastgen_time_per_token_seconds_count", "counted") == 1
+    assert more("fastgen_requests_total", "/metrics", "200") == 1
+    assert more("fastgen_engine_steps_total", "counted") >= 5
+    assert after["fastgen_engine_slots", "counted"] == 8
+    assert after["fastgen_in_flight", "counted"] == after["fastgen_waiting", "counted"] == 0

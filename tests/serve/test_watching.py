@@ -1,0 +1,196 @@
+"""What is streamed of a request begins its result, whatever the options; log-probabilities are the model's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastgen_serve.errors import BadRequest
+from fastgen_serve.jobs import Delta, Generate, Generated
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.local import LocalModel
+from fastgen_serve.workers.watching import BeamWatcher, Ends, RowWatcher
+from tests.serve.servers import BART, GPT2
+
+TEXTS = (
+    "and the lord spake unto moses saying", "fear not", "in the beginning", "and it came to pass", "the wicked",
+    "wisdom is better than rubies and all the things", "jesus wept", "blessed are the meek",
+    "go to the ant thou sluggard",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[BART, GPT2], ids=["bart", "gpt2"])
+def model(request: pytest.FixtureRequest, enabled: None) -> Iterator[LocalModel]:
+    made = LocalModel("m", ServeSettings(models=(("m", request.param),), warm_up=False))
+    yield made
+    made.close()
+
+
+async def streamed(model: LocalModel, job: Generate) -> tuple[list[Delta], Generated]:
+    """The deltas of a stream, and its result, which comes last."""
+    *deltas, result = [answer async for answer in model.stream(job)]
+    return deltas, result
+
+
+def run(model: LocalModel, jobs: list[Generate]) -> list[tuple[list[Delta], Generated]]:
+    async def together() -> Any:
+        return await asyncio.gather(*(streamed(model, job) for job in jobs))
+
+    return asyncio.run(together())
+
+
+def jobs(model: LocalModel, **options: Any) -> list[Generate]:
+    tokens = [tuple(model.tokenizer(text).input_ids) for text in TEXTS]
+    return [
+        Generate(each, {"max_new_tokens": 24, **options}, seed=seed, streams=True) for seed, each in enumerate(tokens)
+    ]
+
+
+def joined(deltas: list[Delta], index: int) -> tuple[int, ...]:
+    return tuple(token for delta in deltas if delta.index == index for token in delta.tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 1},
+        {"num_beams": 1, "do_sample": True, "temperature": 1.3},
+        {"num_beams": 1, "do_sample": True, "num_return_sequences": 3},
+    ],
+    ids=["greedy", "drawn", "several"],
+)
+def test_sequences_stream_all_of_their_tokens(model: LocalModel, options: dict[str, Any]) -> None:
+    for deltas, result in run(model, jobs(model, **options)):
+        assert len(result.sequences) == options.get("num_return_sequences", 1)
+        for index, sequence in enumerate(result.sequences):
+            assert joined(deltas, index) == sequence.tokens
+
+
+@pytest.mark.parametrize("beams", [2, 4, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"early_stopping": True},
+        {"early_stopping": False},
+        {"early_stopping": "never", "length_penalty": 2.0},
+        {"length_penalty": -1.0, "num_return_sequences": 2},
+        {"do_sample": True, "temperature": 1.5},
+        {"no_repeat_ngram_size": 2, "max_new_tokens": 40},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_with_beams_a_beginning_of_the_best_one_streams(model: LocalModel, beams: int, options: dict[str, Any]) -> None:
+    found = run(model, jobs(model, num_beams=beams, **options))
+    for deltas, result in found:
+        certain = joined(deltas, 0)
+        assert certain == result.sequences[0].tokens[: len(certain)]
+        assert {delta.index for delta in deltas} <= {0}
+    if "do_sample" not in options:  # where beams are drawn, they may have little in common
+        assert any(deltas for deltas, _ in found)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 1}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_stop_string_ends_a_sequence_and_what_is_streamed(model: LocalModel, options: dict[str, Any]) -> None:
+    reasons = set()
+    for job in jobs(model, **options):
+        stopped = Generate(job.tokens, job.options, stop=("the",), streams=True)
+        [(deltas, result)] = run(model, [stopped])
+        sequence = result.sequences[0]
+        certain = joined(deltas, 0)
+        assert certain == sequence.tokens[: len(certain)]
+        text = model.tokenizer.decode(sequence.tokens[:-1])
+        assert "the" not in text
+        has_stopped = "the" in model.tokenizer.decode(sequence.tokens)
+        assert sequence.finish_reason == ("stop" if has_stopped or len(sequence.tokens) < 24 else "length")
+        reasons.add((has_stopped, sequence.finish_reason))
+    assert (True, "stop") in reasons
+
+
+def test_log_probabilities_are_those_of_the_model_in_float64() -> None:
+    made = LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))
+    reference: Any = AutoModelForCausalLM.from_pretrained(GPT2, dtype=torch.float64).eval()
+    try:
+        for options in ({}, {"do_sample": True, "num_return_sequences": 2}):
+            wanted = [
+                Generate(
+                    job.tokens,
+                    {"num_beams": 1, "no_repeat_ngram_size": 0, **options, "max_new_tokens": 12},
+                    3,
+                    (),
+                    4,
+                    True,
+                )
+                for job in jobs(made)[:3]
+            ]
+            for job, (deltas, result) in zip(wanted, run(made, wanted), strict=True):
+                for index, sequence in enumerate(result.sequences):
+                    check_logprobs(reference, job, sequence)
+                    streamed = [each for delta in deltas if delta.index == index for each in delta.logprobs or ()]
+                    assert tuple(streamed) == sequence.logprobs
+    finally:
+        made.close()
+
+
+def check_logprobs(reference: Any, job: Generate, sequence: Any) -> None:
+    assert [each.token for each in sequence.logprobs] == list(sequence.tokens)
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*job.tokens, *sequence.tokens]])).logits[0, len(job.tokens) - 1 :]
+    expected = torch.log_softmax(logits, dim=-1)
+    for row, each in zip(expected, sequence.logprobs, strict=False):
+        assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-4)
+        assert [value for _, value in each.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_log_probabilities_of_beams_are_refused(model: LocalModel) -> None:
+    job = Generate(jobs(model)[0].tokens, {"num_beams": 2}, logprobs=1)
+    with pytest.raises(BadRequest) as refused:
+        asyncio.run(model.generate(job))
+    assert refused.value.param == "logprobs"
+
+
+# ---- without a model
+
+
+def test_an_ended_sequence_holds_back_what_it_does_not_share() -> None:
+    told: list[int] = []
+    watcher = BeamWatcher(1, 2, Ends(frozenset({9})), lambda delta: told.extend(delta.tokens))
+    steps = [
+        ([[0, 5], [0, 5], [0, 6], [0, 7]], []),
+        ([[0, 5, 1], [0, 5, 9], [0, 5, 2], [0, 5, 3]], [5]),  # the second one ends
+        ([[0, 5, 1, 1], [0, 5, 1, 2], [0, 5, 1, 3], [0, 5, 1, 4]], [5]),
+    ]
+    for rows, expected in steps:
+        assert not watcher(torch.tensor(rows), None).any()
+        assert told == expected
+
+
+def test_behind_the_beams_a_candidate_that_ends_is_no_result() -> None:
+    told: list[int] = []
+    watcher = BeamWatcher(0, 1, Ends(frozenset({9})), lambda delta: told.extend(delta.tokens))
+    watcher(torch.tensor([[5], [9]]), None)
+    watcher(torch.tensor([[5, 1], [5, 2]]), None)
+    assert told == [5]
+
+
+def test_a_call_that_begins_again_tells_nothing_twice() -> None:
+    told: list[Delta] = []
+    watcher = RowWatcher(1, Ends(frozenset({9})), told.append, None)
+    for rows in ([[0, 5], [0, 6]], [[0, 5], [0, 6]], [[0, 5, 9], [0, 6, 7]], [[0, 5, 9, 1], [0, 6, 7, 8]]):
+        watcher(torch.tensor(rows), None)
+    assert joined(told, 0) == (5,) and joined(told, 1) == (6, 7, 8)
+
+
+def test_results_are_cut_at_eos_and_at_stop_strings() -> None:
+    ends = Ends(frozenset({9}))
+    assert ends.cut(torch.tensor([0, 1, 2, 9, 9]), 1, 9) == ([1, 2], "stop", 3)
+    assert ends.cut(torch.tensor([0, 1, 2]), 1, 9) == ([1, 2], "length", 2)
+    stops = Ends(frozenset({9}), lambda rows, scores: rows[:, -1] == 3)
+    for pad in (0, 9):
+        assert stops.cut(torch.tensor([0, 1, 3, pad, pad]), 1, pad) == ([1, 3], "stop", 2)
+        assert stops.cut(torch.tensor([0, 1, 2, 4]), 1, pad) == ([1, 2, 4], "length", 3)
+        assert stops.cut(torch.tensor([0, 1, 2, 9]), 1, pad) == ([1, 2], "stop", 3)

@@ -1,0 +1,237 @@
+"""Models that run jobs, here and in a process of their own: each answer is that of `generate` for its input alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavailable
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated, Sequence
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.client import ClientModel
+from fastgen_serve.workers.local import LocalModel
+from fastgen_serve.workers.remote import RemoteModel
+from tests.serve.servers import BART, GPT2, WAIT
+
+MODELS = (("bart", BART), ("gpt2", GPT2))
+SETTINGS = ServeSettings(models=MODELS, slots=16, max_waiting=200, warm_up=False)
+TEXTS = ("and the lord said", "fear not", "in the beginning god created", "go", "blessed are they that mourn for they")
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"num_beams": 1},
+    {},  # the model's own: 4 beams
+    {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.6},
+    {"num_beams": 1, "min_new_tokens": 5, "repetition_penalty": 1.3},
+    {"num_beams": 1, "do_sample": True, "top_k": 20},
+    {"num_beams": 2, "no_repeat_ngram_size": 2, "early_stopping": False},
+)
+
+
+class Loop:
+    """An event loop in a thread, which other threads give work."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT)
+        self._loop.close()
+
+
+async def until_ready(model: ClientModel) -> None:
+    async def wait() -> None:
+        while not model.is_ready:
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(wait(), WAIT)
+
+
+@pytest.fixture(scope="module")
+def loop(enabled: None) -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["bart", "gpt2"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def remote(loop: Loop, name: str) -> Iterator[RemoteModel]:
+    model = RemoteModel(name, SETTINGS)
+    loop.run(model.start())
+    loop.run(until_ready(model))
+    yield model
+    loop.run(model.stop())
+
+
+@pytest.fixture(scope="module")
+def reference(name: str) -> Any:
+    kind: Any = AutoModelForSeq2SeqLM if name == "bart" else AutoModelForCausalLM
+    return kind.from_pretrained(dict(MODELS)[name], dtype=torch.float32).eval()
+
+
+def expected(model: Any, job: Generate) -> list[tuple[tuple[int, ...], float | None]]:
+    """Tokens and scores of a call of `generate` for this input alone, cut behind the prompt and before EOS."""
+    with torch.random.fork_rng():
+        if job.seed is not None:
+            torch.manual_seed(job.seed)
+        made = model.generate(
+            torch.tensor([job.tokens]), **job.options, return_dict_in_generate=True, output_scores=True
+        )
+    prompt = 1 if model.config.is_encoder_decoder else len(job.tokens)
+    eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    rows = [[token for token in row if token not in (eos, pad)] for row in made.sequences[:, prompt:].tolist()]
+    scores = getattr(made, "sequences_scores", None)
+    return [(tuple(row), None if scores is None else float(scores[i])) for i, row in enumerate(rows)]
+
+
+def check(model: Any, job: Generate, sequences: tuple[Sequence, ...]) -> None:
+    wanted = expected(model, job)
+    assert [sequence.tokens for sequence in sequences] == [tokens for tokens, _ in wanted]
+    for sequence, (_, score) in zip(sequences, wanted, strict=True):
+        assert sequence.score == (None if score is None else pytest.approx(score, abs=1e-4))
+        is_full = len(sequence.tokens) == job.options["max_new_tokens"]
+        assert sequence.finish_reason == ("length" if is_full else "stop")
+        assert sequence.generated == len(sequence.tokens) + (not is_full)
+
+
+def test_answers_are_those_of_generate_for_each_input_alone(loop: Loop, remote: RemoteModel, reference: Any) -> None:
+    draw = random.Random(1)
+    jobs = []
+    for number in range(60):
+        tokens = tuple(remote.tokenizer(" ".join(draw.choices(TEXTS, k=draw.randint(1, 3)))).input_ids)
+        options = {**draw.choice(OPTIONS), "max_new_tokens": draw.randint(1, 24)}
+        if options["max_new_tokens"] < options.get("min_new_tokens", 0):
+            del options["min_new_tokens"]
+        jobs.append(Generate(tokens, options, seed=number, streams=bool(number % 2)))
+    results: dict[int, Any] = {}
+
+    async def answer(job: Generate) -> Generated:
+        if not job.streams:
+            return await remote.generate(job)
+        *_, last = [each async for each in remote.stream(job)]
+        assert isinstance(last, Generated)
+        return last
+
+    def client(first: int) -> None:
+        for number in range(first, len(jobs), 8):
+            results[number] = loop.run(answer(jobs[number]))
+
+    threads = [threading.Thread(target=client, args=(first,)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    for number, job in enumerate(jobs):
+        check(reference, job, results[number].sequences)
+
+
+def test_a_model_says_what_it_is(remote: RemoteModel, name: str) -> None:
+    info = remote.info
+    assert info.name == name and info.tasks == ("generate",) and info.slots == 16
+    assert (info.kind, info.positions, info.max_new_tokens) == (
+        ("encoder-decoder", 256, 200) if name == "bart" else ("decoder-only", 512, 64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (Generate(()), "empty"),
+        (Generate((10**6,)), "from 0 to"),
+        (Generate((-1,)), "from 0 to"),
+        (Generate((5,), {"eos_token_id": [2, 10**6]}), "eos_token_id"),
+        (Generate((5,), {"bad_words_ids": [[10**6]]}), "bad_words_ids"),
+        (Generate((5,), {"no_such_option": 1}), "no_such_option"),
+        (Generate((5,), {"temperature": -1.0, "do_sample": True, "num_beams": 1}), "temperature"),
+        (Generate((5,) * 600), "positions"),
+        (Generate((5,), {"max_new_tokens": 5000}), "4096"),
+        (Generate((5,), {"num_beams": 17}), "16"),
+    ],
+    ids=str,
+)
+def test_what_generate_would_refuse_is_refused(loop: Loop, remote: RemoteModel, job: Generate, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        loop.run(remote.generate(job))
+
+
+def test_a_model_that_generates_makes_no_vectors(loop: Loop, remote: RemoteModel) -> None:
+    with pytest.raises(BadRequest, match="generate"):
+        loop.run(remote.encode([Encode((5,))]))
+
+
+def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
+    async def leave() -> None:
+        options = {"num_beams": 1, "max_new_tokens": 150, "min_new_tokens": 150}
+        streams = [remote.stream(Generate((5, 6, 7 + i), options, streams=True)) for i in range(4)]
+        for stream in streams:
+            assert isinstance(await anext(stream), Delta)
+        for stream in streams[:2]:
+            await stream.aclose()  # type: ignore[attr-defined]
+        tasks = [asyncio.ensure_future(anext(stream)) for stream in streams[2:]]
+        waiting = [asyncio.ensure_future(remote.generate(Generate((5, 6), options))) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in (*tasks, *waiting):
+            task.cancel()
+        await asyncio.gather(*tasks, *waiting, return_exceptions=True)
+        for stream in streams[2:]:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    async def is_idle() -> None:
+        while (stats := await remote.stats())["busy"] or stats["running"] or stats["waiting"]:
+            await asyncio.sleep(0.02)
+
+    loop.run(leave())
+    loop.run(asyncio.wait_for(is_idle(), WAIT))
+    assert not remote._pending and remote._admission.rows == 0
+
+
+def test_more_than_may_wait_are_refused_and_the_others_served(loop: Loop, name: str) -> None:
+    settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
+    model = LocalModel(name, settings)
+
+    async def crowd() -> list[Any]:
+        jobs = [Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 10})] * 12
+        return await asyncio.gather(*map(model.generate, jobs), return_exceptions=True)
+
+    try:
+        results = loop.run(crowd())
+        assert sum(isinstance(result, Busy) for result in results) == 7
+        assert sum(isinstance(result, Generated) for result in results) == 5
+        assert all(result.retry_after >= 1 for result in results if isinstance(result, Busy))
+        assert model._admission.rows == 0
+    finally:
+        model.close()
+    with pytest.raises(Unavailable):
+        loop.run(model.generate(Generate((5,))))
+
+
+def test_a_request_takes_no_longer_than_it_may(loop: Loop) -> None:
+    model = LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, request_timeout_s=0.05))
+    try:
+        with pytest.raises(TimedOut, match=r"0\.05 s"):
+            loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200, "min_new_tokens": 200})))
+    finally:
+        model.close()
+
+
+def test_errors_cross_a_pipe_with_all_that_they_say(loop: Loop, remote: RemoteModel) -> None:
+    with pytest.raises(ServeError) as refused:
+        loop.run(remote.generate(Generate((-1,))))
+    error = refused.value
+    assert (type(error), error.param, error.status) == (BadRequest, "prompt", 400) and error.message == str(error)
