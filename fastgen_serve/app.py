@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,9 @@ from fastgen_serve.settings import ServeSettings
 _INTERFACES = ("openai", "vllm", "libretranslate", "page", "operations")
 
 
-def create_app(settings: ServeSettings, models: Models | None = None) -> FastAPI:
+def create_app(
+    settings: ServeSettings, models: Models | None = None, on_broken: Callable[[str], object] = lambda reason: None
+) -> FastAPI:
     """The application that serves models.
 
     Its `state` has `settings`, `models`, and `traffic`: the requests that are there.
@@ -33,11 +35,12 @@ def create_app(settings: ServeSettings, models: Models | None = None) -> FastAPI
     Args:
         models: those that there are already; by default, each of `settings.models` in a process of its own, which
             starts and ends with the application.
+        on_broken: is told why such a model cannot be loaded.
     """
     if models is None:
         from fastgen_serve.workers.remote import RemoteModel
 
-        models = Models([RemoteModel(name, settings) for name, _ in settings.models])
+        models = Models([RemoteModel(name, settings, on_broken) for name, _ in settings.models])
     served = models
 
     @asynccontextmanager

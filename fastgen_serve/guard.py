@@ -91,7 +91,7 @@ class Guard:
         self._traffic.running += 1
         try:
             await self._answer(scope, headers, receive, send_with_id)
-        except BaseException:
+        except Exception:
             status = 500 if status == _GONE else status
             raise
         finally:
@@ -117,24 +117,25 @@ class Guard:
 
     async def _run(self, scope: MutableMapping[str, Any], body: _Body, send: Send) -> None:
         """Runs the application, as long as the client is there."""
-        has_begun = False
+        has_begun = is_complete = False
 
         async def note(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, is_complete
             has_begun = True
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         running = asyncio.ensure_future(self._app(scope, body.receive, note))
         reading = asyncio.ensure_future(body.read())
         try:
             await asyncio.wait({running, reading}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
+            if running.done() or is_complete:  # behind a response, everybody has left
                 await running
-            else:  # the body is too large, or the client has left
-                running.cancel()
-                await asyncio.wait({running})
-                if reading.exception() is not None and not has_begun:
-                    await reading
+                return
+            running.cancel()
+            await asyncio.wait({running})
+            if not has_begun:
+                await reading  # raises, if the body is too large
         finally:
             for task in (running, reading):
                 task.cancel()

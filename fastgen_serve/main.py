@@ -16,7 +16,7 @@ from fastgen_serve.settings import DTYPES, SCHEDULERS, WEIGHT_DTYPES, ServeSetti
 from fastgen_serve.translation.pairs import parse as read_pairs
 
 PROGRAM = "fastgen-serve"
-DONE, SETUP = 0, 2
+DONE, SETUP, INTERRUPTED = 0, 2, 130
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return asyncio.run(_serve(settings, listening))
     except (PipelineError, OSError) as error:
         return _fail(str(error))
+    except KeyboardInterrupt:  # before the server takes signals
+        return INTERRUPTED
 
 
 def read(words: Sequence[str]) -> ServeSettings:
@@ -158,7 +160,7 @@ async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
     from fastgen_serve.app import create_app
     from fastgen_serve.server import Server
 
-    app = create_app(settings)
+    app = create_app(settings, on_broken=lambda reason: server.give_up(reason))
     log.to_standard_error()
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     say = logging.getLogger("fastgen_serve")
@@ -166,8 +168,6 @@ async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
     if settings.host not in _LOCAL and not settings.api_keys:
         say.warning("anybody who reaches %s may use it: --api-key-file asks for keys", host)
     server = Server(app, settings)
-    for model in app.state.models:
-        model.on_broken = server.give_up
     await server.serve(sockets=[listening])
     return SETUP if server.has_given_up else DONE
 

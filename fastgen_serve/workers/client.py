@@ -146,11 +146,12 @@ class ClientModel(ABC):
         tasks = self.info.tasks
         if self.is_ready and "generate" not in tasks:
             raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")
-        rows = max(job.options.get("num_beams") or 1, job.options.get("num_return_sequences") or 1)
+        options = {**self.info.defaults, **job.options}
+        rows = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
         begin, has_begun = time.perf_counter(), False
-        metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
         log.note(model=self.name, prompt_tokens=len(job.tokens))
         with self._admitted(rows):
+            metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
             async with aclosing(self._answers(job)) as answers:
                 async for answer in answers:
                     seconds = time.perf_counter() - begin

@@ -9,15 +9,14 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import fastgen
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Delta, Generate, Generated, ModelInfo, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.loading import read_generating
-from fastgen_serve.workers.watching import BeamWatcher, Ends, Recorder, RowWatcher, TokenStreamer
+from fastgen_serve.workers.watching import BeamWatcher, Ends, Recorder, RowWatcher, StopTexts, TokenStreamer
 
 # What configurations call the positions of a decoder, and of an encoder: the first that there is.
 _POSITIONS = ("max_position_embeddings", "max_target_positions")
@@ -27,6 +26,7 @@ _TOKEN_OPTIONS = (
     "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
 )  # fmt: skip
+_OPTIONS = GenerationConfig().to_dict().keys() - {"transformers_version", "_from_model_config"}
 # New tokens if neither the request nor the model says anything: the library's default.
 _DEFAULT_LENGTH = 20
 
@@ -46,7 +46,6 @@ class GenerationWorker:
         self._config = self._model.config
         # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
         self._engine = fastgen.Engine(self._model, slots=settings.slots, max_waiting=2**20)
-        self._stop_criteria: dict[tuple[str, ...], Any] = {}
         generation = self._model.generation_config
         self.info = ModelInfo(
             name=os.path.basename(path.rstrip("/")),
@@ -123,29 +122,30 @@ class GenerationWorker:
         rows = max(beams, int(self._option(job, "num_return_sequences") or 1))
         if beams > 1:
             options |= {"return_dict_in_generate": True, "output_scores": True}
-        if job.stop:
-            options |= {"stop_strings": list(job.stop), "tokenizer": self._tokenizer}
         if self._option(job, "do_sample") and job.seed is not None:
             options["seed"] = job.seed
-        prompt = 1 if self._config.is_encoder_decoder else len(job.tokens)
+        prompt, ends = self._prompt(job), self._ends(job)
         recorder = None if job.logprobs is None else Recorder(job.logprobs)
         if recorder is not None:
             options["logits_processor"] = LogitsProcessorList([recorder])
+        criteria: list[Any] = [] if ends.stops is None else [ends.stops]
         if beams > 1 and on_delta is not None:
-            watcher: Any = BeamWatcher(prompt, beams, self._ends(job), on_delta)
+            criteria.append(BeamWatcher(prompt, beams, ends, on_delta))
         elif recorder is not None or (on_delta is not None and rows > 1):
-            watcher = RowWatcher(prompt, self._ends(job), on_delta, recorder)
-        else:
-            watcher = None
-        if watcher is not None:
-            options["stopping_criteria"] = StoppingCriteriaList([watcher])
+            criteria.append(RowWatcher(prompt, ends, on_delta, recorder))
         elif on_delta is not None:
-            options["streamer"] = TokenStreamer(self._eos(job), on_delta)
+            options["streamer"] = TokenStreamer(ends.eos, on_delta)
+        if criteria:
+            options["stopping_criteria"] = StoppingCriteriaList(criteria)
         return self._engine.submit(list(job.tokens), timeout=0, **options), recorder
 
     def _check(self, job: Generate) -> None:
         if not job.tokens:
             raise BadRequest("the input is empty: give one token at least", param="prompt")
+        if "" in job.stop:
+            raise BadRequest("a stop string is empty: give one character at least", param="stop")
+        for name in job.options.keys() - _OPTIONS:  # other arguments of `generate` are code
+            raise BadRequest(f"{name} is no option of a generation config", param=name)
         size = self._config.get_text_config(decoder=True).vocab_size
         if not all(0 <= token < size for token in job.tokens):
             raise BadRequest(f"the input has token ids that are not from 0 to {size - 1}", param="prompt")
@@ -157,14 +157,15 @@ class GenerationWorker:
                 "logprobs are those of sequences without beams: leave them out, or the beams", param="logprobs"
             )
 
+    def _prompt(self, job: Generate) -> int:
+        """Tokens that a result begins with."""
+        return 1 if self._config.is_encoder_decoder else len(job.tokens)
+
     def _eos(self, job: Generate) -> frozenset[int]:
         return frozenset(_flat(self._option(job, "eos_token_id")))
 
     def _ends(self, job: Generate) -> Ends:
-        return Ends(self._eos(job), self._stops(job.stop))
-
-    def _stops(self, texts: tuple[str, ...]) -> StopStringCriteria | None:
-        return StopStringCriteria(self._tokenizer, list(texts)) if texts else None
+        return Ends(self._eos(job), StopTexts(self._tokenizer, job.stop) if job.stop else None)
 
     def _settle(
         self,
@@ -192,8 +193,7 @@ class GenerationWorker:
         """The sequences of what `generate` returns."""
         tokens = result if isinstance(result, Tensor) else result.sequences
         scores = None if isinstance(result, Tensor) else getattr(result, "sequences_scores", None)
-        prompt = 1 if self._config.is_encoder_decoder else len(job.tokens)
-        ends = self._ends(job)
+        prompt, ends = self._prompt(job), self._ends(job)
         made = []
         for row in range(tokens.shape[0]):
             written, finish_reason, generated = ends.cut(tokens[row], prompt, self._option(job, "pad_token_id"))

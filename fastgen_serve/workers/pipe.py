@@ -34,8 +34,8 @@ class Pipe:
         """Sends a message of plain data, later. It is lost if the other process is gone."""
         self._outgoing.put(message)
 
-    def close(self, patience: float) -> None:
-        """Sends what there is, for so many seconds at the most, and nothing more."""
+    def close(self, patience: float | None) -> None:
+        """Sends what there is, and nothing more; waits for so many seconds at the most, or until it is done."""
         self._outgoing.put(_END)
         self._threads[1].join(patience)
 
@@ -46,6 +46,8 @@ class Pipe:
                     self._on_message(message)
         except (EOFError, OSError):
             self._on_end()
+            self.close(patience=None)
+            self._connection.close()
 
     def _write(self) -> None:
         try:

@@ -32,13 +32,18 @@ _PATIENCE = 5.0
 class RemoteModel(ClientModel):
     """A `ServedModel` in a process of its own.
 
-    Attributes:
+    Args:
         on_broken: is told why the model cannot be loaded, the first time.
+
+    Raises:
+        SetupError: its tokenizer cannot be loaded.
     """
 
-    def __init__(self, name: str, settings: ServeSettings) -> None:
+    def __init__(
+        self, name: str, settings: ServeSettings, on_broken: Callable[[str], object] = lambda reason: None
+    ) -> None:
         super().__init__(name, settings)
-        self.on_broken: Callable[[str], object] = lambda reason: None
+        self._on_broken = on_broken
         self._process: BaseProcess | None = None
         self._pipe: Pipe | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,7 +118,7 @@ class RemoteModel(ClientModel):
             _log.error("%s", message.reason)
             if not self._was_ready:
                 self._is_stopping = True  # to try again is of no use
-                self.on_broken(message.reason)
+                self._on_broken(message.reason)
             return
         seconds = time.monotonic() - self._begin
         _log.info("%s: %s (%.1f s)", self.name, self.progress, seconds)

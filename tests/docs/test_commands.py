@@ -25,6 +25,8 @@ NOT_RUN = {
     "MALLOC_MMAP_MAX_=0 ...": "the same",
     "fastgen-generate HuggingFaceTB/SmolLM2-135M-Instruct ...": "needs a model of the hub",
     "fastgen-generate examples/models/kjv-bart sources.txt several.txt ...": "needs Ray; test_on_ray.py has such runs",
+    "fastgen-serve ...": "serves until it is told to stop; tests/serve runs it",
+    "curl ...": "asks a server; the same",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
     "python -m benchmarks.ordinary_session ...": "the same",
 }

@@ -94,8 +94,8 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_again(tmp_path:
     (folder / "model.safetensors").write_bytes(b"no weights")
 
     async def work() -> None:
-        model, reasons = RemoteModel("gpt2", ServeSettings(models=(("gpt2", str(folder)),))), list[str]()
-        model.on_broken = reasons.append
+        reasons: list[str] = []
+        model = RemoteModel("gpt2", ServeSettings(models=(("gpt2", str(folder)),)), reasons.append)
         await model.start()
         await happens(lambda: reasons)
         assert "cannot be loaded" in reasons[0] and "\n" not in reasons[0]

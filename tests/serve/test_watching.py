@@ -94,21 +94,38 @@ def test_with_beams_a_beginning_of_the_best_one_streams(model: LocalModel, beams
         assert any(deltas for deltas, _ in found)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 1}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_a_stop_string_ends_a_sequence_and_what_is_streamed(model: LocalModel, options: dict[str, Any]) -> None:
-    reasons = set()
-    for job in jobs(model, **options):
-        stopped = Generate(job.tokens, job.options, stop=("the",), streams=True)
-        [(deltas, result)] = run(model, [stopped])
-        sequence = result.sequences[0]
-        certain = joined(deltas, 0)
-        assert certain == sequence.tokens[: len(certain)]
-        text = model.tokenizer.decode(sequence.tokens[:-1])
-        assert "the" not in text
-        has_stopped = "the" in model.tokenizer.decode(sequence.tokens)
-        assert sequence.finish_reason == ("stop" if has_stopped or len(sequence.tokens) < 24 else "length")
-        reasons.add((has_stopped, sequence.finish_reason))
-    assert (True, "stop") in reasons
+@pytest.mark.parametrize("stops", [("the",), (" of", "unto him", "qq")], ids=["one", "some"])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 1}, {"num_beams": 3}, {"num_beams": 1, "do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "several"],
+)  # fmt: skip
+def test_a_stop_text_ends_sequences_where_the_librarys_does(
+    model: LocalModel, options: dict[str, Any], stops: tuple[str, ...]
+) -> None:
+    wanted = [Generate(job.tokens, job.options, job.seed, stops, streams=True) for job in jobs(model, **options)]
+    has_stopped = False
+    for job, (deltas, result) in zip(wanted, run(model, wanted), strict=True):
+        for index, (sequence, tokens) in enumerate(zip(result.sequences, librarys(model, job), strict=True)):
+            assert sequence.tokens == tokens
+            certain = joined(deltas, index)
+            assert certain == tokens[: len(certain)] and (job.options["num_beams"] > 1 or certain == tokens)
+            is_stopped = any(stop in model.tokenizer.decode(tokens) for stop in stops)
+            has_stopped |= is_stopped
+            assert sequence.finish_reason == ("stop" if is_stopped or len(tokens) < 24 else "length")
+            assert sequence.generated == len(tokens) + (not is_stopped and len(tokens) < 24)
+    assert has_stopped
+
+
+def librarys(model: LocalModel, job: Generate) -> list[tuple[int, ...]]:
+    """The new tokens that `generate` gives with its own `stop_strings`."""
+    reference: Any = model._worker._runner._model  # type: ignore[union-attr]
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed or 0)
+        options = {**job.options, "stop_strings": list(job.stop), "tokenizer": model.tokenizer}
+        made = reference.generate(torch.tensor([job.tokens]), **options)
+    prompt = 1 if reference.config.is_encoder_decoder else len(job.tokens)
+    ends = (reference.generation_config.eos_token_id, reference.generation_config.pad_token_id)
+    return [tuple(token for token in row if token not in ends) for row in made[:, prompt:].tolist()]
 
 
 def test_log_probabilities_are_those_of_the_model_in_float64() -> None:

@@ -1,0 +1,215 @@
+"""`fastgen-serve` as a process: what it says, what it does on signals, and when the process of its model dies."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.serve.servers import BART, GPT2, WAIT, Command, command, until
+
+LONG = {"prompt": "in the beginning", "max_tokens": 400, "min_tokens": 400, "num_beams": 1, "temperature": 0}
+SHORT = {"prompt": "in the beginning", "max_tokens": 5, "num_beams": 1, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def served(enabled: None) -> Iterator[Command]:
+    with command(GPT2, f"translator={BART}", "--slots", "8") as made:
+        made.wait_until_ready()
+        yield made
+
+
+def ask(server: Command, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT)
+
+
+def in_background(count: int, server: Command, **body: Any) -> tuple[list[threading.Thread], list[Any]]:
+    """Requests that run meanwhile, and the list that their answers, or errors, come to."""
+    answers: list[Any] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask(server, **body))
+        except httpx.HTTPError as error:
+            answers.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def running(server: Command) -> int:
+    """Sequences that wait or run."""
+    found = re.findall(r"^fastgen_in_flight\{.*\} (\d+)", httpx.get(f"{server.url}/metrics", timeout=WAIT).text, re.M)
+    return sum(map(int, found))
+
+
+def test_it_says_where_it_is_and_how_its_models_are_loaded(served: Command) -> None:
+    said = "\n".join(served.lines)
+    assert re.search(r"^fastgen-serve: http://127\.0\.0\.1:\d+ \(models are loading\)$", said, re.M)
+    for name in ("kjv-gpt2", "translator"):
+        assert re.search(rf"^fastgen-serve: {name}: ready", said, re.M)
+    assert "Traceback" not in said and "Warning" not in said
+
+
+def test_models_have_processes_of_their_own(served: Command) -> None:
+    found = [
+        child for child in psutil.Process(served.process.pid).children() if "spawn_main" in " ".join(child.cmdline())
+    ]
+    assert len(found) == 2
+    for name in ("kjv-gpt2", "translator"):
+        answer = ask(served, model=name, **SHORT)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+
+
+def test_each_request_has_a_line_of_json(served: Command) -> None:
+    answer = ask(served, **SHORT)
+    until(lambda: any(answer.headers["x-request-id"] in line for line in served.lines))
+    line = json.loads(next(line for line in served.lines if answer.headers["x-request-id"] in line))
+    assert line["path"] == "/v1/completions" and line["status"] == 200 and line["model"] == "kjv-gpt2"
+    assert line["tokens"] == 5 and line["prompt_tokens"] > 0 and line["ms"] > 0
+    assert SHORT["prompt"] not in "\n".join(served.lines)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_leaves_no_slot(served: Command, stream: bool) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    head = "".join(f"{line}\r\n" for line in [*lines, ""])
+    clients = [socket.create_connection((host, int(port))) for _ in range(12)]
+    for client in clients:
+        client.sendall(head.encode() + body)
+    until(lambda: running(served) == 12)
+    for client in clients:
+        client.close()
+    until(lambda: running(served) == 0)
+    until(lambda: 'fastgen_engine_busy{model="kjv-gpt2"} 0.0' in httpx.get(f"{served.url}/metrics").text)
+    assert ask(served, **SHORT).status_code == 200
+
+
+def test_a_process_of_a_model_that_is_killed_is_started_again(served: Command) -> None:
+    expected = ask(served, **LONG).json()["choices"][0]["text"]
+    [found] = [
+        child for child in psutil.Process(served.process.pid).children() if child.pid == process_of(served, "kjv-gpt2")
+    ]
+    threads, answers = in_background(4, served, **LONG)
+    until(lambda: running(served) == 4)
+    found.send_signal(signal.SIGKILL)
+    until(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
+    refused = ask(served, **SHORT)
+    assert refused.status_code == 503 and "Retry-After" in refused.headers
+    assert ask(served, model="translator", **SHORT).status_code == 200  # the other model goes on
+    for thread in threads:
+        thread.join(WAIT)
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [expected] * 4
+
+
+def process_of(server: Command, name: str) -> int:
+    """The process of a model: that of the two which decodes when it is asked to."""
+    children = [c for c in psutil.Process(server.process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+    before = {child.pid: sum(child.cpu_times()[:2]) for child in children}
+    ask(server, model=name, **LONG)
+    return max(children, key=lambda child: sum(child.cpu_times()[:2]) - before[child.pid]).pid
+
+
+def test_overload_gives_429_and_answers_the_others() -> None:
+    with command(GPT2, "--slots", "2", "--max-waiting", "2", "--max-beams", "2") as server:
+        server.wait_until_ready()
+        threads, answers = in_background(12, server, **LONG)
+        for thread in threads:
+            thread.join(WAIT)
+        statuses = sorted(answer.status_code for answer in answers)
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 4
+        assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status_code == 429)
+        assert ask(server, **SHORT).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_stop_finishes_what_runs(kind: signal.Signals) -> None:
+    with command(GPT2) as server:
+        server.wait_until_ready()
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        threads, answers = in_background(3, server, **LONG)
+        until(lambda: running(server) == 3)
+        server.process.send_signal(kind)
+        until(lambda: any("stopping" in line for line in server.lines))
+        late = ask(server, **SHORT) if server.process.poll() is None and running(server) else None
+        assert late is None or (late.status_code == 503 and "Retry-After" in late.headers)
+        assert server.wait() == 0
+        for thread in threads:
+            thread.join(WAIT)
+        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [400] * 3
+        assert not psutil.wait_procs(children, WAIT)[1]
+        assert "Traceback" not in "\n".join(server.lines)
+
+
+def test_what_takes_longer_than_it_may_is_refused_at_the_end() -> None:
+    with command(GPT2, "--drain-s", "0") as server:
+        server.wait_until_ready()
+        threads, answers = in_background(2, server, **LONG)
+        until(lambda: running(server) == 2)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        for thread in threads:
+            thread.join(WAIT)
+        assert [answer.status_code for answer in answers] == [503, 503]
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with command(GPT2) as server:
+        server.wait_until_ready()
+        threads, _ = in_background(64, server, **LONG)
+        until(lambda: running(server) == 64)
+        server.process.send_signal(signal.SIGINT)
+        until(lambda: any("stopping" in line for line in server.lines))
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait() == 0
+        for thread in threads:
+            thread.join(WAIT)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
+    for file in Path(GPT2).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with command(f"broken={tmp_path}") as server:
+        assert server.wait() == 2
+    [reason] = [line for line in server.lines if "cannot be loaded" in line]
+    assert str(tmp_path) in reason and "Traceback" not in "\n".join(server.lines)
+
+
+def test_no_such_folder_and_no_such_port_are_told_before_anything_is_loaded() -> None:
+    with command("/no/such/model") as server:
+        assert server.wait() == 2
+    assert "/no/such/model: no such directory" in server.lines[-1]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        command(GPT2, "--port", str(taken.getsockname()[1])) as server,
+    ):
+        assert server.wait() == 2
+        assert len(server.lines) == 1 and "cannot listen at 127.0.0.1" in server.lines[0]
+
+
+def test_the_processes_of_a_server_that_is_killed_end() -> None:
+    with command(GPT2) as server:
+        server.wait_until_ready()
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert children
+        server.process.kill()
+        assert not psutil.wait_procs(children, WAIT)[1]
