@@ -192,7 +192,7 @@ async def detect(request: Request) -> list[Detection]:
 @router.get("/languages")
 async def list_languages(request: Request) -> list[Language]:
     """The languages that are translated here, and to which."""
-    found = _translator(request).languages()
+    found = _translator(request).languages
     return [Language(code=source, name=languages.name(source), targets=targets) for source, targets in found.items()]
 
 
@@ -253,7 +253,7 @@ async def download_file(name: str, request: Request) -> Response:
 @router.get("/frontend/settings")
 async def frontend_settings(request: Request) -> FrontendSettings:
     """What LibreTranslate's page would show."""
-    found, has_keys = _translator(request).languages(), bool(request.app.state.settings.api_keys)
+    found, has_keys = _translator(request).languages, bool(request.app.state.settings.api_keys)
     target = next(iter(next(iter(found.values()), [])), "")
     return FrontendSettings(
         apiKeys=has_keys,

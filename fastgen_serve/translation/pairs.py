@@ -55,14 +55,16 @@ class Pairs:
 
     def targets(self, source: str) -> list[str]:
         """The languages that it translates one to."""
-        return [target for target in self._targets if self.way(source, target) is not None]
+        return [target for target in self._targets if self.has(source, target)]
+
+    def has(self, source: str, target: str) -> bool:
+        """Whether it translates a pair."""
+        is_known = source in self._sources and target in self._targets and source != target
+        return is_known and (self._only is None or (source, target) in self._only)
 
     def way(self, source: str, target: str) -> Way | None:
         """How to ask for a pair; None for one that it does not translate."""
-        is_known = source in self._sources and target in self._targets and source != target
-        if not is_known or (self._only is not None and (source, target) not in self._only):
-            return None
-        return self._way(self._sources[source], self._targets[target])
+        return self._way(self._sources[source], self._targets[target]) if self.has(source, target) else None
 
     def limited_to(self, only: frozenset[tuple[str, str]]) -> Pairs:
         """Some of these pairs."""
@@ -99,7 +101,7 @@ def of_model(tokenizer: Any, config: Any, stated: frozenset[tuple[str, str]] | N
     found = _of_files(tokenizer, config)
     if stated is None:
         return found or _none()
-    if found is not None and all(found.way(*pair) for pair in stated):
+    if found is not None and all(found.has(*pair) for pair in stated):
         return found.limited_to(stated)
     return _stated(tokenizer, stated, prefix)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import AutoConfig
@@ -108,7 +109,8 @@ class Translator:
         self._settings = settings
         self._models = [made for model in models if (made := _translating(model, settings)) is not None]
 
-    def languages(self) -> dict[str, list[str]]:
+    @functools.cached_property
+    def languages(self) -> Mapping[str, list[str]]:
         """The targets of each source, both in the order of their English names."""
         found: dict[str, set[str]] = {}
         for model in self._models:
@@ -122,8 +124,7 @@ class Translator:
         Raises:
             BadRequest: it is none of the targets.
         """
-        served = {target for targets in self.languages().values() for target in targets}
-        return _served(code, served, "target")
+        return _served(code, {target for targets in self.languages.values() for target in targets}, "target")
 
     def source(self, code: str) -> str:
         """The language that a client says a text is in.
@@ -131,7 +132,7 @@ class Translator:
         Raises:
             BadRequest: it is none of the sources.
         """
-        return _served(code, self.languages(), "source")
+        return _served(code, self.languages, "source")
 
     def detect(self, text: str, target: str | None = None) -> list[Detected]:
         """The likeliest languages of a text, best first: of those that are translated, or translated to this one.
@@ -139,8 +140,7 @@ class Translator:
         Raises:
             BadRequest: no model translates.
         """
-        found = self.languages()
-        served = [source for source, targets in found.items() if target in (None, source) or target in targets]
+        served = [source for source, targets in self.languages.items() if target in (None, source) or target in targets]
         if not served:
             raise BadRequest("no model here translates: see /languages")
         return detection.detect(text, served)
@@ -222,7 +222,7 @@ def _translating(model: ServedModel, settings: ServeSettings) -> TranslatingMode
     return TranslatingModel(model, settings, found) if found.sources() else None
 
 
-def _served(code: str, served: Any, param: str) -> str:
+def _served(code: str, served: Collection[str], param: str) -> str:
     found = languages.find(code, served)
     if found is None:
         raise BadRequest(f"{code[:20]!r} is not supported as a {param} language: see /languages", param=param)
