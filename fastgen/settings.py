@@ -33,7 +33,7 @@ RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 256, 64
 # What the names of the installed commands begin with.
 _COMMANDS = (
     "fastgen-generate", "fastgen-embed", "fastgen-classify", "fastgen-quantize", "fastgen-interactive-for-fairseq",
-    "fastgen-eval-lm",
+    "fastgen-eval-lm", "fastgen-serve",
 )  # fmt: skip
 # Settings that are on or off.
 SWITCHES = ("keep_bits",)
@@ -173,7 +173,7 @@ def _is_command() -> bool:
     """Whether this process is a command of FastGen's, none of whose own code has run yet."""
     program = os.path.basename((getattr(sys, "argv", None) or [""])[0])
     if program == "-m":  # while Python looks for the module, whose name may be attached: -mfastgen
-        return re.match(r"(-\w*?m)?fastgen(_cli)?(\.|$)", sys.orig_argv[-len(sys.argv)]) is not None
+        return re.match(r"(-\w*?m)?fastgen(_cli|_serve)?(\.|$)", sys.orig_argv[-len(sys.argv)]) is not None
     return program.startswith(_COMMANDS)
 
 

@@ -49,6 +49,8 @@ class Admission:
     ) -> None:
         self._slots, self._most, self._budget, self._now = slots, most, budget, now
         self.rows = 0  # of requests that wait or run
+        # Seconds in which all slots were taken, as only these say how fast it goes then; and when rows left in them.
+        self._full, self._last = 0.0, now()
         self._ends: deque[float] = deque(maxlen=_LAST)
 
     @property
@@ -62,9 +64,10 @@ class Admission:
         Raises:
             Busy: it may not wait.
         """
+        self._tick()
         waiting, wait = self.rows + rows - self._slots, self.wait(rows)
-        # A request that finds nobody runs, whatever it asks for.
         is_late = self._budget is not None and wait is not None and wait > self._budget
+        # A request that finds nobody runs, whatever it asks for.
         if self.rows and waiting > 0 and (waiting > self._most or is_late):
             seconds = 1 if wait is None else min(max(math.ceil(wait), 1), _LONGEST_RETRY)
             raise Busy(f"{self.waiting} sequences wait already: try again in {seconds} s", retry_after=seconds)
@@ -72,12 +75,20 @@ class Admission:
 
     def leave(self, rows: int = 1) -> None:
         """A request has its result, or has gone."""
+        self._tick()
+        if self.rows >= self._slots:
+            self._ends.extend([self._full] * rows)
         self.rows -= rows
-        self._ends.extend([self._now()] * rows)
 
     def wait(self, rows: int = 1) -> float | None:
         """Seconds until such a request would run, by how fast the last ones have left; None where that is not known."""
         if len(self._ends) < 2:
             return None
-        passed = self._now() - self._ends[0]
-        return max(self.rows + rows - self._slots, 0) * passed / len(self._ends)
+        passed = self._full - self._ends[0]
+        return max(self.rows + rows - self._slots, 0) * passed / (len(self._ends) - 1)
+
+    def _tick(self) -> None:
+        now = self._now()
+        if self.rows >= self._slots:
+            self._full += now - self._last
+        self._last = now

@@ -32,13 +32,13 @@ current: ContextVar[Entry | None] = ContextVar("current", default=None)
 
 
 def note(**values: Any) -> None:
-    """Adds to the line of the request that runs here; numbers add up."""
+    """Adds to the line of the request that runs here; numbers and lists add up."""
     entry = current.get()
     if entry is None:
         return
     for name, value in values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        entry.more[name] = entry.more.get(name, 0) + value if is_number else value
+        adds_up = isinstance(value, (int, list)) and name in entry.more
+        entry.more[name] = entry.more[name] + value if adds_up else value
 
 
 def passed(entry: Entry) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.utils import floatToGoString
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
@@ -38,9 +40,6 @@ JOBS = Counter(
 )
 IN_FLIGHT = Gauge("fastgen_in_flight", "Sequences that wait or run.", ["model"], registry=REGISTRY)
 WAITING = Gauge("fastgen_waiting", "Sequences that wait for a slot.", ["model"], registry=REGISTRY)
-BATCH_SIZES = Histogram(
-    "fastgen_batch_size", "Inputs of a batch that is encoded.", ["model"], buckets=_SIZES, registry=REGISTRY
-)
 CACHE = Counter("fastgen_cache", "Responses looked up in the cache: hit, miss, down.", ["outcome"], registry=REGISTRY)
 RESTARTS = Counter("fastgen_restarts", "Processes of a model that had died.", ["model"], registry=REGISTRY)
 
@@ -81,7 +80,18 @@ class EngineStats:
                     reasons.add_metric([model, entry, reason], calls)
             for reason, calls in (stats.get("alone") or {}).items():
                 alone.add_metric([model, reason], calls)
-        yield from (reasons, alone)
+        yield from (reasons, alone, self._batch_sizes())
+
+    def _batch_sizes(self) -> Metric:
+        family = HistogramMetricFamily("fastgen_batch_size", "Inputs of a batch that is encoded.", labels=["model"])
+        for model, stats in self.latest.items():
+            counts: Mapping[int, int] = stats.get("batch_sizes") or {}
+            if counts:
+                bounds = (*_SIZES, math.inf)
+                within = [sum(count for size, count in counts.items() if size <= bound) for bound in bounds]
+                buckets = list(zip(map(floatToGoString, bounds), within, strict=True))
+                family.add_metric([model], buckets, sum(size * count for size, count in counts.items()))
+        return family
 
     def _family(self, kind: Any, name: str, about: str) -> Metric:
         family: Metric = kind(f"fastgen_engine_{name}", about, labels=["model"])

@@ -107,7 +107,9 @@ def _between(points: Sequence[int], value: int) -> tuple[tuple[int, float], ...]
     return (low, 1 - part), (high, part)
 
 
-def measured(run: Callable[[int, int], object], longest: int, limits: Limits, clock: Clock = time.perf_counter) -> Costs:
+def measured(
+    run: Callable[[int, int], object], longest: int, limits: Limits, clock: Clock = time.perf_counter
+) -> Costs:
     """The costs of batches, each of which is run twice; the faster one counts.
 
     Args:

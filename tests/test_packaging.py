@@ -20,7 +20,7 @@ import pytest
 import fastgen._version
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("fastgen", "fastgen_cli")
+PACKAGES = ("fastgen", "fastgen_cli", "fastgen_serve")
 PARTS = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "tools", *PACKAGES)
 TRY = """
 import fastgen, torch, transformers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import time
 from abc import ABC, abstractmethod
@@ -93,7 +94,7 @@ class ClientModel(ABC):
             raise BadRequest(
                 f"{len(jobs)} inputs: this server takes {self._settings.max_batch} at the most", param="input"
             )
-        log.note(model=self.name, prompt_tokens=sum(len(job.tokens) for job in jobs))
+        self._log(jobs)
         with self._admitted(len(jobs)):
             tasks = [asyncio.ensure_future(self._encoded(job)) for job in jobs]
             try:
@@ -149,7 +150,7 @@ class ClientModel(ABC):
         options = {**self.info.defaults, **job.options}
         rows = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
         begin, has_begun = time.perf_counter(), False
-        log.note(model=self.name, prompt_tokens=len(job.tokens))
+        self._log([job])
         with self._admitted(rows):
             metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
             async with aclosing(self._answers(job)) as answers:
@@ -161,6 +162,11 @@ class ClientModel(ABC):
                         has_begun = True
                         metrics.FIRST_TOKEN.labels(self.name).observe(seconds)
                     yield answer
+
+    def _log(self, jobs: Sequence[Generate | Encode]) -> None:
+        log.note(model=self.name, prompt_tokens=sum(len(job.tokens) for job in jobs))
+        if self._settings.log_texts:
+            log.note(texts=[self.tokenizer.decode(job.tokens) for job in jobs])
 
     def _note(self, result: Generated, seconds: float) -> None:
         tokens = sum(sequence.generated for sequence in result.sequences)
@@ -230,4 +236,4 @@ class ClientModel(ABC):
     def _fail_all(self, error: ServeError) -> None:
         """No job that is there will have a result."""
         for pending in list(self._pending.values()):
-            pending.put(messages.Failure(pending.number, error))
+            pending.put(messages.Failure(pending.number, copy.copy(error)))  # each is raised in a place of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import logging
 import multiprocessing
@@ -139,7 +140,7 @@ class RemoteModel(ClientModel):
         died = Unavailable("the process of the model has died: try again", retry_after=5)
         for pending in list(self._pending.values()):
             if pending.job is None or pending.has_streamed or pending.runs >= _MOST_RUNS:
-                pending.put(messages.Failure(pending.number, died))
+                pending.put(messages.Failure(pending.number, copy.copy(died)))
         lived = time.monotonic() - self._begin
         self._delay = _FIRST_DELAY if self._was_ready and lived > _LONG_LIFE else min(self._delay * 2, _LONGEST_DELAY)
         _log.error(

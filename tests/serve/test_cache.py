@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 
 from fastgen_serve import metrics
-from fastgen_serve.cache import Cache, CachedModel, CacheDown, Identity, MemoryCache, RedisCache, identity_of, make_cache
+from fastgen_serve.cache import (
+    Cache,
+    CachedModel,
+    CacheDown,
+    Identity,
+    MemoryCache,
+    RedisCache,
+    identity_of,
+    make_cache,
+)
 from fastgen_serve.jobs import Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
 from fastgen_serve.settings import ServeSettings
@@ -144,7 +153,9 @@ def test_another_model_has_other_responses() -> None:
         ({}, 7, True, True),
     ],
 )
-def test_only_what_is_determined_is_kept(options: dict[str, Any], seed: int | None, samples: bool, is_kept: bool) -> None:
+def test_only_what_is_determined_is_kept(
+    options: dict[str, Any], seed: int | None, samples: bool, is_kept: bool
+) -> None:
     async def run() -> None:
         own = Model()
         model = cached(MemoryCache(2**20), own, samples=samples)

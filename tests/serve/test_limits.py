@@ -69,7 +69,27 @@ def test_a_client_is_told_when_to_come_again_by_how_fast_others_leave() -> None:
         admission.enter()
     with pytest.raises(Busy) as refused:
         admission.enter()
-    assert refused.value.retry_after == 20  # eleven that wait, at 18 s for ten
+    assert refused.value.retry_after == 22  # eleven that wait
+
+
+def test_how_fast_it_goes_is_what_it_is_when_all_slots_are_taken() -> None:
+    clock = Clock()
+    admission = Admission(slots=2, most=10, budget=5.0, now=clock)
+    for _ in range(5):
+        admission.enter()
+    for _ in range(3):
+        clock.now += 1
+        admission.leave()
+    assert admission.wait() == 1.0
+    admission.leave(2)
+    for _ in range(5):  # hours in which hardly anything is asked
+        clock.now += 3600
+        admission.enter()
+        clock.now += 60
+        admission.leave()
+    for _ in range(6):
+        admission.enter()
+    assert admission.waiting == 4 and admission.wait() == pytest.approx(5, abs=2)
 
 
 def test_with_a_budget_a_request_waits_no_longer() -> None:

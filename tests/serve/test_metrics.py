@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fastgen_serve import log, metrics
 from fastgen_serve.app import create_app
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Generate
@@ -63,3 +65,37 @@ def test_what_is_done_is_counted(model: LocalModel) -> None:
     assert more("fastgen_engine_steps_total", "counted") >= 5
     assert after["fastgen_engine_slots", "counted"] == 8
     assert after["fastgen_in_flight", "counted"] == after["fastgen_waiting", "counted"] == 0
+
+
+@pytest.mark.parametrize("log_texts", [False, True])
+def test_texts_are_logged_only_if_asked_for(
+    model: LocalModel, log_texts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "_settings", dataclasses.replace(SETTINGS, log_texts=log_texts))
+    tokens = tuple(model.tokenizer("fear not").input_ids)
+    job = Generate(tokens, {"num_beams": 1, "max_new_tokens": 3, "min_new_tokens": 3})
+    entry = log.Entry("id", "POST", "/path")
+
+    async def work() -> None:
+        log.current.set(entry)
+        await asyncio.gather(model.generate(job), model.generate(job))
+
+    asyncio.run(work())
+    texts = {"texts": [model.tokenizer.decode(tokens)] * 2} if log_texts else {}
+    assert entry.more == {"model": "counted", "prompt_tokens": 2 * len(tokens), "tokens": 6, **texts}
+
+
+def test_sizes_of_batches_are_a_histogram() -> None:
+    before = metrics.ENGINES.latest
+    metrics.ENGINES.latest = {"bert": {"batch_sizes": {1: 3, 5: 2, 300: 1}}}
+    try:
+        families = text_string_to_metric_families(metrics.text().decode())
+        found = {
+            (each.name, each.labels.get("le")): each.value for family in families for each in family.samples
+            if each.labels.get("model") == "bert"
+        }  # fmt: skip
+    finally:
+        metrics.ENGINES.latest = before
+    buckets = {bound: found["fastgen_batch_size_bucket", bound] for bound in ("1.0", "4.0", "8.0", "256.0", "+Inf")}
+    assert buckets == {"1.0": 3, "4.0": 3, "8.0": 5, "256.0": 5, "+Inf": 6}
+    assert found["fastgen_batch_size_sum", None] == 313 and found["fastgen_batch_size_count", None] == 6
