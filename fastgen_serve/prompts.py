@@ -93,6 +93,8 @@ def chat_tokens(
             f"{model.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
             param="messages",
         )
+    if "developer" not in str(tokenizer.chat_template):  # which newer clients of OpenAI's call the system
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=starts_answer, continue_final_message=continues

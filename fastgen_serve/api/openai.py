@@ -31,7 +31,7 @@ from fastgen_serve.text import TextStream
 # New tokens of a completion whose request says nothing.
 _COMPLETION_TOKENS = 16
 _STARTED = int(time.time())
-_ERRORS = {
+_ERRORS: dict[int | str, str] = {
     400: "The request is refused: `param` names the field.",
     401: "There is no API key, or another one.",
     404: "No such model is served.",
@@ -40,6 +40,7 @@ _ERRORS = {
     500: "The request has failed.",
     503: "The model is not ready.",
     504: "The request took too long.",
+    "4XX": "Another mistake of the client, such as a method that the path does not have.",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": answers.ErrorAnswer, "description": text} for status, text in _ERRORS.items()

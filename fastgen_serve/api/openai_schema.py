@@ -33,7 +33,7 @@ class Cutting(Body):
     add_special_tokens: bool = Field(True, description="Special tokens, such as BOS, are added to texts.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None,
-        description="Tokens that the input is cut to; -1 for as many as the model reads. Longer ones are refused without it.",
+        description="Tokens that the input is cut to; -1 for as many as the model reads.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="'left' cuts the beginning off, which is the default of decoder-only models, 'right' the end."

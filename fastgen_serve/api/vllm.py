@@ -13,6 +13,7 @@ from fastgen_serve import prompts
 from fastgen_serve.api import vllm_schema as schema
 from fastgen_serve.api.openai import ERRORS, check_batch, encoder_tokens, served_model, write_error
 from fastgen_serve.api.schema import as_list
+from fastgen_serve.concurrency import together
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Encode
 from fastgen_serve.prompts import Cut
@@ -126,14 +127,17 @@ async def _scores(
 async def _closeness(
     model: ServedModel, body: schema.Pairing, pairs: list[tuple[str, str]]
 ) -> tuple[list[float], schema.PoolingUsage]:
-    """The cosine of the vectors of each pair. A text that is in several pairs is encoded once."""
+    """The cosine of the vectors of each pair. A text that is on a side of several pairs is encoded once."""
     if body.use_activation is not None:
         raise BadRequest("use_activation: a cosine has none, leave it out", param="use_activation")
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    inputs = [encoder_tokens(model, model.info.prompt + text, body.cut(), "documents") for text in texts]
-    vectors = await model.encode([Encode(tokens) for tokens in inputs])
-    by_text = dict(zip(texts, vectors, strict=True))
-    return [_cosine(by_text[first], by_text[second]) for first, second in pairs], _usage(inputs)
+    sides = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
+    inputs = [
+        [encoder_tokens(model, model.info.prompt + text, body.cut(), "documents") for text in side] for side in sides
+    ]
+    made = await together(model.encode([Encode(tokens) for tokens in side]) for side in inputs)
+    firsts, seconds = (dict(zip(side, vectors, strict=True)) for side, vectors in zip(sides, made, strict=True))
+    scores = [_cosine(firsts[first], seconds[second]) for first, second in pairs]
+    return scores, _usage([tokens for side in inputs for tokens in side])
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
