@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from starlette.datastructures import UploadFile
 
 from fastgen_serve import keys
@@ -52,6 +52,9 @@ class DetectRequest(Body):
 
 
 class FileRequest(Body):
+    file: Annotated[
+        Any, WithJsonSchema({"type": "string", "format": "binary", "description": ", ".join(files.FORMATS)})
+    ]
     source: Text = Field(description='Code of the language of the file, or "auto".')
     target: Text = Field(description="Code of the language to translate to.")
     api_key: str | None = None
@@ -163,10 +166,10 @@ async def translate(request: Request) -> Translation:
     if body.alternatives > most:
         raise BadRequest(f"alternatives: this server gives {most} at the most", param="alternatives")
     target = translator.target(body.target)
-    detected = _languages_of(translator, texts, body.source, target)
+    detected = await _languages_of(translator, texts, body.source, target)
     is_html = body.format == "html"
     cut, join = (markup.cut, markup.join) if is_html else (sentences.cut, _joined)
-    pieces = [cut(text) for text in texts]
+    pieces = await asyncio.to_thread(lambda: [cut(text) for text in texts])
     sources = [each.language for each in detected]
     versions = await translator.translate(pieces, sources, target, body.alternatives + 1)
     results = [list(dict.fromkeys(join(version) for version in each)) for each in versions]
@@ -186,7 +189,8 @@ async def detect(request: Request) -> list[Detection]:
     text = body.q if isinstance(body.q, str) else "\n".join(body.q)
     if not text:
         raise BadRequest("q: is empty, send a text", param="q")
-    return [_detection(each) for each in _translator(request).detect(text)]
+    found = await asyncio.to_thread(_translator(request).detect, text)
+    return [_detection(each) for each in found]
 
 
 @router.get("/languages")
@@ -196,35 +200,17 @@ async def list_languages(request: Request) -> list[Language]:
     return [Language(code=source, name=languages.name(source), targets=targets) for source, targets in found.items()]
 
 
-@router.post(
-    "/translate_file",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                _MULTIPART: {
-                    "schema": {
-                        **FileRequest.model_json_schema(),
-                        "required": ["file", "source", "target"],
-                        "properties": {
-                            **FileRequest.model_json_schema()["properties"],
-                            "file": {"type": "string", "format": "binary", "description": ", ".join(files.FORMATS)},
-                        },
-                    }
-                }
-            },
-        }
-    },
-)
+@router.post("/translate_file", openapi_extra=_body(FileRequest, _MULTIPART))
 async def translate_file(request: Request) -> TranslatedFile:
     """Translates a file. The address of the result works for 20 minutes."""
-    upload, ending, body = await _read_file(request)
-    translator = _translator(request)
+    body, translator = await _read(request, FileRequest), _translator(request)
+    ending = _ending(body.file)
+    upload = await body.file.read()
     target = translator.target(body.target)
     document = await asyncio.to_thread(files.read, upload, ending)
     sample = "\n".join(piece.text for piece in document.pieces if piece.is_sentence)[:_SAMPLE]
-    source = _languages_of(translator, [sample], body.source, target)[0].language
-    ((best, *_),) = await translator.translate([document.pieces], [source], target)
+    (detected,) = await _languages_of(translator, [sample], body.source, target)
+    ((best, *_),) = await translator.translate([document.pieces], [detected.language], target)
     name = _downloads(request).add(await asyncio.to_thread(document.write, best), ending)
     return TranslatedFile(translatedFileUrl=str(request.url_for("download_file", name=name)))
 
@@ -304,21 +290,15 @@ async def _read(request: Request, model: type[Read]) -> Read:
     return _checked(request, model, fields)
 
 
-async def _read_file(request: Request) -> tuple[bytes, str, FileRequest]:
-    """The file of a request, the ending of its name, one of those that are known, and the other fields."""
-    fields = await _form(request)
-    file = fields.pop("file", None)
-    body = _checked(request, FileRequest, fields)
+def _ending(file: Any) -> str:
+    """The ending of a file's name, one of the known ones. Raises BadRequest."""
     if not isinstance(file, UploadFile):
-        raise BadRequest("file: is missing, send it as a part of multipart/form-data", param="file")
+        raise BadRequest("file: is no file, send it as a part of multipart/form-data with a name", param="file")
     ending = os.path.splitext(file.filename or "")[1].lower()
     ending = ".html" if ending == ".htm" else ending
     if ending not in files.FORMATS:
         raise BadRequest(f"file: has none of the formats {', '.join(files.FORMATS)}", param="file")
-    try:
-        return await file.read(), ending, body
-    finally:
-        await file.close()
+    return ending
 
 
 async def _form(request: Request) -> dict[str, Any]:
@@ -361,10 +341,10 @@ def _downloads(request: Request) -> Downloads:
     return state.downloads
 
 
-def _languages_of(translator: Translator, texts: Sequence[str], source: str, target: str) -> list[Detected]:
+async def _languages_of(translator: Translator, texts: Sequence[str], source: str, target: str) -> list[Detected]:
     """The language of each text."""
     if source == AUTO:
-        return [translator.detect(text, target)[0] for text in texts]
+        return await asyncio.to_thread(lambda: [translator.detect(text, target)[0] for text in texts])
     return [Detected(translator.source(source), 100.0)] * len(texts)
 
 

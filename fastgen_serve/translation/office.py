@@ -155,7 +155,9 @@ class _Reader:
         self._look, self._look_begin = b"", -1
         self._parse()
         for run in self.runs:
-            run.pieces = sentences.cut(_SPACES.sub(" ", "".join(span.text for span in run.spans)))
+            text = "".join(span.text for span in run.spans)
+            run.pieces = sentences.cut(text if kind.texts else _SPACES.sub(" ", text))
+        self.runs = [run for run in self.runs if any(piece.is_sentence for piece in run.pieces)]
 
     def _parse(self) -> None:
         parser = self._parser = expat.ParserCreate(encoding="utf-8")

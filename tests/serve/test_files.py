@@ -116,10 +116,9 @@ def test_slides_and_open_documents():
 @given(st.text(max_size=40))
 def test_a_translation_is_no_markup_of_a_document(text):
     document = files.read(docx("<w:p><w:r><w:t>one</w:t></w:r></w:p>"), ".docx")
-    made = document.write([Piece(text, True)])
-    read = files.read(made, ".docx")
+    read = files.read(document.write([Piece(f"a {text}", True)]), ".docx")
     kept = "".join(piece.text for piece in read.pieces)
-    assert kept.split() == office._NOT_XML.sub("", text.encode("utf-8", "replace").decode()).split()
+    assert kept.split() == office._NOT_XML.sub("", f"a {text}").split()
 
 
 def test_documents_that_would_be_large_are_refused_before_they_are_read(monkeypatch):
