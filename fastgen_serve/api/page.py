@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from fastgen_serve.api.operations import write_error
 from fastgen_serve.served import ServedModel
+from fastgen_serve.translation import languages, pairs
 
 __all__ = ["WITHOUT_HEADER", "router", "write_error"]
 
@@ -31,12 +32,18 @@ _HEADERS = {
 }
 
 
+class Language(BaseModel):
+    code: str = Field(description="The tokenizer's: `src_lang` and `tgt_lang` of a request take it.")
+    name: str
+
+
 class ModelState(BaseModel):
     name: str
     ready: bool
     kind: str = Field(description='"decoder-only", "encoder-decoder" or "encoder"; "" while it is loading.')
     generates: bool
     chats: bool = Field(description="It has a chat template.")
+    languages: list[Language] = Field(description="Those that the model is told by tokens.")
     beams: int = Field(description="Beams of a request that says nothing.")
     new_tokens: int = Field(description="New tokens of a request that says nothing.")
     positions: int | None = Field(description="Tokens that an input may have.")
@@ -72,6 +79,7 @@ def _state(model: ServedModel, counts: dict[str, Any]) -> ModelState:
         kind=info.kind,
         generates="generate" in info.tasks,
         chats=info.kind == "decoder-only" and bool(model.tokenizer.chat_template),
+        languages=_languages(model.tokenizer),
         beams=int(info.defaults.get("num_beams") or 1),
         new_tokens=info.max_new_tokens,
         positions=info.positions,
@@ -79,6 +87,13 @@ def _state(model: ServedModel, counts: dict[str, Any]) -> ModelState:
         busy=int(counts.get("busy") or 0),
         waiting=int(counts.get("waiting") or 0),
         tokens=int(counts.get("tokens") or 0),
+    )
+
+
+def _languages(tokenizer: Any) -> list[Language]:
+    known = languages.shortest(pairs.language_tokens(tokenizer))
+    return sorted(
+        (Language(code=own, name=languages.name(code)) for code, own in known.items()), key=lambda it: it.name
     )
 
 

@@ -122,6 +122,9 @@ function showModel() {
   element("most").value =
     model.kind === "encoder-decoder" ? "" : Math.min(ENOUGH, server.max_tokens, Math.floor((model.positions ?? 2 * ENOUGH) / 2));
   element("as-field").hidden = !model.chats;
+  element("languages").hidden = model.languages.length === 0;
+  for (const id of ["source", "target"])
+    element(id).replaceChildren(new Option("model’s own", ""), ...model.languages.map(({ code, name }) => new Option(name, code)));
   resultsAreChosen = false;
   followBeams();
 }
@@ -163,6 +166,8 @@ function request() {
       model: chosen().name,
       ...(isChat ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
       ...(beams > 1 ? { num_beams: beams, length_penalty: given("penalty") } : { temperature: given("temperature") ?? 0 }),
+      src_lang: element("source").value || undefined,
+      tgt_lang: element("target").value || undefined,
       n: given("results"),
       min_tokens: given("least"),
       max_tokens: given("most"),

@@ -119,7 +119,7 @@ def _none() -> Pairs:
 
 def _stated(tokenizer: Any, pairs: frozenset[tuple[str, str]], prefix: str) -> Pairs:
     """Pairs that only the command knows of: a model of one pair, or one that is told by a prefix."""
-    own = languages.shortest(_codes(tokenizer))
+    own = languages.shortest(language_tokens(tokenizer))
 
     def way(source: str, target: str) -> Way:
         named = prefix.replace("{source}", languages.name(source)).replace("{target}", languages.name(target))
@@ -146,7 +146,7 @@ def _of_group(codes: str | None) -> dict[str, str]:
 
 def _of_language_tokens(tokenizer: Any, config: Any) -> Pairs | None:
     """M2M100, NLLB, mBART-50: a token for each language begins the source, or ends it, and begins the target."""
-    codes = _codes(tokenizer)
+    codes = language_tokens(tokenizer)
     # What is tuned from the first mBART translates one pair, which its files do not name.
     if not codes or type(tokenizer).__name__.startswith("MBartTokenizer"):
         return None
@@ -154,8 +154,8 @@ def _of_language_tokens(tokenizer: Any, config: Any) -> Pairs | None:
     return Pairs(known, known, lambda source, target: Way("", source, {"forced_bos_token_id": codes[target]}))
 
 
-def _codes(tokenizer: Any) -> dict[str, int]:
-    """The token of each language, by the tokenizer's name for it."""
+def language_tokens(tokenizer: Any) -> dict[str, int]:
+    """The token of each language, by the tokenizer's name for it; none where it does not tell languages by tokens."""
     if not hasattr(tokenizer, "src_lang"):
         return {}
     codes = getattr(tokenizer, "lang_code_to_id", None)

@@ -12,12 +12,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from fastgen_serve.api import page as page_api
 from fastgen_serve.app import create_app
+from fastgen_serve.jobs import ModelInfo
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
@@ -272,6 +275,42 @@ def test_what_a_model_writes_is_text(browser, url):
 
 
 @in_browser
+def test_languages_are_chosen_where_a_model_is_told_them(browser, url):
+    page = Page(browser, url)
+    assert page.of("languages", "hidden")
+    page.browser.execute_script(
+        """
+        const ask = window.fetch;
+        window.fetch = async (path, options) => {
+            if (path.startsWith("v1/")) {
+                window.sent = JSON.parse(options.body);
+                return new Response("data: [DONE]\\n\\n");
+            }
+            const stats = await (await ask(path, options)).json();
+            stats.models[1].languages = [{ code: "eng_Latn", name: "English" }, { code: "deu_Latn", name: "German" }];
+            return new Response(JSON.stringify(stats));
+        };
+        document.dispatchEvent(new Event("visibilitychange"));
+        """
+    )
+    servers.until(lambda: page.browser.execute_script("return window.fetch.toString().includes('sent')"))
+    page.choose("model", "kjv-gpt2")
+    servers.until(
+        lambda: (
+            not page.of("languages", "hidden") or page.choose("model", "kjv-bart") or page.choose("model", "kjv-gpt2")
+        ),
+        0.1,
+    )
+    page.choose("source", "eng_Latn")
+    page.choose("target", "deu_Latn")
+    page.write("text", TEXT)
+    page.click("run")
+    page.wait_until_done()
+    sent = page.browser.execute_script("return window.sent")
+    assert (sent["src_lang"], sent["tgt_lang"], sent["model"]) == ("eng_Latn", "deu_Latn", "kjv-gpt2")
+
+
+@in_browser
 def test_the_keyboard_alone_is_enough(browser, url):
     page = Page(browser, url)
     tab, control, enter, up = "\ue004", "\ue009", "\ue007", "\ue013"
@@ -360,6 +399,14 @@ def test_the_page_asks_nothing_of_others(url):
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in answer.text
     assert httpx.get(f"{url}/page/../settings.py").status_code == 404
+
+
+def test_what_is_said_of_languages():
+    tokenizer = SimpleNamespace(src_lang="en_XX", lang_code_to_id={"en_XX": 1, "de_DE": 2}, chat_template=None)
+    info = ModelInfo("m", "encoder-decoder", ("generate",), 100, 20, slots=4, defaults={"num_beams": 5})
+    state = page_api._state(SimpleNamespace(name="m", is_ready=True, info=info, tokenizer=tokenizer), {"busy": 3})
+    assert [(each.code, each.name) for each in state.languages] == [("en_XX", "English"), ("de_DE", "German")]
+    assert (state.beams, state.busy, state.waiting, state.positions) == (5, 3, 0, 100)
 
 
 def test_what_is_said_of_the_models(url):
