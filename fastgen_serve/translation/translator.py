@@ -62,7 +62,8 @@ class TranslatingModel:
         inputs = await asyncio.to_thread(self._encode, sentences, way)
         options = {**way.options, **self._options(count)}
         # A long text leaves room for the requests of others: its sentences do not wait all at once.
-        room = asyncio.Semaphore(max(1, self._settings.slots // options.get("num_beams", 1)))
+        beams = int(options.get("num_beams") or self._model.info.defaults.get("num_beams") or 1)
+        room = asyncio.Semaphore(max(1, self._settings.slots // beams))
 
         async def run(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
             async with room:

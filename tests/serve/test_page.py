@@ -293,14 +293,13 @@ def test_languages_are_chosen_where_a_model_is_told_them(browser, url):
         document.dispatchEvent(new Event("visibilitychange"));
         """
     )
-    servers.until(lambda: page.browser.execute_script("return window.fetch.toString().includes('sent')"))
-    page.choose("model", "kjv-gpt2")
-    servers.until(
-        lambda: (
-            not page.of("languages", "hidden") or page.choose("model", "kjv-bart") or page.choose("model", "kjv-gpt2")
-        ),
-        0.1,
-    )
+
+    def is_shown() -> bool:
+        page.choose("model", "kjv-bart")
+        page.choose("model", "kjv-gpt2")
+        return not page.of("languages", "hidden")
+
+    servers.until(is_shown, every=0.1)
     page.choose("source", "eng_Latn")
     page.choose("target", "deu_Latn")
     page.write("text", TEXT)
