@@ -166,8 +166,9 @@ class _Reader:
         parser.StartCdataSectionHandler, parser.EndCdataSectionHandler = self._start_cdata, self._end_cdata
         parser.CommentHandler = parser.ProcessingInstructionHandler = self._other
         try:
+            self._xml.decode()  # expat would read UTF-16, too, in which no text could be put
             parser.Parse(self._xml, True)
-        except expat.ExpatError as error:
+        except (UnicodeDecodeError, expat.ExpatError) as error:
             raise BadRequest(f"the file is damaged: {error}", param="file") from error
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:

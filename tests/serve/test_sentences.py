@@ -24,7 +24,7 @@ def cut(text: str) -> list[str]:
         ),
         ("J. R. R. Tolkien wrote it. I. e. nobody else.", ["J. R. R. Tolkien wrote it.", "I. e. nobody else."]),
         ("Am 3. Mai kam z.B. Karl. Gut so.", ["Am 3. Mai kam z.B. Karl.", "Gut so."]),
-        ("See No. 5 and Fig. 2. Yes.", ["See No. 5 and Fig. 2.", "Yes."]),
+        ("See No. 5 and Fig. 250. Yes.", ["See No. 5 and Fig. 250.", "Yes."]),
         ("It was 1999. Then it was not.", ["It was 1999.", "Then it was not."]),
         ("So am I. You are not.", ["So am I.", "You are not."]),
         ('"What?" he said. "No."', ['"What?" he said.', '"No."']),

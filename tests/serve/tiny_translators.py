@@ -16,7 +16,7 @@ TEXTS = (
     "Am Anfang schuf Gott Himmel und Erde, und die Erde war leer.",
     "what is truth? said Pilate; and when he had said this, he went out again",
 )
-_PIECES = 120
+_PIECES = 70
 
 
 def marian(folder: Path, source: str, target: str, targets: tuple[str, ...] = (), seed: int = 0) -> str:
