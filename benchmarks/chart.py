@@ -35,12 +35,12 @@ def rates_png(about: dict[str, Any], records: list[Record]) -> bytes:
         ImportError: matplotlib is not installed.
     """
     heights = [0.6 + 0.24 * len(rates(record)) for record in records]
-    figure = _figure(0.6 + sum(heights))
+    figure = new_figure(0.6 + sum(heights))
     grid = figure.subplots(len(records), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     for axes, record in zip(grid[:, 0], records, strict=True):
         _draw_rates(axes, record)
     figure.suptitle(_title(about, records) + "\nnew tokens per second", fontsize=9)
-    return _saved(figure, all_rates(records))
+    return saved(figure, all_rates(records))
 
 
 def sessions_png(title: str, sessions: list[tuple[str, dict[str, float]]]) -> bytes:
@@ -54,7 +54,7 @@ def sessions_png(title: str, sessions: list[tuple[str, dict[str, float]]]) -> by
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = _figure(0.6 + 0.55 * len(sessions))
+    figure = new_figure(0.6 + 0.55 * len(sessions))
     axes = figure.subplots()
     most = max(max(found.values()) for _, found in sessions)
     for number, (_, found) in enumerate(sessions):
@@ -69,7 +69,7 @@ def sessions_png(title: str, sessions: list[tuple[str, dict[str, float]]]) -> by
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle("\n".join(textwrap.wrap(title, 100)), fontsize=9)
-    return _saved(figure, dict(sessions))
+    return saved(figure, dict(sessions))
 
 
 def rates(record: Record) -> dict[str, float]:
@@ -118,7 +118,8 @@ def _shown(backend: str) -> str:
     return f"{_NAMES[known]}, {rest}" if rest else _NAMES[known]
 
 
-def _figure(height: float) -> Any:
+def new_figure(height: float) -> Any:
+    """A figure as wide as a page, and so many inches high."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -127,7 +128,8 @@ def _figure(height: float) -> Any:
     return figure
 
 
-def _saved(figure: Any, shown: Any) -> bytes:
+def saved(figure: Any, shown: Any) -> bytes:
+    """The picture, with the numbers that it shows written into the file."""
     buffer = io.BytesIO()
     # What is drawn outside of the axes is in the picture, too.
     figure.savefig(

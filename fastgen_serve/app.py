@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import fastgen
+from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, Failed, ServeError
 from fastgen_serve.guard import Guard, Traffic
 from fastgen_serve.models import Models
@@ -41,7 +42,7 @@ def create_app(
         from fastgen_serve.workers.remote import RemoteModel
 
         models = Models([RemoteModel(name, settings, on_broken) for name, _ in settings.models])
-    served = models
+    served = keep_responses(models, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -9,28 +9,36 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import fastgen
+from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.loading import file_of, is_gguf, read_json_object
-from fastgen_serve import metrics
+from fastgen_serve import log, metrics
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
+from fastgen_serve.models import Models
 from fastgen_serve.served import ServedModel
-from fastgen_serve.settings import ServeSettings
+from fastgen_serve.settings import REDIS, ServeSettings, bytes_of
 
 # Bytes of an entry in memory beside its key and its value.
 _ENTRY = 200
-# Seconds that Redis may take to answer, after which it is not asked, at first and at the most, and that it keeps values.
-_PATIENCE, _FIRST_PAUSE, _LONGEST_PAUSE, _KEPT = 0.05, 0.5, 30.0, 86_400
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# Seconds that Redis may take to answer; that it is not asked again after it has not, at first and at the most; and that
+# it keeps values.
+_PATIENCE = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_KEPT = 86_400
 _READ = 2**20
+# Seconds between two looks at whether a model is ready.
+_LOOKS = 0.5
+_log = logging.getLogger("fastgen_serve")
 
 
 class CacheDown(Exception):
@@ -147,13 +155,17 @@ def make_cache(text: str) -> Cache:
     Raises:
         ValueError: it is neither.
     """
-    if text.startswith(("redis://", "rediss://", "unix://")):
-        return RedisCache(text)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", text)
-    if found is None or found[2] not in _UNITS:
-        # An address may have a password: it is not repeated.
-        raise ValueError("cache: give a size, such as 256MiB, or the address of a Redis server, redis://HOST:PORT/0")
-    return MemoryCache(int(float(found[1]) * _UNITS[found[2]]))
+    return RedisCache(text) if text.startswith(REDIS) else MemoryCache(bytes_of(text))
+
+
+def keep_responses(models: Models, settings: ServeSettings) -> Models:
+    """The same models, with the cache that the settings name."""
+    if settings.cache is None:
+        return models
+    cache = make_cache(settings.cache)
+    return Models(
+        [CachedModel(model, cache, partial(identity_of, settings.path(model.name), settings)) for model in models]
+    )
 
 
 # ---- which model
@@ -207,15 +219,17 @@ def _folder(path: str) -> Path:
 
 
 class CachedModel:
-    """A `ServedModel` whose responses are kept.
+    """A `ServedModel` whose responses are kept, as soon as it is known what they depend on.
 
     Args:
         model: is asked what is not known yet.
+        identify: reads the files of the model, once it is ready, in a thread. Where it raises, nothing is kept.
     """
 
-    def __init__(self, model: ServedModel, cache: Cache, identity: Identity) -> None:
-        self._model, self._cache, self._identity = model, cache, identity
-        self._puts: set[asyncio.Task[None]] = set()
+    def __init__(self, model: ServedModel, cache: Cache, identify: Callable[[], Identity]) -> None:
+        self._model, self._cache, self._identify = model, cache, identify
+        self._identity: Identity | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def name(self) -> str:
@@ -235,11 +249,9 @@ class CachedModel:
 
     async def generate(self, job: Generate) -> Generated:
         """As the model's own, or what it returned for such a job before."""
-        asked = job.options.get("do_sample")
-        draws = self._identity.samples if asked is None else asked
-        if draws and job.seed is None:
+        if self._identity is None or not _is_determined(job, self._identity):
             return await self._model.generate(job)
-        key = self._key(job)
+        key = self._key(job, self._identity)
         (found,) = await self._look([key], _read_generated)
         if found is None:
             found = await self._model.generate(job)
@@ -252,7 +264,9 @@ class CachedModel:
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         """As the model's own; it is asked for those that are not known yet."""
-        keys = [self._key(job) for job in jobs]
+        if self._identity is None:
+            return await self._model.encode(jobs)
+        keys = [self._key(job, self._identity) for job in jobs]
         found = await self._look(keys, _read_vector)
         missing = [number for number, each in enumerate(found) if each is None]
         made = await self._model.encode([jobs[number] for number in missing]) if missing else []
@@ -268,15 +282,27 @@ class CachedModel:
     async def start(self) -> None:
         """Has the model load."""
         await self._model.start()
+        self._begin(self.identify())
 
     async def stop(self) -> None:
         """Ends the model, and the connections of the cache."""
         await self._model.stop()
-        await asyncio.gather(*self._puts)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._cache.close()
 
-    def _key(self, job: Generate | Encode) -> str:
-        values = [fastgen.__version__, self.name, self._identity.digest, type(job).__name__, asdict(job)]
+    async def identify(self) -> None:
+        """Waits until the model is ready, and finds out what its responses depend on."""
+        while not self._model.is_ready:
+            await asyncio.sleep(_LOOKS)
+        try:
+            self._identity = await asyncio.to_thread(self._identify)
+        except Exception as error:
+            _log.warning("%s: no response is kept, as its files cannot be read: %s", self.name, one_line(error))
+
+    def _key(self, job: Generate | Encode, identity: Identity) -> str:
+        values = [fastgen.__version__, self.name, identity.digest, type(job).__name__, asdict(job)]
         return "fastgen:" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     async def _look(self, keys: Sequence[str], read: Callable[[Any], Any]) -> list[Any]:
@@ -287,23 +313,34 @@ class CachedModel:
             metrics.CACHE.labels("down").inc(len(keys))
             return [None] * len(keys)
         found = [_parsed(value, read) for value in values]
-        for each in found:
-            metrics.CACHE.labels("miss" if each is None else "hit").inc()
+        hits = sum(each is not None for each in found)
+        metrics.CACHE.labels("hit").inc(hits)
+        metrics.CACHE.labels("miss").inc(len(found) - hits)
+        if hits:
+            log.note(model=self.name, cached=hits)
         return found
 
     def _keep(self, values: Mapping[str, Any]) -> None:
         """Begins to keep values. Nobody waits for it."""
-        if not values:
-            return
-        task = asyncio.create_task(self._put({key: json.dumps(value).encode() for key, value in values.items()}))
-        self._puts.add(task)
-        task.add_done_callback(self._puts.discard)
+        if values:
+            self._begin(self._put({key: json.dumps(value).encode() for key, value in values.items()}))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _put(self, values: Mapping[str, bytes]) -> None:
         try:
             await self._cache.put(values)
         except CacheDown:
             metrics.CACHE.labels("down").inc(len(values))
+
+
+def _is_determined(job: Generate, identity: Identity) -> bool:
+    """Whether each run of a job gives the same."""
+    draws = job.options.get("do_sample")
+    return job.seed is not None or not (identity.samples if draws is None else draws)
 
 
 def _parsed(value: bytes | None, read: Callable[[Any], Any]) -> Any:

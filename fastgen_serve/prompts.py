@@ -165,6 +165,7 @@ def _most(model: ServedModel, cut: Cut, room: int) -> int | None:
     """Tokens to cut to; None for all of them."""
     if cut.truncate != -1:
         return cut.truncate
+    room = room if model.info.kind == "decoder-only" else 0
     return None if model.info.positions is None else max(model.info.positions - room, 1)
 
 

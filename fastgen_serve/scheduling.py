@@ -26,6 +26,7 @@ from fastgen_serve.settings import ServeSettings
 
 Item = TypeVar("Item")
 Clock = Callable[[], float]
+Run = Callable[[int, int], object]
 
 # At warm-up a length is measured with more and more inputs, up to a batch of so many seconds.
 LONGEST_MEASURED = 0.25
@@ -52,6 +53,10 @@ class Limits:
     def most(self, longest: int) -> int:
         """How many inputs a batch may have whose longest one has so many tokens."""
         return max(1, min(self.inputs, self.tokens // longest))
+
+    def are_reached(self, lengths: Sequence[int]) -> bool:
+        """Whether inputs of these lengths are a full batch."""
+        return len(lengths) >= self.inputs or sum(lengths) >= self.tokens
 
 
 class Costs:
@@ -113,7 +118,7 @@ def measured(
     """The costs of batches, each of which is run twice; the faster one counts.
 
     Args:
-        run: a batch of inputs of one length: gets the length, and how many.
+        run: runs a batch of inputs of one length, as `Encodes.run_some`.
         longest: an input that there can be, in tokens.
         limits: of a batch.
     """
@@ -140,7 +145,7 @@ def _doubled(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _seconds(run: Callable[[int, int], object], length: int, inputs: int, clock: Clock) -> float:
+def _seconds(run: Run, length: int, inputs: int, clock: Clock) -> float:
     begin = clock()
     run(length, inputs)
     return clock() - begin
@@ -250,7 +255,7 @@ class Scheduler(Generic[Item]):
         """Seconds until a batch is due: 0 for now, None while nothing waits."""
         if not self._waiting:
             return None
-        if len(self._waiting) >= self._limits.inputs:
+        if self._limits.are_reached([each.length for each in self._waiting]):
             return 0.0
         return max(0.0, self._waiting[0].since + self._delay - self._clock())
 

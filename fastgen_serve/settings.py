@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DTYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DTYPES = ("fp32", "int8", "int4", "bf16")
-SCHEDULERS = ("hungry", "lazy")
+SCHEDULERS = ("hungry", "lazy", "naive", "none")
+# How the address of a Redis server begins.
+REDIS = ("redis://", "rediss://", "unix://")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class ServeSettings:
         max_waiting: requests of a model that may wait for slots: more get 429.
         slo_ms: latency budget of a request, in milliseconds: a request that would wait longer for slots gets 429, and
             `scheduler` "lazy" waits until half of it is used. None for no budget.
-        scheduler: when a batch of inputs to encode starts: "hungry", as soon as the model is idle, or "lazy".
+        scheduler: when a batch of inputs to encode starts: "hungry", as soon as the model is idle, or "lazy". For
+            comparisons: "naive", batches in the order in which inputs come, and "none", no batches.
         dtype: of the weights.
         weight_dtype: that linear layers multiply with, as `fastgen.enable(weight_dtype=...)` takes it.
         threads: of each model's process; None for one on each core.
@@ -80,6 +85,8 @@ class ServeSettings:
             _check(option, getattr(self, option), least=1)
         for option in ("max_waiting", "drain_s"):
             _check(option, getattr(self, option), least=0)
+        if self.cache is not None and not self.cache.startswith(REDIS):
+            bytes_of(self.cache)
         if self.threads is not None:
             _check("threads", self.threads, least=1)
         for option in ("slo_ms", "request_timeout_s"):
@@ -102,3 +109,12 @@ class ServeSettings:
 def _check(option: str, value: float, least: int) -> None:
     if not value >= least:
         raise ValueError(f"{option} is {value}: give {least} or more")
+
+
+def bytes_of(cache: str) -> int:
+    """The size that is given for a cache in memory. Raises ValueError where it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", cache)
+    if found is None or found[2] not in _UNITS:
+        # An address may have a password: it is not repeated.
+        raise ValueError("cache: give a size, such as 256MiB, or the address of a Redis server, redis://HOST:PORT/0")
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -51,7 +51,7 @@ class Cutting(Body):
 
 
 class Generation(Cutting):
-    """What completions and chat completions have in common. null is the same as no field."""
+    """What completions and chat completions have in common."""
 
     model: str | None = Field(None, description="Name of a model that is served; the first one without it.")
     stream: bool | None = Field(None, description="Answers with server-sent events, while tokens become certain.")

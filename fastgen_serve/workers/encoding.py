@@ -48,7 +48,7 @@ class EncodingWorker:
         on_error: Callable[[BaseException], object],
         on_delta: Callable[[Any], object] | None = None,
     ) -> _Request:
-        """Takes a job. One of `on_done` and `on_error` is called, by the thread of the batches; none once it is cancelled.
+        """Takes a job. The thread of the batches calls one of `on_done` and `on_error`; none once it is cancelled.
 
         Args:
             on_done: gets the vector, or the scores of all labels.

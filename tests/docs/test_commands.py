@@ -29,6 +29,7 @@ NOT_RUN = {
     "curl ...": "asks a server; the same",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
     "python -m benchmarks.ordinary_session ...": "the same",
+    "python -m benchmarks.serving ...": "the same",
 }
 # A line that is in the block.
 PYTHON_NOT_RUN = {

@@ -47,6 +47,8 @@ def folders(under: Path) -> dict[str, str]:
         folder = under / name
         folder.mkdir()
         made[name] = str(tiny.bert(folder, labels=labels))
+    pooling, prompts = ("Pooling", {"pooling_mode": "mean"}), {"prompts": {"query": "day "}}
+    tiny.sentence_files(Path(made["vectors"]), pooling, settings={"max_seq_length": 64}, prompts=prompts)
     return made
 
 

@@ -65,13 +65,15 @@ class Model:
         self.events.append("stop")
 
 
-def cached(cache: Cache, model: Model, digest: str = "d", samples: bool = False) -> CachedModel:
-    return CachedModel(model, cache, Identity(digest, samples))
+async def cached(cache: Cache, model: Model, digest: str = "d", samples: bool = False) -> CachedModel:
+    found = CachedModel(model, cache, lambda: Identity(digest, samples))
+    await found.identify()
+    return found
 
 
 async def settled(model: CachedModel) -> None:
     """What is to be kept is."""
-    await asyncio.gather(*model._puts)
+    await asyncio.gather(*model._tasks)
 
 
 async def asked(model: CachedModel, job: Generate) -> Generated:
@@ -98,7 +100,7 @@ def counted() -> Callable[[], dict[str, float]]:
 def test_a_response_is_kept_as_it_is(counted: Callable[[], dict[str, float]]) -> None:
     async def run() -> None:
         own = Model()
-        model = cached(MemoryCache(2**20), own)
+        model = await cached(MemoryCache(2**20), own)
         job = Generate((1, 2), GREEDY, logprobs=2)
         first, second = await asked(model, job), await asked(model, job)
         assert first == second and second is not first and len(own.generated) == 1
@@ -120,7 +122,7 @@ OTHERS = [
 def test_another_request_has_another_response(other: Generate) -> None:
     async def run() -> None:
         own = Model()
-        model = cached(MemoryCache(2**20), own)
+        model = await cached(MemoryCache(2**20), own)
         await asked(model, Generate((1, 2), GREEDY))
         await asked(model, other)
         assert len(own.generated) == 2
@@ -134,7 +136,7 @@ def test_another_model_has_other_responses() -> None:
         renamed = Model()
         renamed.name = "n"
         job = Generate((1, 2), GREEDY)
-        for model in (cached(cache, own), cached(cache, own, digest="e"), cached(cache, renamed)):
+        for model in (await cached(cache, own), await cached(cache, own, digest="e"), await cached(cache, renamed)):
             await asked(model, job)
         assert len(own.generated) == 2 and len(renamed.generated) == 1
 
@@ -158,7 +160,7 @@ def test_only_what_is_determined_is_kept(
 ) -> None:
     async def run() -> None:
         own = Model()
-        model = cached(MemoryCache(2**20), own, samples=samples)
+        model = await cached(MemoryCache(2**20), own, samples=samples)
         for _ in range(2):
             await asked(model, Generate((1, 2), options, seed=seed))
         assert len(own.generated) == (1 if is_kept else 2)
@@ -169,7 +171,7 @@ def test_only_what_is_determined_is_kept(
 def test_streams_are_the_models_own(counted: Callable[[], dict[str, float]]) -> None:
     async def run() -> None:
         own = Model()
-        model = cached(MemoryCache(2**20), own)
+        model = await cached(MemoryCache(2**20), own)
         for _ in range(2):
             assert [each async for each in model.stream(Generate((1, 2), GREEDY, streams=True))] == [Generated(())]
         assert len(own.generated) == 2
@@ -181,7 +183,7 @@ def test_streams_are_the_models_own(counted: Callable[[], dict[str, float]]) -> 
 def test_vectors_that_are_not_known_are_made_together(counted: Callable[[], dict[str, float]]) -> None:
     async def run() -> None:
         own = Model()
-        model = cached(MemoryCache(2**20), own)
+        model = await cached(MemoryCache(2**20), own)
         one, two, three = Encode((1,)), Encode((2,)), Encode((3,), normalize=True)
         await model.encode([two])
         await settled(model)
@@ -204,7 +206,7 @@ def test_what_fails_is_not_kept() -> None:
 
     async def run() -> None:
         own = Fails()
-        model = cached(MemoryCache(2**20), own)
+        model = await cached(MemoryCache(2**20), own)
         for _ in range(2):
             with pytest.raises(RuntimeError):
                 await model.generate(Generate((1, 2), GREEDY))
@@ -216,7 +218,7 @@ def test_what_fails_is_not_kept() -> None:
 def test_the_rest_is_the_models_own() -> None:
     async def run() -> None:
         own = Model()
-        model = cached(MemoryCache(2**20), own)
+        model = await cached(MemoryCache(2**20), own)
         assert (model.name, model.info, model.tokenizer, model.is_ready) == ("m", own.info, "its tokenizer", True)
         await model.start()
         assert await model.stats() == {"waiting": 0}
@@ -224,6 +226,35 @@ def test_the_rest_is_the_models_own() -> None:
         assert own.events == ["start", "stop"]
 
     asyncio.run(run())
+
+
+def test_nothing_is_kept_before_the_model_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        own, job = Model(), Generate((1, 2), GREEDY)
+        own.is_ready = False
+        model = CachedModel(own, MemoryCache(2**20), lambda: Identity("d", False))
+        await model.start()
+        for _ in range(2):
+            await model.generate(job)
+            await model.encode([Encode((1,))])
+        assert len(own.generated) == len(own.encoded) == 2
+        own.is_ready = True
+        await settled(model)
+        for _ in range(2):
+            await asked(model, job)
+        assert len(own.generated) == 3
+        await model.stop()
+
+    async def fails() -> None:
+        own = Model()
+        model = CachedModel(own, MemoryCache(2**20), lambda: identity_of("no-folder/at-all", ServeSettings()))
+        await model.identify()
+        for _ in range(2):
+            await model.generate(Generate((1, 2), GREEDY))
+        assert len(own.generated) == 2 and "no response is kept" in caplog.text
+
+    asyncio.run(run())
+    asyncio.run(fails())
 
 
 # ---- in memory
@@ -329,7 +360,7 @@ JOB = Generate((1, 2), GREEDY)
 def test_servers_share_what_redis_keeps(redis: Redis) -> None:
     async def run() -> None:
         one, two = Model(), Model()
-        first, second = (cached(RedisCache(redis.url, 5.0), own) for own in (one, two))
+        first, second = [await cached(RedisCache(redis.url, 5.0), own) for own in (one, two)]
         assert await asked(first, JOB) == await asked(second, JOB)
         assert (len(one.generated), len(two.generated)) == (1, 0)
         await first.encode([Encode((1,)), Encode((2,))])
@@ -346,7 +377,7 @@ def test_redis_stops_in_the_middle(redis: Redis, counted: Callable[[], dict[str,
     async def run() -> None:
         now, own = [0.0], Model()
         cache = RedisCache(redis.url, 5.0, lambda: now[0])
-        model = cached(cache, own)
+        model = await cached(cache, own)
         expected = await asked(model, JOB)
         assert await asked(model, JOB) == expected and len(own.generated) == 1
         redis.stop()
@@ -420,8 +451,8 @@ DAMAGED = [b"", b"{", b"null", b"[]", b"3", b'{"sequences": 1}', b'{"sequences":
 def test_a_value_that_is_none_of_ours_is_no_response(value: bytes) -> None:
     async def run() -> None:
         cache, own = MemoryCache(2**30), Model()
-        model = cached(cache, own)
-        await cache.put({model._key(JOB): value})
+        model = await cached(cache, own)
+        await cache.put({model._key(JOB, Identity("d", False)): value})
         expected = await asked(model, JOB)
         assert len(own.generated) == 1
         assert await asked(model, JOB) == expected and len(own.generated) == 1  # it is replaced

@@ -148,6 +148,13 @@ def test_embeddings(client: OpenAI, paths: dict[str, str]) -> None:
     np.testing.assert_allclose(short, expected[1][:8] / np.linalg.norm(expected[1][:8]), atol=1e-5)
 
 
+def test_embeddings_behind_a_prompt_of_the_model(client: OpenAI) -> None:
+    by_name = client.embeddings.create(model="vectors", input="light", extra_body={"prompt_name": "query"})
+    assert by_name.data[0].embedding == client.embeddings.create(model="vectors", input="day light").data[0].embedding
+    with pytest.raises(openai.BadRequestError, match="prompt_name is no prompt of vectors: it has query"):
+        client.embeddings.create(model="vectors", input="light", extra_body={"prompt_name": "another"})
+
+
 def test_embeddings_of_long_texts(client: OpenAI) -> None:
     long = "light " * 100
     with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens") as refused:

@@ -192,6 +192,8 @@ def test_lazy_waits_for_half_of_the_budget_or_a_full_batch() -> None:
     assert scheduler.seconds_left() == pytest.approx(0.1)
     scheduler.put("e", 5)
     assert taken(scheduler) == ["c", "d", "e"]
+    scheduler.put("f", 4096)
+    assert taken(scheduler) == ["f"]
 
 
 def test_who_leaves_is_not_waited_for() -> None:

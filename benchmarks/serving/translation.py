@@ -1,0 +1,110 @@
+"""Translation: opus-mt's shape, 4 beams, sentences of 5 to 60 tokens, 16 clients.
+
+`fastgen-serve` against a service of FastAPI that batches up to 16 sentences and waits for others 5, 20 or 50 ms
+(`service.py`), over plain Transformers and over CTranslate2. Translations end by themselves (`models.translator`), and
+are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving import models, report, servers
+from benchmarks.serving.load import Answer, Load, run
+from benchmarks.serving.report import Row
+from benchmarks.serving.servers import Server
+from benchmarks.serving.service import BEAMS, MOST_TOKENS
+
+CLIENTS = 16
+WAITS = (5, 20, 50)
+SIDES = ("fastgen", *(f"{kind}-{wait}" for kind in ("transformers", "ctranslate2") for wait in WAITS))
+COLUMNS = {
+    "side": "server",
+    "answered": "sentences per second",
+    "tokens": "tokens per second",
+    "p50": "p50, s",
+    "p95": "p95, s",
+    "right": "right translations",
+    "times": "fastgen is faster",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="servers")
+    parser.add_argument("--repetitions", type=int, default=1, help="of all of them, in turn (default: 1)")
+
+
+def run_all(options: argparse.Namespace, folder: Path) -> None:
+    """Runs it, and writes what it has shown."""
+    model = models.translator(folder / "opus-mt")
+    if any(side.startswith("ctranslate2") for side in options.only):
+        convert(model)
+    rows: list[Row] = []
+    for _ in range(options.repetitions):
+        for side in options.only:
+            rows.append(_measured(side, model, options.seconds))
+            compare(rows)
+            print(report.table(rows[-1:], COLUMNS), flush=True)
+            report.write(options.out, "translation", rows, report.table(rows, COLUMNS))
+    print(report.table(rows, COLUMNS))
+
+
+def convert(model: Path) -> None:
+    """Writes the model as CTranslate2 reads it, in a folder beside it."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    from benchmarks.backends import ctranslate2
+
+    ctranslate2.convert(AutoModelForSeq2SeqLM.from_pretrained(model).eval(), str(model / "ctranslate2"))
+
+
+def _started(side: str, model: Path) -> AbstractContextManager[Server]:
+    if side == "fastgen":
+        return servers.fastgen_serve("opus-mt", model)
+    kind, _, wait = side.rpartition("-")
+    return servers.service(kind, model, int(wait))
+
+
+def _measured(side: str, model: Path, seconds: float) -> Row:
+    texts = models.sentences(1000)
+    if side == "fastgen":
+        path, body = "/v1/completions", partial(dict, model="opus-mt", num_beams=BEAMS, max_tokens=MOST_TOKENS)
+        bodies, read = [body(prompt=text) for text in texts], _completion
+    else:
+        path, bodies, read = "/translate", [{"text": text} for text in texts], _text
+    with _started(side, model) as server:
+        load = Load(f"{server.url}{path}", bodies, seconds / 4, clients=CLIENTS)
+        run(load)  # a warm-up, of all sizes of batches
+        load.seconds = seconds
+        seen = run(load)
+    good = [answer for answer in seen.answers if answer.is_good]
+    if not good:
+        raise RuntimeError(f"{side} has answered nothing: {[answer.content for answer in seen.answers[:3]]}")
+    right = [read(answer.content) == models.translation(texts[answer.body]) for answer in good]
+    found = report.of(seen)
+    return {"side": side, **found, "tokens": _tokens(good, texts, seconds), "right": sum(right) / len(right)}
+
+
+def _tokens(good: Sequence[Answer], texts: Sequence[str], seconds: float) -> float:
+    counted = [answer for answer in good if 0.2 * seconds <= (answer.end or 0) < seconds]
+    return sum(len(texts[answer.body].split()) for answer in counted) / (0.8 * seconds)
+
+
+def _completion(content: Any) -> str:
+    return str(content["choices"][0]["text"]).strip()
+
+
+def _text(content: Any) -> str:
+    return str(content["text"]).strip()
+
+
+def compare(rows: Sequence[Row]) -> None:
+    """Adds how many times as many tokens per second `fastgen` has made as each other server, at its best."""
+    own = max((row["tokens"] for row in rows if row["side"] == "fastgen"), default=None)
+    for row in rows:
+        row["times"] = own / row["tokens"] if own and row["tokens"] and row["side"] != "fastgen" else None

@@ -1,0 +1,306 @@
+"""Jobs of models that only encode: their numbers are those of the library for each text alone, whatever runs beside."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen_serve.errors import BadRequest, Failed
+from fastgen_serve.jobs import Encode
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.encoders import VectorEncoder, classifies
+from fastgen_serve.workers.encoding import EncodingWorker
+from tests.pipeline import tiny
+
+TEXTS = tiny.sentences(24)
+Asked = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.bert(tmp_path_factory.mktemp("bert"))
+    return tiny.sentence_files(folder, ("Pooling", {"pooling_mode": "mean"}), ("Normalize", {}))
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.bert(tmp_path_factory.mktemp("classifier"), labels=3)
+
+
+def started(folder: Path, **options: Any) -> EncodingWorker:
+    return EncodingWorker(str(folder), ServeSettings(**{"warm_up": False, **options}))
+
+
+@pytest.fixture(scope="module")
+def vectors(bert: Path) -> Iterator[EncodingWorker]:
+    worker = started(bert)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def labels(classifier: Path) -> Iterator[EncodingWorker]:
+    worker = started(classifier)
+    yield worker
+    worker.close()
+
+
+def ask(worker: EncodingWorker, job: Encode) -> Future[list[float]]:
+    future: Future[list[float]] = Future()
+    worker.submit(job, future.set_result, future.set_exception)
+    return future
+
+
+def tokens_of(folder: Path, text: str, pair: str | None = None) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)(text, pair, return_tensors="pt")
+
+
+def job_of(folder: Path, text: str, **options: Any) -> Encode:
+    return Encode(tuple(tokens_of(folder, text)["input_ids"][0].tolist()), **options)
+
+
+def states_of(folder: Path, text: str) -> Any:
+    """The last hidden states [length, hidden] of a text alone, by the library."""
+    from transformers import AutoModel
+
+    with torch.no_grad():
+        return AutoModel.from_pretrained(folder).eval()(**tokens_of(folder, text)).last_hidden_state[0]
+
+
+def unit(vector: Any) -> Any:
+    return torch.nn.functional.normalize(vector, dim=-1)
+
+
+def same(found: list[float], expected: Any) -> None:
+    assert found == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_vectors_are_those_of_each_text_alone(bert: Path, vectors: EncodingWorker) -> None:
+    before = vectors.stats()
+    futures = [ask(vectors, job_of(bert, text)) for text in TEXTS]
+    for text, future in zip(TEXTS, futures, strict=True):
+        same(future.result(60), unit(states_of(bert, text).mean(0)))
+    now = vectors.stats()
+    assert now["finished"] - before["finished"] == now["rows"] - before["rows"] == len(TEXTS)
+    assert now["waiting"] == now["running"] == 0 and sum(now["batch_sizes"].values()) == now["batches"]
+
+
+def test_what_a_model_for_vectors_is(bert: Path, vectors: EncodingWorker) -> None:
+    info = vectors.info
+    assert (info.kind, info.tasks, info.positions, info.vector_size) == ("encoder", ("vector",), 48, 32)
+    assert not classifies(str(bert))
+
+
+def test_each_job_says_how_its_vector_is_made(bert: Path, vectors: EncodingWorker) -> None:
+    ways = [{}, {"normalize": False}, {"pooling": "cls"}, {"pooling": "max", "normalize": False}, {"normalize": True}]
+    futures = [ask(vectors, job_of(bert, text, **ways[number % 5])) for number, text in enumerate(TEXTS)]
+    for number, (text, future) in enumerate(zip(TEXTS, futures, strict=True)):
+        states = states_of(bert, text)
+        means = states.mean(0)
+        expected = [unit(means), means, unit(states[0]), states.amax(0), unit(means)][number % 5]
+        same(future.result(60), expected)
+
+
+def test_labels_are_those_of_each_text_alone(classifier: Path, labels: EncodingWorker) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
+    assert labels.info.labels == ("kind 0", "kind 1", "kind 2") and labels.info.tasks == ("labels",)
+    assert classifies(str(classifier))
+    given = [tokens_of(classifier, text, TEXTS[0] if number % 3 else None) for number, text in enumerate(TEXTS)]
+    futures = []
+    for number, each in enumerate(given):
+        ids = tuple(each["input_ids"][0].tolist())
+        # The second half of a pair is of the second type, here: tokenizers differ in that.
+        types = tuple(int(place > len(ids) // 2) for place in range(len(ids))) if number % 3 else None
+        futures.append(ask(labels, Encode(ids, "labels", types)))
+        if types is not None:
+            each["token_type_ids"] = torch.tensor([types])
+    for each, future in zip(given, futures, strict=True):
+        with torch.no_grad():
+            same(future.result(60), model(**each).logits[0].softmax(-1))
+
+
+REFUSED = [
+    (Encode((), "vector"), "no tokens"),
+    (Encode((3,) * 49, "vector"), "takes 48"),
+    (Encode((3, 100_000), "vector"), "not one of the model's"),
+    (Encode((3, -1), "vector"), "not one of the model's"),
+    (Encode((3,), "labels"), "makes vector"),
+    (Encode((3,), "vector", pooling="median"), "choose from mean"),
+    (Encode((3, 4), "vector", (0,)), "token types"),
+    (Encode((3, 4), "vector", (0, 2)), "token types"),
+]
+
+
+@pytest.mark.parametrize(("job", "message"), REFUSED)
+def test_what_the_model_cannot_do_is_refused(vectors: EncodingWorker, job: Encode, message: str) -> None:
+    with pytest.raises(BadRequest, match=message) as error:
+        ask(vectors, job)
+    assert error.value.param in ("input", "model", "pooling", "token_type_ids")
+
+
+def test_labels_are_not_pooled(labels: EncodingWorker) -> None:
+    for options in ({"pooling": "mean"}, {"normalize": False}):
+        with pytest.raises(BadRequest, match="leave it out"):
+            ask(labels, Encode((3,), "labels", **options))
+
+
+@pytest.fixture
+def held(bert: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EncodingWorker, Future[Any], threading.Event]]:
+    """A worker whose first job runs until the event is set."""
+    go, runs = threading.Event(), threading.Event()
+    original = VectorEncoder.run
+
+    def run(self: VectorEncoder, jobs: list[Encode]) -> Any:
+        runs.set()
+        assert go.wait(60)
+        return original(self, jobs)
+
+    worker = started(bert)
+    monkeypatch.setattr(VectorEncoder, "run", run)
+    first = ask(worker, Encode((3, 4)))
+    assert runs.wait(60)
+    yield worker, first, go
+    go.set()
+    worker.close()
+
+
+def test_what_waits_is_run_together(held: tuple[EncodingWorker, Future[Any], threading.Event]) -> None:
+    worker, first, go = held
+    futures = [ask(worker, Encode((3, 4, 5))) for _ in range(5)]
+    assert worker.stats()["waiting"] == 5 and worker.stats()["running"] == 1
+    go.set()
+    for future in (first, *futures):
+        future.result(60)
+    assert worker.stats()["batch_sizes"] == {1: 1, 5: 1}
+
+
+def test_cancelled_jobs_have_no_result(held: tuple[EncodingWorker, Future[Any], threading.Event]) -> None:
+    worker, _, go = held
+    told: list[Any] = []
+    waiting = worker.submit(Encode((3,)), told.append, told.append)
+    last = ask(worker, Encode((5,)))
+    for _ in range(2):
+        waiting.cancel()
+    go.set()
+    last.result(60)
+    waiting.cancel()
+    stats = worker.stats()
+    assert told == [] and (stats["cancelled"], stats["finished"], stats["rows"]) == (1, 2, 2)
+
+
+def test_closing_cancels_what_has_no_result(held: tuple[EncodingWorker, Future[Any], threading.Event]) -> None:
+    worker, first, go = held
+    waiting = ask(worker, Encode((3,)))
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    while worker.stats()["waiting"]:
+        closing.join(0.01)
+    go.set()
+    closing.join(60)
+    assert not closing.is_alive() and not first.done() and not waiting.done()
+    assert worker.stats()["cancelled"] == 2
+    with pytest.raises(ValueError, match="closed"):
+        ask(worker, Encode((3,)))
+    worker.close()
+
+
+@pytest.fixture
+def faulty(bert: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EncodingWorker]:
+    """A worker whose model has faults, planted by the tokens of a text."""
+    from transformers import BertModel
+
+    original = BertModel.forward
+
+    def forward(self: Any, input_ids: Any = None, **given: Any) -> Any:
+        rows = {int(row[0]) for row in input_ids}
+        if 300 in rows:
+            raise RuntimeError("a fault")
+        if 301 in rows or (302 in rows and len(input_ids) > 1):
+            raise torch.OutOfMemoryError("out of memory")
+        found = original(self, input_ids=input_ids, **given)
+        found.last_hidden_state[input_ids[:, 0] == 303] = torch.inf
+        return found
+
+    monkeypatch.setattr(BertModel, "forward", forward)
+    worker = started(bert)
+    yield worker
+    worker.close()
+
+
+def test_a_job_that_fails_fails_alone(faulty: EncodingWorker) -> None:
+    faults = {300: "failed on this text: .*a fault", 301: "not enough memory", 303: "not finite"}
+    held, go = threading.Event(), threading.Event()
+
+    def wait(result: Any) -> None:
+        held.set()
+        go.wait(60)
+
+    faulty.submit(Encode((3,)), wait, wait)
+    assert held.wait(60)
+    futures = {first: ask(faulty, Encode((first, 4, 5))) for first in (10, 300, 11, 301, 302, 12, 303)}
+    go.set()
+    for first, future in futures.items():
+        if first in faults:
+            with pytest.raises(Failed, match=faults[first]):
+                future.result(60)
+        else:
+            assert len(future.result(60)) == 32
+    assert faulty.stats()["failed"] == 3 and faulty.stats()["batch_sizes"] == {1: 1, 7: 1}
+
+
+def test_what_is_no_fault_of_a_job_is_told_to_all(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = started(bert)
+    with monkeypatch.context() as patch:
+        patch.setattr(VectorEncoder, "run", lambda self, jobs: [][len(jobs)])
+        with pytest.raises(IndexError):
+            ask(worker, Encode((3,))).result(60)
+    assert len(ask(worker, Encode((3,))).result(60)) == 32
+    worker.close()
+
+
+def test_prompts_that_are_no_part_of_a_vector(tmp_path: Path) -> None:
+    folder = tiny.bert(tmp_path / "model")
+    prompts = {"prompts": {"query": "light was ", "document": "and "}, "default_prompt_name": "document"}
+    tiny.sentence_files(folder, ("Pooling", {"pooling_mode": "mean", "include_prompt": False}), prompts=prompts)
+    worker = started(folder)
+    assert worker.info.prompt == "and " and dict(worker.info.prompts) == prompts["prompts"]
+    for prompt, tokens in (("light was ", None), ("and ", None), ("", 0)):
+        text = prompt + "god created heaven"
+        if tokens is None:
+            # <s>, and those of the prompt; </s> ends the text.
+            tokens = len(tokens_of(folder, prompt)["input_ids"][0]) - 1
+        same(ask(worker, job_of(folder, text)).result(60), states_of(folder, text)[tokens:].mean(0))
+    worker.close()
+
+
+def test_warm_up_measures_and_lazy_waits(bert: Path) -> None:
+    worker = started(bert, warm_up=True, scheduler="lazy", slo_ms=200.0)
+    futures = [ask(worker, job_of(bert, text)) for text in TEXTS[:3]]
+    for future in futures:
+        assert len(future.result(60)) == 32
+    assert worker.stats()["finished"] == 3  # what warm-up runs is not counted
+    worker.close()
+
+
+def test_a_trained_model_gives_what_sentence_transformers_gives(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", minversion="6")
+    from benchmarks import minilm
+
+    folder = minilm.unpacked(tmp_path) or pytest.skip(minilm.MISSING)
+    worker = started(folder)
+    futures = [ask(worker, job_of(folder, text)) for text in TEXTS]
+    expected = library.SentenceTransformer(str(folder), device="cpu").encode(TEXTS, show_progress_bar=False)
+    for future, vector in zip(futures, expected, strict=True):
+        assert future.result(60) == pytest.approx(vector.tolist(), abs=1e-5)
+    assert worker.info.vector_size == 384 and worker.info.positions == 256
+    worker.close()
