@@ -17,7 +17,7 @@ from starlette.datastructures import UploadFile
 
 from fastgen_serve import keys
 from fastgen_serve.api.schema import Body, Text
-from fastgen_serve.errors import BadRequest, ServeError, Unauthorized, Unavailable
+from fastgen_serve.errors import BadRequest, ServeError, Unauthorized
 from fastgen_serve.translation import files, languages, markup, sentences
 from fastgen_serve.translation.detection import Detected
 from fastgen_serve.translation.downloads import Downloads
@@ -273,7 +273,6 @@ async def _read(request: Request, model: type[Read]) -> Read:
     Raises:
         BadRequest: it is none.
         Unauthorized: it has no key, or another one.
-        Unavailable: the server is about to stop.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == _JSON:
@@ -316,8 +315,6 @@ def _checked(request: Request, model: type[Read], fields: dict[str, Any]) -> Rea
     if not isinstance(key, str):
         key = keys.of_header(request.headers.get("authorization"))
     keys.check(key, request.app.state.settings.api_keys)
-    if request.app.state.is_draining:
-        raise Unavailable("the server stops: try another one", retry_after=10)
     try:
         return model.model_validate(fields)
     except ValidationError as error:

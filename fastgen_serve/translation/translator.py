@@ -84,6 +84,8 @@ class TranslatingModel:
         return options
 
     def _encode(self, texts: Sequence[str], way: Way) -> list[tuple[int, ...]]:
+        if not texts:
+            return []  # which tokenizers refuse
         with self._lock:
             if way.source_code is not None:
                 self._tokenizer.src_lang = way.source_code

@@ -282,7 +282,10 @@ def test_many_clients_get_what_each_would_get_alone(client, translated):
 
 def test_keys_are_in_the_body_or_the_header(models, settings):
     locked = dataclasses.replace(settings, api_keys=("right",))
-    with servers.in_thread(create_app(locked, Models(list(models)))) as url, httpx.Client(base_url=url) as client:
+    with (
+        servers.in_thread(create_app(locked, servers.SharedModels(list(models)))) as url,
+        httpx.Client(base_url=url) as client,
+    ):
         for key, status in (("right", 200), ("wrong", 403), (None, 403)):
             more = {} if key is None else {"api_key": key}
             header = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -306,7 +309,7 @@ def test_keys_are_in_the_body_or_the_header(models, settings):
 
 def test_a_server_without_translators(settings, models):
     alone = dataclasses.replace(settings, models=(("kjv-gpt2", servers.GPT2),), languages={})
-    with servers.in_thread(create_app(alone, Models([models.get("kjv-gpt2")]))) as url:
+    with servers.in_thread(create_app(alone, servers.SharedModels([models.get("kjv-gpt2")]))) as url:
         assert httpx.get(f"{url}/languages").json() == []
         for path, body in (("/translate", GOOD), ("/translate", {**GOOD, "source": "auto"}), ("/detect", {"q": "a b"})):
             answer = httpx.post(f"{url}{path}", json=body)

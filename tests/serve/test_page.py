@@ -370,7 +370,7 @@ def test_narrow_windows(browser, url, width):
 @in_browser
 def test_a_key_is_asked_for_where_one_is_needed(browser, settings, models):
     locked = dataclasses.replace(settings, api_keys=("right",))
-    with servers.in_thread(create_app(locked, Models(list(models)))) as url:
+    with servers.in_thread(create_app(locked, servers.SharedModels(list(models)))) as url:
         page = Page(browser, url)
         assert page.focused() == "key" and page.of("run", "disabled") is True
         page.press("wrong", "\ue004")
