@@ -3,6 +3,7 @@
 const element = (id) => document.getElementById(id);
 const KEY = "fastgen-key";
 const ENOUGH = 128; // tokens of a text that has no end of its own
+const WELCOME = "Results appear here, the best ones side by side with their scores.";
 const LOOK_EVERY = { idle: 3000, running: 700 }; // milliseconds between two looks at the queue
 
 let server = null; // what /stats says
@@ -109,7 +110,7 @@ function showModels() {
   element("run").disabled = running !== null || !chosen()?.ready;
   if (models.length === 0) element("state").textContent = "No model here generates text.";
   else if (!chosen()?.ready) element("state").textContent = `${chosen().name} is loading.`;
-  else if (!running && !element("list").children.length) element("state").textContent = "Results appear here.";
+  else if (!running && !element("list").children.length && element("failure").hidden) element("state").textContent = WELCOME;
 }
 
 function showModel() {
@@ -209,10 +210,28 @@ function show(choice) {
   item.dataset.tokens = Number(item.dataset.tokens) + (choice.token_ids?.length ?? 0);
   const tokens = `${item.dataset.tokens} ${item.dataset.tokens === "1" ? "token" : "tokens"}`;
   item.querySelector(".length").textContent = choice.finish_reason === "length" ? `${tokens}, cut at the limit` : tokens;
-  if (typeof choice.score === "number") item.querySelector(".score").textContent = `score ${choice.score.toFixed(3)}`;
+  if (typeof choice.score === "number") item.querySelector(".score").textContent = `score ${signed(choice.score)}`;
   if (choice.finish_reason) {
     item.classList.remove("runs");
     item.querySelector("button").disabled = false;
+  }
+}
+
+function signed(score) {
+  return score.toFixed(3).replace("-", "−");
+}
+
+// What a result begins with as the best one does is quieter, so that the difference is seen.
+function markDifferences() {
+  const [best, ...others] = Array.from(document.querySelectorAll(".words"));
+  for (const words of others) {
+    const text = words.textContent;
+    let end = 0;
+    while (end < text.length && text[end] === best.textContent[end]) end++;
+    const same = document.createElement("span");
+    same.className = "same";
+    same.textContent = text.slice(0, end);
+    words.replaceChildren(same, text.slice(end));
   }
 }
 
@@ -267,6 +286,7 @@ async function run() {
   element("list").replaceChildren();
   element("state").textContent = "Generating.";
   showRunning(true);
+  element("results-title").scrollIntoView({ block: "nearest" }); // on a telephone it is below
   showNumbers(start, null, 0);
   look();
   try {
@@ -282,12 +302,14 @@ async function run() {
       tokens = event.usage?.completion_tokens ?? tokens;
       showNumbers(start, first, tokens);
     }
+    markDifferences();
     const count = element("list").children.length;
     element("state").textContent = `${count === 1 ? "One result" : `${count} results`}, ${tokens} tokens.`;
   } catch (error) {
     if (error.name === "AbortError") element("state").textContent = "Stopped.";
     else {
-      element("state").textContent = "";
+      for (const id of tokens ? [] : ["tokens", "rate", "first", "total"]) element(id).textContent = "–";
+      element("state").textContent = tokens ? "Cut off." : "";
       showFailure(error.message);
       if (error.status === 401) askForKey();
     }
