@@ -286,7 +286,7 @@ async function run() {
   element("list").replaceChildren();
   element("state").textContent = "Generating.";
   showRunning(true);
-  element("results-title").scrollIntoView({ block: "nearest" }); // on a telephone it is below
+  if (matchMedia("(max-width: 52rem)").matches) element("results-title").scrollIntoView(); // where they are below
   showNumbers(start, null, 0);
   look();
   try {
