@@ -185,7 +185,7 @@ function result(index) {
   const known = element("list").children[index];
   if (known) return known;
   const item = document.createElement("li");
-  item.className = `result runs${index === 0 ? " best" : ""}`;
+  item.className = `result runs${index === 0 && given("beams") > 1 ? " best" : ""}`;
   item.innerHTML =
     '<header><b></b><span class="score"></span></header><div class="words"></div>' +
     '<footer><span class="length"></span><button type="button" disabled>Copy</button></footer>';
