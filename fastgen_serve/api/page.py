@@ -98,7 +98,7 @@ def _languages(tokenizer: Any) -> list[Language]:
 
 
 def _file(name: str, media_type: str) -> Response:
-    data = resources.files("fastgen_serve").joinpath("page", name).read_bytes()
+    data = resources.files("fastgen_serve").joinpath("page").joinpath(name).read_bytes()
     return Response(data, media_type=media_type, headers=_HEADERS)
 
 

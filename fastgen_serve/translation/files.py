@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fastgen_serve.errors import BadRequest
@@ -89,7 +89,7 @@ class Subtitles(TextDocument):
         self.pieces.append(Piece(text[position:], False))
 
 
-_OF_TEXT = {".txt": TextDocument, ".html": HtmlDocument, ".srt": Subtitles}
+_OF_TEXT: dict[str, Callable[[str], Document]] = {".txt": TextDocument, ".html": HtmlDocument, ".srt": Subtitles}
 
 
 def _decoded(data: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -11,8 +12,19 @@ from urllib.error import HTTPError
 
 import httpx
 import pytest
+import schemathesis
 import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis.errors import InvalidArgument, Unsatisfiable
 from libretranslatepy import LibreTranslateAPI
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fastgen_serve.app import create_app
@@ -21,6 +33,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
 from tests.serve import servers, tiny_translators
 
+CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 TEXT = "The man went to the city. He saw a light!"
 
 
@@ -278,6 +291,29 @@ def test_many_clients_get_what_each_would_get_alone(client, translated):
         thread.join()
     assert len(found) == 12
     assert all(expected[text] == answer for text, answer in found)
+
+
+OPERATIONS = r"^/(translate|detect|languages|frontend|suggest|translate_file|download_file|stats)"
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_drawn_requests_get_answers_that_are_documented(settings, models, mode):
+    app = create_app(settings, servers.SharedModels(list(models)))
+    operations = (
+        schemathesis.openapi.from_asgi("/openapi.json", app).include(path_regex=OPERATIONS).get_all_operations()
+    )
+    seen = set()
+    for operation in (found.ok() for found in operations):
+
+        @given(case=operation.as_strategy(generation_mode=mode))
+        @hypothesis_settings(max_examples=15, suppress_health_check=list(HealthCheck))
+        def check(case: Any) -> None:
+            case.call_and_validate(checks=CHECKS)
+            seen.add(case.path)
+
+        with contextlib.suppress(Unsatisfiable, InvalidArgument):  # where nothing can be wrong
+            check()
+    assert {"/translate", "/detect", "/translate_file"} <= seen
 
 
 def test_keys_are_in_the_body_or_the_header(models, settings):
