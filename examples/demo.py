@@ -3,8 +3,8 @@
 Two runs of `fastgen-generate` over the same inputs with the same options, each in a process of its own so that its
 peak memory is its own: once with --no-fastgen, once without. First the encoder-decoder that restores punctuation and
 capitals, over 500 held-out passages with 4 beams; then the language model, continuing the first words of some of
-them. Times are generation alone: imports and loading the model are not in them. The exit status is 1 where a single
-token differs.
+them. Times are generation alone: imports and loading the model are not in them. At the end, static and continuous
+batching side by side (`slots.py`). The exit status is 1 where a single token differs.
 """
 
 from __future__ import annotations
@@ -171,6 +171,10 @@ def main() -> int:
     examples(console, continued["patched"]["rows"], {"input": "prompt", "text": "output"})
     picture(console, "Seconds of generation: restoring", restored)
     picture(console, "Seconds of generation: continuing", continued)
+    console.print()
+    status = run([sys.executable, str(HERE / "slots.py"), "--picture", str(arguments.output / "slots.png")])
+    if status != 0:
+        return status
     console.print(NEXT, highlight=False, soft_wrap=True)
     for results in (restored, continued):
         same, count = identical(results)

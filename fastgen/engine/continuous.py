@@ -83,7 +83,7 @@ class ContinuousBatches:
         self.static = StaticBatches(model, most_rows, costs)
         self.counts: Counter[str] = Counter(steps=0, row_steps=0, busy_row_steps=0, preempted=0)
         self.budget = KVBudget(cache_bytes)
-        self.prefills = Prefills(pads(model) and not model.config.is_encoder_decoder, max_stall, prefix_bytes)
+        self.prefills = Prefills(pads(model), model.config.is_encoder_decoder, max_stall, prefix_bytes)
         self._in_use: dict[Hashable, Slots] = {}
         self._running: dict[Slot, _Running] = {}  # in the order in which they entered
         self._preempted: list[Request] = []
@@ -125,11 +125,11 @@ class ContinuousBatches:
 
     def stats(self) -> dict[str, int]:
         """`counts`, and "kv_bytes", the most K and V that requests have stored at a time; "shared_positions", those of
-        prompts that others had prefilled; "chunks", after which steps were made before a prefill was over.
+        prompts that others had prefilled; "shared_sources", that others had; "chunks", after which steps were made
+        before a prefill was over.
         """
-        prefixes = self.prefills.prefixes
-        reused = 0 if prefixes is None else prefixes.reused
-        return {**self.counts, "kv_bytes": self.budget.peak, "shared_positions": reused, "chunks": self.prefills.chunks}
+        shared = {name: getattr(self.prefills, name) for name in ("shared_positions", "shared_sources", "chunks")}
+        return {**self.counts, "kv_bytes": self.budget.peak, **shared}
 
     def choose(self, waiting: Sequence[Request]) -> list[Request]:
         """The requests that run next: the first one, and what is prefilled with it; none if the first must wait."""

@@ -217,8 +217,9 @@ class Engine:
             "batches": prefills, and calls of static batches; their "rows"; "tokens" that were generated; "alone":
             requests that had a call of their own, by reason.
             "kv_bytes": the most K and V of requests in slots at a time; "preempted": requests that have begun again for
-            want of room; "shared_positions": positions of prompts that others had prefilled; "chunks": parts of
-            prefills after which the others went on.
+            want of room; "shared_positions": positions of prompts that others had prefilled; "shared_sources":
+            sources that others had, and which were not encoded again; "chunks": parts of prefills after which the
+            others went on.
         """
         executor, waiting = self._executor, self._waiting
         counts = executor.static.counts

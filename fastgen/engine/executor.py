@@ -166,14 +166,14 @@ class StaticBatches:
             if request.seed is not None:
                 torch.manual_seed(request.seed)
             result = self.model.generate(**request.inputs, **{**request.options, **options})
-        sequences = result if isinstance(result, Tensor) else getattr(result, "sequences", None)
-        if request.config is not None and isinstance(sequences, Tensor) and sequences.dim() == 2:
-            self.count(request, sequences)
+        self.count(request, result)
         return result
 
-    def count(self, request: Request, sequences: Tensor) -> None:
+    def count(self, request: Request, result: Any) -> None:
         """Counts what a request has generated."""
-        self.counts["tokens"] += sum(written(sequences[:, request.prompt :], request.config))
+        sequences = result if isinstance(result, Tensor) else getattr(result, "sequences", None)
+        if request.config is not None and isinstance(sequences, Tensor) and sequences.dim() == 2:
+            self.counts["tokens"] += sum(written(sequences[:, request.prompt :], request.config))
 
     def _together(self, batch: list[Request], options: dict[str, Any]) -> list[Tensor]:
         """The sequences of each request [rows, length], as a call of its own returns them."""
@@ -192,6 +192,8 @@ class StaticBatches:
             **_options(first, prompt, max(request.new_tokens or 0 for request in batch)),
             **options,
         )
+        if not isinstance(made, Tensor):
+            return []  # each of them is called again, alone: what is returned beside the sequences is of all of them
         counts = written(made[:, prompt:], first.config)
         self.counts["tokens"] += sum(counts)
         each = made.shape[0] // len(batch)

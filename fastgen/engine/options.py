@@ -10,11 +10,14 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
+from fastgen.optimizer.transformers import user_code
+
 # Arguments of `generate` that no generation config has.
 _OF_THE_LOOP = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")
 _ARGUMENTS = {*inspect.signature(GenerationMixin.generate).parameters, *_OF_THE_LOOP, "trust_remote_code"}
 # Those with which a request may share a batch.
 _HARMLESS = frozenset({"generation_config", "synced_gpus", "tokenizer", "trust_remote_code"})
+_CRITERIA = "stopping_criteria"
 _TOKENS = frozenset({"inputs", "input_ids", "attention_mask"})
 
 # Options that a batch may have if all of its requests agree in them: what they do to a row depends on that row alone.
@@ -32,12 +35,14 @@ _OF_ONE_LENGTH = ("exponential_decay_length_penalty",)
 _LENGTHS = "max_length max_new_tokens min_length min_new_tokens".split()
 # Without effect where nothing is drawn, nothing is drafted, and only tokens are returned.
 _IDLE = (
-    "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff max_matching_ngram_size output_scores "
+    "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff max_matching_ngram_size "
     "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
     "target_lookbehind disable_compile compile_config".split()
 )
+# What is returned beside the sequences. In slots it is each request's own; a static batch returns sequences alone.
+_RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
 _NO_OPTIONS = ("transformers_version", "_from_model_config")
-_KNOWN = frozenset((*_SHARED, *_READ_SOURCE, *_READ_PROMPT, *_LENGTHS, *_IDLE))
+_KNOWN = frozenset((*_SHARED, *_READ_SOURCE, *_READ_PROMPT, *_LENGTHS, *_IDLE, *_RETURNED))
 # Values that switch an option off, besides those that are false.
 _OFF = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1}
 
@@ -131,7 +136,7 @@ class Resolved:
         if self.config.do_sample or seed is not None:
             return "sampling"
         for name, value in self.options.items():
-            if name in _ARGUMENTS and name not in _HARMLESS and value is not None:
+            if name in _ARGUMENTS and name not in _HARMLESS and value is not None and not only_release(name, value):
                 return f"the argument {name}"
         for name, value in options_of(self.config).items():
             if name not in _KNOWN and _is_on(name, value):
@@ -143,7 +148,9 @@ class Resolved:
         own = options_of(self.config)
         reads = _READ_SOURCE if self.has_encoder else (*_READ_SOURCE, *_READ_PROMPT)
         needs_one_length = any(_is_on(name, own.get(name)) for name in reads)
-        return self._shared, new_tokens, least_new_tokens(self.config, prompt), length if needs_one_length else None
+        length_shared = length if needs_one_length else None
+        alone = object() if self.config.return_dict_in_generate else None
+        return self._shared, new_tokens, least_new_tokens(self.config, prompt), length_shared, alone
 
     @property
     def _shared(self) -> tuple[tuple[str, str], ...]:
@@ -158,7 +165,14 @@ class Resolved:
         least = least_new_tokens(self.config, prompt)
         reads = () if self.has_encoder else _READ_PROMPT
         needs_one_length = any(_is_on(name, own.get(name)) for name in reads)
-        return self._shared, least, length if needs_one_length else None
+        returned = tuple(bool(own.get(name)) for name in _RETURNED)
+        return (
+            self._shared,
+            least,
+            length if needs_one_length else None,
+            returned,
+            len(self.options.get(_CRITERIA) or ()),
+        )
 
 
 def options_of(config: Any) -> dict[str, Any]:
@@ -171,6 +185,11 @@ def least_new_tokens(config: Any, prompt: int) -> int:
     if config.min_new_tokens is not None:
         return int(config.min_new_tokens)
     return max((config.min_length or 0) - prompt, 0)
+
+
+def only_release(name: str, value: Any) -> bool:
+    """Whether an argument of `generate` is criteria that only let go what the call keeps, so that they need not run."""
+    return name == _CRITERIA and all(user_code.says(each, "releases_scores") for each in value)
 
 
 def _is_on(name: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastgen.decoding.kv.cache import Pair
 from fastgen.decoding.kv.prefixes import BLOCK, PrefixCache
+from fastgen.decoding.sources import Sources
 from fastgen.engine.planning import mean
 from fastgen.engine.requests import Request
 from fastgen.memory import free_host_memory
@@ -18,6 +19,8 @@ from fastgen.optimizer.transformers.entering import Entering
 LEAST_SHARED = 2 * BLOCK
 # K and V of beginnings may take this part of the memory that is free.
 SHARE_OF_MEMORY = 0.05
+# Encoder outputs take so many bytes, at the most.
+SOURCE_BYTES = 2**26
 # Tokens of a chunk, at least: a pass reads all weights.
 LEAST_CHUNK = 64
 
@@ -27,6 +30,7 @@ class Prefills:
 
     Args:
         shares: prompts may share beginnings: K and V of a token do not depend on what follows, nor on padding.
+        has_encoder: sources that have been encoded are kept.
         max_stall: seconds that requests in slots may wait for a prefill; None for any number.
         prefix_bytes: of beginnings, at the most; None for a part of the memory that is free.
 
@@ -34,12 +38,25 @@ class Prefills:
         chunks: passes after which requests in slots have gone on before the prefill was over.
     """
 
-    def __init__(self, shares: bool, max_stall: float | None, prefix_bytes: int | None = None) -> None:
+    def __init__(
+        self, shares: bool, has_encoder: bool, max_stall: float | None, prefix_bytes: int | None = None
+    ) -> None:
         self.max_stall, self.chunks = max_stall, 0
         most = int(SHARE_OF_MEMORY * free_host_memory()) if prefix_bytes is None else prefix_bytes
-        self.prefixes = PrefixCache(most) if shares else None
+        self.prefixes = PrefixCache(most) if shares and not has_encoder else None
+        self.sources = Sources(min(most, SOURCE_BYTES)) if has_encoder else None
         self._state: Any = None  # of the model that they are of
         self._seconds: float | None = None  # of a token
+
+    @property
+    def shared_positions(self) -> int:
+        """Positions of prompts that others had prefilled."""
+        return 0 if self.prefixes is None else self.prefixes.reused
+
+    @property
+    def shared_sources(self) -> int:
+        """Sources that others had."""
+        return 0 if self.sources is None else self.sources.reused
 
     def forget(self) -> None:
         """The model may have changed in a way that its state does not tell."""
@@ -71,8 +88,10 @@ class Prefills:
             take: gets the call behind it.
             step: makes a decode step of those.
         """
-        if self.prefixes is not None and self._state != state:
-            self.prefixes.clear()
+        if self._state != state:
+            for kept in (self.prefixes, self.sources):
+                if kept is not None:
+                    kept.clear()
             self._state = state
         tokens, beginning = self._tokens(batch[0]), list[Pair]()
         if self.prefixes is not None and len(batch) == 1 and self.prefixes.match(tokens) >= LEAST_SHARED:
@@ -93,7 +112,7 @@ class Prefills:
         chunk = None
         if others_wait and self._seconds is not None and self.max_stall is not None:
             chunk = max(int(self.max_stall / self._seconds), LEAST_CHUNK)
-        return Entering(taken, beginning, chunk, between)
+        return Entering(taken, beginning, chunk, between, self.sources)
 
     def _note(self, tokens: int, seconds: float) -> None:
         """So many tokens took so long, but for what was done between chunks. Few do not say what more of them take."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.engine.options import resolve
+from fastgen.engine.options import only_release, resolve
 
 # Options of `generate` that are code of the user's.
 _USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "custom_generate")
@@ -111,7 +111,8 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether code of the user's sees the request run: it must not run twice."""
-        return any(self.options.get(name) is not None for name in _USER_CODE)
+        given = ((name, self.options.get(name)) for name in _USER_CODE)
+        return any(value is not None and not only_release(name, value) for name, value in given)
 
     @property
     def has_own_loop(self) -> bool:

@@ -157,7 +157,7 @@ class ClientModel(ABC):
                 async for answer in answers:
                     seconds = time.perf_counter() - begin
                     if isinstance(answer, Generated):
-                        self._note(answer, seconds)
+                        self._count(answer, seconds)
                     elif not has_begun:
                         has_begun = True
                         metrics.FIRST_TOKEN.labels(self.name).observe(seconds)
@@ -168,7 +168,7 @@ class ClientModel(ABC):
         if self._settings.log_texts:
             log.note(texts=[self.tokenizer.decode(job.tokens) for job in jobs])
 
-    def _note(self, result: Generated, seconds: float) -> None:
+    def _count(self, result: Generated, seconds: float) -> None:
         tokens = sum(sequence.generated for sequence in result.sequences)
         metrics.TOKENS.labels(self.name, "generated").inc(tokens)
         longest = max((sequence.generated for sequence in result.sequences), default=0)

@@ -84,7 +84,12 @@ def generates(path: str) -> bool:
     Raises:
         SetupError: its configuration cannot be read.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoConfig
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        AutoConfig,
+    )
 
     import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
 
@@ -93,10 +98,14 @@ def generates(path: str) -> bool:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if file_of(path, "modules.json"):  # of sentence-transformers
         return False
-    kinds = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
+    kind = type(config)
+    kinds = [
+        each[kind] for each in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING) if kind in each
+    ]
     if config.architectures:
-        return any(name in kinds for name in config.architectures)
-    return bool(config.is_encoder_decoder) or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        names = {each.__name__ for each in kinds}
+        return any(name in names for name in config.architectures)
+    return bool(kinds) and (config.is_encoder_decoder or kind not in MODEL_FOR_MASKED_LM_MAPPING)
 
 
 def read_generating(path: str, dtype: str) -> tuple[Any, Any]:

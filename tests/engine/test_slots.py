@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import Request, make
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import PROMPTS, WAIT, Gate, alone
 from tests.equivalence.models import BY_NAME, EOS
 
@@ -91,6 +93,23 @@ def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
     assert executor.counts["steps"] < 4 * 24, "they have run together"
 
 
+def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come one by one, and then several at once, again and again: steps of other batches take them over."""
+    asked, make_room = [], DecodeStep.make_room
+    monkeypatch.setattr(
+        DecodeStep, "make_room", lambda step, needed: (asked.append(needed), make_room(step, needed))[1]
+    )
+    executor = ContinuousBatches(model, 8)
+    for _ in range(6):
+        requests = requests_for(model, PROMPTS, 8, max_new_tokens=12)
+        run(executor, requests[:1])
+        left = requests[1:]
+        executor.run(left[:1], lambda left=left: [left.pop(0)] if len(left) > 2 else [])
+        run(executor, [each for each in requests if not each.future.done()], at_once=8)
+        assert_as_alone(model, requests, PROMPTS)
+    assert {needed.new for needed in asked} == {67} and max(needed.stored for needed in asked) <= 129
+
+
 def test_different_options_at_a_time(model: Any) -> None:
     """Requests of several kinds, with processors, criteria, seeds and streams of their own, are in slots together."""
     options: list[dict[str, Any]] = [
@@ -108,15 +127,6 @@ def test_different_options_at_a_time(model: Any) -> None:
     assert not executor.static.alone
 
 
-class _Bans:
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, self.token] = -torch.inf
-        return scores
-
-
 class _StopsAt:
     """A criterion that stops each sequence behind so many new tokens."""
 
@@ -126,6 +136,60 @@ class _StopsAt:
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.first = self.first or input_ids.shape[1]
         return torch.full((len(input_ids),), input_ids.shape[1] % 11 == self.count)
+
+
+class _Releases:
+    """Lets scores go, and so FastGen need not make them: what `fastgen-generate` does for the scores of sequences."""
+
+    releases_scores = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        scores[-1].set_()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+RETURNED: list[dict[str, Any]] = [
+    {}, {"output_logits": True}, {"num_beams": 3, "num_return_sequences": 2, "output_scores": True},
+    {"num_beams": 2, "stopping_criteria": [_Releases()], "output_scores": True},
+    {"do_sample": True, "output_scores": True, "num_return_sequences": 2},
+    {"stopping_criteria": [_StopsAt(4)], "output_scores": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", RETURNED, ids=map(str, range(len(RETURNED))))
+def test_what_is_returned_beside_the_sequences(model: Any, options: dict[str, Any]) -> None:
+    """Scores, logits, the scores of sequences and their beams are those of a call of its own."""
+    executor = ContinuousBatches(model, 16)
+    requests = requests_for(model, PROMPTS * 2, return_dict_in_generate=True, **options)
+    run(executor, requests, at_once=3)
+    assert executor.counts["busy_row_steps"] and not executor.static.counts["repeated"]
+    for request, prompt in zip(requests, PROMPTS * 2, strict=True):
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        found, expected = request.future.result(0), alone(model, prompt, **request.options)
+        assert type(found) is type(expected)
+        assert torch.equal(found.sequences, expected.sequences)
+        for name in ("sequences_scores", "beam_indices", "scores", "logits"):
+            if name == "scores" and options.get("stopping_criteria") and "num_beams" in options:
+                continue  # they have been let go
+            own, others = getattr(found, name, None), getattr(expected, name, None)
+            assert (own is None) == (others is None), name
+            if name in ("scores", "logits") and own is not None:
+                # Of what stands behind the end of a sequence, scores say nothing.
+                ends = (expected.sequences[:, -len(own) :] == EOS).int()
+                goes_on = (ends.cumsum(dim=1) == ends).T if "num_beams" not in options else ...
+                own, others = torch.stack(own)[goes_on], torch.stack(others)[goes_on]
+            if own is not None:
+                torch.testing.assert_close(own, others, atol=1e-4, rtol=1e-4)
+
+
+class _Bans:
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, self.token] = -torch.inf
+        return scores
 
 
 def test_one_that_raises_leaves_the_others(model: Any) -> None:
@@ -184,6 +248,23 @@ def test_beginnings_are_prefilled_once(llama: Any) -> None:
     again = requests_for(llama, prompts)
     run(executor, again)
     assert_as_alone(llama, again, prompts)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "marian"])
+def test_a_source_is_encoded_once(name: str) -> None:
+    """Also with other options, in one prefill or in several, beside other sources; until the model changes."""
+    model, prompts = copy.deepcopy(BY_NAME[name].build()), [PROMPTS[1], PROMPTS[3], PROMPTS[1], PROMPTS[5]] * 2
+    executor = ContinuousBatches(model, 32)
+    requests = requests_for(model, prompts[:4], 32, num_beams=2) + requests_for(model, prompts[4:], 32)
+    run(executor, requests, at_once=8)
+    assert_as_alone(model, requests, prompts)
+    assert executor.stats()["shared_sources"] == 5 and executor.counts["busy_row_steps"]
+    with torch.no_grad():
+        model.get_input_embeddings().weight.neg_()
+    again = requests_for(model, prompts, num_beams=2)
+    run(executor, again, at_once=8)
+    assert_as_alone(model, again, prompts)
+    assert executor.stats()["shared_sources"] == 10
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])

@@ -23,21 +23,25 @@ SETTINGS = ServeSettings(models=(("counted", GPT2),), slots=8)
 
 
 @pytest.fixture(scope="module")
-def model(enabled: None) -> Iterator[LocalModel]:
-    made = LocalModel("counted", SETTINGS)
-    yield made
-    made.close()
+def model(enabled: None) -> LocalModel:
+    return LocalModel("counted", SETTINGS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def url(model: LocalModel) -> Iterator[str]:
+    with in_thread(create_app(SETTINGS, Models([model]))) as address:  # which stops the model at the end
+        yield address
 
 
 def samples(url: str) -> dict[tuple[str, ...], float]:
-    """What /metrics says, by name and values of labels."""
+    """What /metrics says, by name and sorted values of labels."""
     found = httpx.get(f"{url}/metrics")
     assert found.status_code == 200 and found.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(found.text)
-    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+    return {(each.name, *sorted(each.labels.values())): each.value for family in families for each in family.samples}
 
 
-def test_what_is_done_is_counted(model: LocalModel) -> None:
+def test_what_is_done_is_counted(model: LocalModel, url: str) -> None:
     job = Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 6, "min_new_tokens": 6}, streams=True)
 
     async def work() -> None:
@@ -46,11 +50,9 @@ def test_what_is_done_is_counted(model: LocalModel) -> None:
         with pytest.raises(BadRequest):
             await model.generate(Generate((-1,)))
 
-    with in_thread(create_app(SETTINGS, Models([model]))) as url:
-        before = samples(url)
-        asyncio.run(work())
-        after = samples(url)
-    model.is_ready = True  # the application has stopped it
+    before = samples(url)
+    asyncio.run(work())
+    after = samples(url)
 
     def more(*name: str) -> float:
         return after[name] - before.get(name, 0.0)

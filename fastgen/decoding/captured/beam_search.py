@@ -188,8 +188,13 @@ class BeamSearch(Search):
         return self.sequences[inputs, :count, start:end].flatten(0, 1).clone()
 
     def result_indices(self, inputs: slice, count: int) -> Tensor:
-        """The row of the beam at each step of what `results` returns, [inputs * count, generated], int32; -1 behind."""
-        return self.indices[inputs, :count, : self._written(inputs, count)].flatten(0, 1).clone()
+        """The row of the beam at each step of what `results` returns, [inputs * count, generated], int32; -1 behind.
+
+        Rows are counted from the first one of these inputs.
+        """
+        rows = self.indices[inputs, :count, : self._written(inputs, count)].flatten(0, 1)
+        first = (inputs.start or 0) * self._per_input
+        return torch.where(rows == NOTHING, rows, rows - first)
 
     def result_scores(self, inputs: slice, count: int) -> Tensor:
         """Of what `results` returns, [inputs * count], float32."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgen import patching, releases
@@ -62,15 +64,53 @@ def _encode(
     generation_config: Any,
 ) -> dict[str, Any]:
     ids, config, mask = inputs_tensor, generation_config, model_kwargs.get("attention_mask")
-    buckets: Buckets = []
     with call.decides():
         is_text = model_input_name == "input_ids" and isinstance(ids, Tensor) and not ids.is_floating_point()
-        if is_text and _is_all(model_kwargs):
-            encoder = call.model.get_encoder()
-            if type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder):
-                buckets = _buckets(call, encoder, ids, mask, config)
-    if not buckets or mask is None:
-        return wrapped(ids, model_kwargs, model_input_name, config)
+        sources = None if call.entering is None or call.model.training else call.entering.sources
+        if mask is None and sources is not None and len(ids) == 1:
+            mask = torch.ones_like(ids)
+        reads_rows = is_text and _is_all(model_kwargs) and _reads_rows_alone(call, ids, mask, config)
+    if not reads_rows or mask is None:
+        return dict(wrapped(ids, model_kwargs, model_input_name, config))
+    run = partial(_encode_buckets, call, wrapped, model_kwargs, model_input_name, config)
+    if sources is None:
+        return run(ids, mask)
+
+    def states_of(ids: Tensor, mask: Tensor) -> Tensor:
+        outputs = run(ids, mask)["encoder_outputs"]
+        _check_nothing_else("the encoder", outputs, "last_hidden_state")
+        sources.kind, state = type(outputs), outputs.last_hidden_state
+        assert isinstance(state, Tensor), "the library's encoders give one"
+        return state
+
+    call.has_intervened = True  # until there are all of them: the library's own encoder could have made that
+    encoded = sources.encode(states_of, ids, mask)
+    call.has_intervened = False
+    return {**model_kwargs, "encoder_outputs": sources.kind(last_hidden_state=encoded)}
+
+
+def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
+    """Whether the encoder is known to read each row for itself, without padding, and nothing else of it is returned."""
+    encoder = call.model.get_encoder()
+    is_known = type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder)
+    has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape and ids.device.type == "cpu"
+    return is_known and has_mask and ids.dim() == 2 and not _returns_more(config, encoder)
+
+
+def _encode_buckets(
+    call: Call,
+    wrapped: Any,
+    model_kwargs: dict[str, Any],
+    model_input_name: str | None,
+    config: Any,
+    ids: Tensor,
+    mask: Tensor,
+) -> dict[str, Any]:
+    """What the library gives for these rows, encoded in buckets where that pays."""
+    with call.decides():
+        buckets = _buckets(call, call.model.get_encoder(), ids, mask, config)
+    if not buckets:
+        return dict(wrapped(ids, {**model_kwargs, "attention_mask": mask}, model_input_name, config))
     call.has_intervened = True  # until the buckets are merged: the library's own encoder could have made that
     result: dict[str, Any] = {}
     encoded = None
@@ -164,12 +204,18 @@ def _buckets(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_fron
         or ids.device.type != "cpu"  # elsewhere, reading the lengths would wait for the device
         or not isinstance(mask, Tensor)
         or mask.shape != ids.shape
-        or config.return_dict_in_generate  # the K/V that are returned include padding
-        or any(getattr(source, name, False) for source in (config, part.config) for name in _FURTHER_OUTPUTS)
+        # The K/V that are returned include padding; in slots, there are none.
+        or (config.return_dict_in_generate and call.entering is None)
+        or _returns_more(config, part)
         or call.rows_depend_on_each_other
     ):
         return []
     return length_buckets.by_mask(mask, in_front)
+
+
+def _returns_more(config: Any, part: Any) -> bool:
+    """Whether attentions or hidden states are returned, too."""
+    return any(getattr(source, name, False) for source in (config, part.config) for name in _FURTHER_OUTPUTS)
 
 
 def _check_nothing_else(what: str, outputs: Any, *known: str) -> None:

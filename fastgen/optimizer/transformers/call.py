@@ -94,6 +94,7 @@ class Call:
     takes_best: bool = False  # it is an accelerated beam search that takes the best continuations, and draws none
     store: ExchangedLayers | None = None  # once the call is accelerated
     compaction: BatchCompaction | None = None  # the rows that the model runs on, where finished inputs may leave
+    entering: Any = None  # an `Entering`, where its inputs are to enter slots
     draft: Any = None  # what the call asks to draft its tokens with
     prefilled: Any = None  # the outputs of the prefill, made ahead of the library's loop
     cache_is_dropped: bool = False  # nobody looks at the one that the call returns

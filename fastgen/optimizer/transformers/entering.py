@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastgen import releases
 from fastgen.decoding.kv.cache import Pair
+from fastgen.decoding.sources import Sources
 from fastgen.optimizer.transformers.buckets import DECODERS, PER_POSITION, Prefill
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 
@@ -29,18 +30,15 @@ class Entering:
         beginning: K and V of the first positions of a prompt, layer by layer, [1, heads, positions, dim]; may be none.
         chunk: tokens of a prefill at a time, of all rows together; None for all.
         between: is called between two chunks.
+        sources: that have been encoded; None if all are to be.
     """
 
     take: Callable[[Any], None]
     beginning: Sequence[Pair] = ()
     chunk: int | None = None
     between: Callable[[], object] = lambda: None
-    _call: Any = None  # the call that enters: others inside of it, made by code of the user's, do not
-
-    def is_of(self, call: Any) -> bool:
-        """Whether this is the call that enters: the first one that asks."""
-        self._call = call if self._call is None else self._call
-        return self._call is call
+    sources: Sources | None = None
+    _is_claimed: bool = False
 
     def serves(self, model: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> bool:
         """Whether there is something to do besides the library's prefill, and the model allows it."""
@@ -88,7 +86,10 @@ def entering(how: Entering) -> Iterator[None]:
         _current.reset(token)
 
 
-def current(call: Any) -> Entering | None:
-    """How a call enters slots; None for one that does not."""
+def claimed() -> Entering | None:
+    """How the call that begins enters slots; None for others inside of the first one, made by code of the user's."""
     how = _current.get()
-    return how if how is not None and how.is_of(call) else None
+    if how is None or how._is_claimed:
+        return None
+    how._is_claimed = True
+    return how

@@ -21,6 +21,7 @@ from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import loop, models, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
+from fastgen.optimizer.transformers.entering import claimed
 from fastgen.optimizer.transformers.hooked import hooked
 from fastgen.optimizer.transformers.speculation import assisted
 from fastgen.releases import Usual
@@ -145,7 +146,7 @@ def _decide_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -
         fall_back(model, reason)
         return None
     cache_is_the_users = releases.has_own_cache(given["kwargs"]) if given else True
-    call = Call(model, not config.output_logits, cache_is_the_users, draft=draft)
+    call = Call(model, not config.output_logits, cache_is_the_users, entering=claimed(), draft=draft)
     return _Attempt(call, {**arguments, "generation_config": config})
 
 
@@ -185,7 +186,7 @@ def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:
         fall_back(model, reason)
         return None
     scores_are_private = not (arguments.get("logits_processor") or _option(model, arguments, "output_logits"))
-    call = Call(model, scores_are_private, releases.has_own_cache(arguments), draft=draft)
+    call = Call(model, scores_are_private, releases.has_own_cache(arguments), entering=claimed(), draft=draft)
     return _Attempt(call, arguments)
 
 

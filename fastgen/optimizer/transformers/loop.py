@@ -23,7 +23,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
-from fastgen.optimizer.transformers import entering, speculation, user_code
+from fastgen.optimizer.transformers import speculation, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
@@ -73,7 +73,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         with call.decides():
             draft = speculation.draft_for(call, config)
             _check(call, arguments, model_kwargs)
-            if draft is None and entering.current(call) is None:
+            if draft is None and call.entering is None:
                 _check_without_draft(arguments)
         call.prefilled = prefill(
             model._prefill, model, (arguments["input_ids"], config, model_kwargs, not config.is_assistant), {}
@@ -115,7 +115,7 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
         except CannotBeCaptured as reason:
             counters.count_not_used(SPECULATION, str(reason))
             _check_without_draft(arguments)
-    how = entering.current(call)
+    how = call.entering
     if how is None:
         return Decoding(call, arguments, model_kwargs).run()
     how.take(EnteringDecoding(call, arguments, model_kwargs))
@@ -158,7 +158,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("a criterion for a larger length than max_length")
     ignored = () if masks_source(call.model) else ("attention_mask",)
     is_short = config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS
-    if is_short and entering.current(call) is None:
+    if is_short and call.entering is None:
         raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if name in ignored:

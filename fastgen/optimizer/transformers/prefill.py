@@ -16,7 +16,6 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen import patching, releases
 from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
-from fastgen.optimizer.transformers import entering
 from fastgen.optimizer.transformers.buckets import prefill_in_groups
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
@@ -74,7 +73,7 @@ def _prefill(
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
     store = call.store = ExchangedLayers(releases.cache_in(model_kwargs), per_input, initial_capacity)
-    how, given = entering.current(call), (one_row_ids, generation_config, one_row_kwargs)
+    how, given = call.entering, (one_row_ids, generation_config, one_row_kwargs)
     if how is not None and how.serves(call.model, *given):
         outputs = how.prefill(store, wrapped, *given, is_first_iteration)
     else:

@@ -24,6 +24,7 @@ from transformers.generation.utils import (
 from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
+from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
@@ -82,8 +83,8 @@ class Decoding:
         # What the call returns of every step, by name.
         names = RECORDS if self.config.return_dict_in_generate else ()
         self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self.config, f"output_{name}")}
-        if self._criteria and all(user_code.says(x, "releases_scores") for x in self._criteria):
-            self._criteria = []  # they only let go what is not kept then
+        if any(user_code.says(each, "releases_scores") for each in self._criteria):  # which is not kept then
+            self._criteria = [each for each in self._criteria if not user_code.says(each, "releases_scores")]
             self._kept.pop("scores", None)
         self.host = Host(self._process, self._stops, self._keep)
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
@@ -202,12 +203,13 @@ class Decoding:
             return sequences
         if self._call.returns_cache:
             self._store.hold(*step.stored())
-        found: dict[str, Any] = {name: tuple(kept) for name, kept in self._kept.items()}
-        if isinstance(search, BeamSearch):
-            found["beam_indices"] = search.result_indices(*count)
-            found["sequences_scores"] = search.result_scores(*count) if config.output_scores else None
-        output = _OUTPUTS[isinstance(search, BeamSearch), self.model.config.is_encoder_decoder]
-        return output(sequences=sequences, **releases.with_cache(self._store.cache), **found)
+        found = {**recorded(search, *count, self._kept, config), **releases.with_cache(self._store.cache)}
+        return self.output(sequences=sequences, **found)
+
+    @property
+    def output(self) -> Any:
+        """The class of what is returned with `return_dict_in_generate`."""
+        return _OUTPUTS[self.config.num_beams > 1, bool(self.model.config.is_encoder_decoder)]
 
     def _keep(self, made: dict[str, Tensor]) -> None:
         for name, tensor in made.items():
@@ -445,6 +447,21 @@ class Decoding:
         prompt = self._needed
         exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.stored, 0, 0)
         return replace(key, sizes=exact)
+
+
+def recorded(search: Search, inputs: slice, count: int, kept: dict[str, list[Tensor]], config: Any) -> dict[str, Any]:
+    """What `return_dict_in_generate` returns beside the sequences of these inputs: their rows count from the first one.
+
+    Args:
+        count: sequences that each of them returns.
+        kept: what is returned of every step, by name.
+        config: the generation config.
+    """
+    found: dict[str, Any] = {name: tuple(each) for name, each in kept.items()}
+    if isinstance(search, BeamSearch):
+        found["beam_indices"] = search.result_indices(inputs, count)
+        found["sequences_scores"] = search.result_scores(inputs, count) if config.output_scores else None
+    return found
 
 
 def _describe(error: Exception) -> str:

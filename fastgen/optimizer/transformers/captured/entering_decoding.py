@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
-from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled
 from fastgen.optimizer.transformers.captured.slot import Slot
@@ -46,10 +48,14 @@ class EnteringDecoding(Decoding):
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed)
         is_seen = self.own_key.waits_for_host or self.processors_data is None
+        # Criteria, of which there are none where several inputs enter, are given what this call keeps.
+        kept = self._kept if self.prompt.inputs == 1 else {name: [] for name in self._kept}
+        host = self.host._replace(keep=partial(_keep, kept))
         put = None if self.streamer is None else self.streamer.put
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
         padding = 0 if length is None else self.prompt.tokens.shape[1] - length
-        return Slot(most, padding, self._count, self.host if is_seen else None, generator, put)
+        results = partial(_results, self._count, kept, self.config, self.output)
+        return Slot(most, padding, results, host if is_seen else None, generator, put)
 
     @property
     def window(self) -> int | None:
@@ -62,3 +68,16 @@ class EnteringDecoding(Decoding):
         if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):
             return None
         return tuple(processors.data(each, self._lengths) for each in self._processors)
+
+
+def _keep(kept: dict[str, list[Tensor]], made: dict[str, Tensor]) -> None:
+    for name, tensor in made.items():
+        kept[name].append(tensor)
+
+
+def _results(count: int, kept: dict[str, list[Tensor]], config: Any, output: Any, search: Search, inputs: slice) -> Any:
+    """What `generate` returns for an input, but for a cache."""
+    sequences = search.results(inputs, count)
+    if not config.return_dict_in_generate:
+        return sequences
+    return output(sequences=sequences, **recorded(search, inputs, count, kept, config))

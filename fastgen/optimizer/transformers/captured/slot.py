@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured.key import Host
 
 
@@ -19,7 +20,7 @@ class Slot:
     Attributes:
         new_tokens: the most that it may generate.
         padding: positions in front of its prompt that its prefill was padded with.
-        count: sequences that it returns.
+        results: what it returns, of a search and its place there.
         host: what the host does in each step; None if that is nothing.
         generator: what its tokens are drawn with; None where none are.
         put: gets each token, [1], as it comes; None without a streamer.
@@ -30,7 +31,7 @@ class Slot:
 
     new_tokens: int
     padding: int
-    count: int
+    results: Callable[[Search, slice], Any]
     host: Host | None = None
     generator: torch.Generator | None = None
     put: Callable[[Tensor], object] | None = None

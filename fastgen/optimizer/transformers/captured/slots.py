@@ -12,9 +12,9 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastgen import memory, settings
 from fastgen.decoding.captured import graph
@@ -164,7 +164,7 @@ class Slots:
         """The step, with room for so many inputs, where there is such, and for what they need."""
         batch = min(max(power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
-            self._step = self._taken(decoding, batch, needed)
+            self._step = self._taken(decoding, batch, self._rounded(decoding, needed))
             self._step.open(self._eos)
         self._step.make_room(self._rounded(decoding, needed))
         if batch > self._step.key.batch:
@@ -172,11 +172,10 @@ class Slots:
         self._key = self._step.key
         return self._step
 
-    def _taken(self, decoding: EnteringDecoding, batch: int, needed: Sizes) -> DecodeStep:
-        """The step for so many inputs, as the cache has it or a new one."""
+    def _taken(self, decoding: EnteringDecoding, batch: int, room: Sizes) -> DecodeStep:
+        """The step for so many inputs, as the cache has it or a new one, with buffers of these sizes at least."""
         key = replace(self._key, batch=batch)
         vocabulary = decoding.prompt.logits.shape[-1]
-        room = self._rounded(decoding, needed)
 
         def make() -> DecodeStep:
             return DecodeStep(key, decoding.prompt, decoding.captured_processors(key), room)
@@ -271,12 +270,14 @@ class Slots:
 
     # ---- inputs that leave
 
-    def result(self, slot: Slot) -> Tensor:
-        """The sequences of an input that is over, [count, length of the longest], with its prompt."""
+    def result(self, slot: Slot) -> Any:
+        """The sequences of an input that is over, [count, length of the longest], with its prompt; or with
+        `return_dict_in_generate` what `generate` returns, without a cache.
+        """
         assert self._step is not None, "the input is in it"
         search, inputs = self._step.search, slice(slot.place, slot.place + 1)
         self._ledger.note_call(self._key, int(search.length[inputs].max()) - search.prompt_capacity, True, 0)
-        return search.results(inputs, slot.count)
+        return slot.results(search, inputs)
 
     def remove(self, slot: Slot) -> None:
         """The input leaves; it may have come to its end, or not."""
@@ -308,8 +309,6 @@ def key_of(decoding: EnteringDecoding) -> Key:
     key: Key = decoding.own_key
     if not graph.is_recorded(decoding.model.device):
         raise CannotBeCaptured("inputs come and go on the CPU only, so far")
-    if key.kept or decoding.config.return_dict_in_generate:
-        raise CannotBeCaptured("what is returned of every step is that of a call of its own")
     if key.source_in_front or key.width > 1:
         raise CannotBeCaptured("a model whose inputs cannot come and go")
     if decoding.processors_data is None:

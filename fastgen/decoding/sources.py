@@ -1,0 +1,66 @@
+"""Encoder outputs of sources that have been read: the same source is encoded once, however many requests have it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+class Sources:
+    """Of one model as it is. What is not used for longest goes first. Not for several threads.
+
+    Args:
+        most_bytes: of encoder outputs, at the most.
+
+    Attributes:
+        kind: the class that the library has them in; whoever encodes says it.
+        reused: sources that were not encoded, as they had been.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes, self.reused = most_bytes, 0, 0
+        self.kind: Any = None
+        self._known: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()  # [length, size] each
+
+    def clear(self) -> None:
+        self._known.clear()
+        self.nbytes = 0
+
+    def encode(self, run: Callable[[Tensor, Tensor], Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+        """The encoder output [batch, longest, size] of sources, zero where there is padding.
+
+        Args:
+            run: encodes some rows: their tokens, and their mask, with padding on the right.
+            ids: [batch, longest], int64.
+            mask: [batch, longest], 0 where there is padding, on either side.
+        """
+        real = mask.bool()
+        keys = [tuple(row[is_real].tolist()) for row, is_real in zip(ids, real, strict=True)]
+        found = {key: self._known[key] for key in keys if key in self._known}
+        new = dict.fromkeys(key for key in keys if key not in found)
+        self.reused += len(keys) - len(new)
+        if new:
+            rows = [torch.tensor(key) for key in new]
+            masks = [torch.ones_like(row, dtype=mask.dtype) for row in rows]
+            states = run(pad_sequence(rows, True), pad_sequence(masks, True))
+            found |= {key: state[: len(key)].clone() for key, state in zip(new, states, strict=True)}
+        state = found[keys[0]]
+        encoded = state.new_zeros(*ids.shape, state.shape[-1])
+        for row, key in enumerate(keys):
+            encoded[row, real[row]] = found[key]
+        for key, state in found.items():
+            self._keep(key, state)
+        return encoded
+
+    def _keep(self, key: tuple[int, ...], state: Tensor) -> None:
+        if key not in self._known:
+            self._known[key] = state
+            self.nbytes += state.nbytes
+        self._known.move_to_end(key)
+        while self.nbytes > self.most_bytes:
+            self.nbytes -= self._known.popitem(last=False)[1].nbytes
