@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
@@ -14,7 +17,35 @@ from fastgen.pipeline.encoding.loading import lowered
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
 
+T = TypeVar("T")
+# Characters that take a tokenizer some milliseconds.
+_MANY = 10_000
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
+
+
+async def in_turn(model: ServedModel, size: int, work: Callable[[], T]) -> T:
+    """What `work` returns, which uses the model's tokenizer: one at a time, as it has settings that change.
+
+    Args:
+        size: characters, or tokens, of its input. Many are worked on in a thread, as the server has others to answer.
+    """
+    lock = _lock(model.tokenizer)
+    if size > _MANY or not lock.acquire(blocking=False):
+        return await asyncio.to_thread(_locked, lock, work)
+    try:
+        return work()
+    finally:
+        lock.release()
+
+
+def _locked(lock: threading.Lock, work: Callable[[], T]) -> T:
+    with lock:
+        return work()
+
+
+@lru_cache(maxsize=64)
+def _lock(tokenizer: Any) -> threading.Lock:
+    return threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -151,14 +182,18 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
     tokenizer = model.tokenizer
     if not hasattr(tokenizer, "src_lang"):
         raise BadRequest(f"{model.name} is not told languages by tokens: leave {param} out", param=param)
-    known = getattr(tokenizer, "lang_code_to_id", None) or {
-        token: tokenizer.convert_tokens_to_ids(token)
-        for token in tokenizer.all_special_tokens
-        if _LANGUAGE.fullmatch(token)
-    }
+    known = language_tokens(tokenizer)
     if language not in known:
         raise BadRequest(f"{param} is no language of {model.name}: it has {', '.join(sorted(known))}", param=param)
     return int(known[language])
+
+
+def language_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens of the languages that a tokenizer tells apart, by its names for these."""
+    if found := getattr(tokenizer, "lang_code_to_id", None):
+        return dict(found)
+    names = [token for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)]
+    return dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
 
 
 def _most(model: ServedModel, cut: Cut, room: int) -> int | None:

@@ -18,10 +18,14 @@ class ServedModel(Protocol):
         is_ready: it has been loaded and warmed up.
     """
 
-    name: str
-    info: ModelInfo
-    tokenizer: Any
-    is_ready: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def is_ready(self) -> bool: ...
 
     async def generate(self, job: Generate) -> Generated:
         """The results of a request. It is cancelled if the task is.

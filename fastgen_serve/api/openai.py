@@ -241,10 +241,13 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
     given = as_list(body.prompt)
     check_batch(request, given, "prompt")
-    with prompts.source_language(model, body.src_lang):
-        inputs = [
-            prompts.tokens_of(model, each, body.cut(), "prompt", body.limit or _COMPLETION_TOKENS) for each in given
-        ]
+
+    def tokenise() -> list[tuple[int, ...]]:
+        room = body.limit or _COMPLETION_TOKENS
+        with prompts.source_language(model, body.src_lang):
+            return [prompts.tokens_of(model, each, body.cut(), "prompt", room) for each in given]
+
+    inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
     run = _run(model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
 
     def written(pieces: Sequence[Piece]) -> answers.Completion:
@@ -266,17 +269,22 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
 async def chat(body: ChatRequest, request: Request) -> Any:
     """The answer to a conversation."""
     model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
-    with prompts.source_language(model, body.src_lang):
-        tokens = prompts.chat_tokens(
-            model,
-            [message.as_template_reads() for message in body.messages],
-            starts_answer=body.add_generation_prompt,
-            continues=body.continue_final_message,
-            cut=body.cut(),
-            room=body.limit or 1,
-        )
+    messages = [message.as_template_reads() for message in body.messages]
+
+    def tokenise() -> tuple[int, ...]:
+        with prompts.source_language(model, body.src_lang):
+            return prompts.chat_tokens(
+                model,
+                messages,
+                starts_answer=body.add_generation_prompt,
+                continues=body.continue_final_message,
+                cut=body.cut(),
+                room=body.limit or 1,
+            )
+
+    tokens = await prompts.in_turn(model, sum(len(each["content"]) for each in messages), tokenise)
     run = _run(model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
-    prompt = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
+    prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:
         return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **run.head, **more)
@@ -345,7 +353,7 @@ async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingLi
         raise BadRequest(f"dimensions is {body.dimensions}: the model's vectors have {size}", param="dimensions")
     prompt = _prompt(model, body.prompt_name)
     texts = [prompt + each if isinstance(each, str) else each for each in given]
-    inputs = [encoder_tokens(model, each, body.cut(), "input") for each in texts]
+    inputs = await encoder_tokens(model, texts, body.cut(), "input")
     vectors = await model.encode([Encode(tokens) for tokens in inputs])
     write = _as_base64 if body.encoding_format == "base64" else list
     data = [
@@ -367,11 +375,18 @@ def _prompt(model: ServedModel, name: str | None) -> str:
     return model.info.prompts[name]
 
 
-def encoder_tokens(model: ServedModel, text: str | Sequence[int], cut: prompts.Cut, param: str) -> tuple[int, ...]:
-    """The tokens of an input of an encoder. Raises BadRequest, as for one that is too long."""
-    tokens = prompts.tokens_of(model, text, cut, param)
-    prompts.check_length(model, len(tokens), 0, param)
-    return tokens
+async def encoder_tokens(
+    model: ServedModel, texts: Sequence[str | Sequence[int]], cut: prompts.Cut, param: str
+) -> list[tuple[int, ...]]:
+    """The tokens of inputs of an encoder. Raises BadRequest, as for one that is too long."""
+
+    def tokenise() -> list[tuple[int, ...]]:
+        inputs = [prompts.tokens_of(model, text, cut, param) for text in texts]
+        for tokens in inputs:
+            prompts.check_length(model, len(tokens), 0, param)
+        return inputs
+
+    return await prompts.in_turn(model, sum(map(len, texts)), tokenise)
 
 
 def _cut(vector: list[float], dimensions: int | None) -> list[float]:

@@ -6,6 +6,7 @@ batches: one that does not fit in memory is halved, and an input that the model 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC
 from collections.abc import Sequence
 from functools import cache
@@ -44,7 +45,13 @@ def load_encoder(path: str, settings: ServeSettings) -> Encoder:
         SetupError: it cannot be loaded.
     """
     # The commands read inputs and write outputs, too: there are none.
-    options = {"model": path, "input": STANDARD_STREAM, "output": STANDARD_STREAM, "device": "cpu", "quiet": True}
+    options: dict[str, Any] = {
+        "model": path,
+        "input": STANDARD_STREAM,
+        "output": STANDARD_STREAM,
+        "device": "cpu",
+        "quiet": True,
+    }
     options |= {"dtype": settings.dtype, "weight_dtype": settings.weight_dtype}
     return LabelEncoder(ClassifyOptions(**options)) if classifies(path) else VectorEncoder(EmbedOptions(**options))
 
@@ -70,15 +77,16 @@ class Encoder(ABC):
 
     Attributes:
         info: what it is.
+        positions: tokens that an input may have at the most.
     """
 
     info: ModelInfo
     _stage: EncodingStage
 
     def __init__(self, path: str, loaded: LoadedEncoder) -> None:
-        self._path, self._positions = path, loaded.longest or MOST_TOKENS
+        self._path, self.positions = path, loaded.longest or MOST_TOKENS
         self._vocabulary = int(loaded.model.get_input_embeddings().num_embeddings)
-        has_types = "token_type_ids" in loaded.tokenizer.model_input_names
+        has_types = "token_type_ids" in inspect.signature(loaded.model.forward).parameters
         self._token_types = int(getattr(loaded.model.config, "type_vocab_size", None) or 0) if has_types else 0
 
     def check(self, job: Encode) -> None:
@@ -88,8 +96,8 @@ class Encoder(ABC):
             raise BadRequest(f"the model makes {made}, not {job.what}: choose another model", param="model")
         if not job.tokens:
             raise BadRequest("the text has no tokens: send one that has some", param="input")
-        if len(job.tokens) > self._positions:
-            said = f"the text has {len(job.tokens)} tokens, but the model takes {self._positions}: shorten it"
+        if len(job.tokens) > self.positions:
+            said = f"the text has {len(job.tokens)} tokens, but the model takes {self.positions}: shorten it"
             raise BadRequest(said, param="input")
         if not 0 <= min(job.tokens) <= max(job.tokens) < self._vocabulary:
             raise BadRequest(f"a token is not one of the model's, 0 to {self._vocabulary - 1}", param="input")
@@ -118,7 +126,7 @@ class Encoder(ABC):
     def leaves_padding_out(self) -> bool:
         """Whether batches are computed without their padding, found by running one."""
         before = _accelerated()
-        self.run([self._job(1), self._job(min(self._positions, 16))])
+        self.run([self._job(1), self._job(min(self.positions, 16))])
         return _accelerated() > before
 
     def _job(self, length: int) -> Encode:
@@ -149,7 +157,7 @@ class LabelEncoder(Encoder):
         super().__init__(options.model, loaded)
         self._stage = ClassificationStage(loaded, options)
         labels = tuple(loaded.labels)
-        self.info = ModelInfo(options.model, "encoder", (LABELS,), self._positions, labels=labels, scores=loaded.scores)
+        self.info = ModelInfo(options.model, "encoder", (LABELS,), self.positions, labels=labels, scores=loaded.scores)
 
     def check(self, job: Encode) -> None:
         super().check(job)
@@ -171,7 +179,7 @@ class VectorEncoder(Encoder):
             options.model,
             "encoder",
             (VECTOR,),
-            self._positions,
+            self.positions,
             vector_size=self._stage.dimension(),
             prompt=loaded.prompt,
             prompts=prompts,
@@ -198,8 +206,13 @@ class _Vectors(EmbeddingStage):
     def __init__(self, loaded: LoadedEmbedder, options: EmbedOptions, prompts: Sequence[str]) -> None:
         super().__init__(loaded, options)
         self._changed = cache(loaded.modules.changed)
-        skips = not loaded.modules.include_prompt
-        self._prompts = [tuple(prompt_ids(loaded.tokenizer, each)) for each in prompts if each] if skips else []
+        skipped = [] if loaded.modules.include_prompt else list(filter(str.strip, prompts))
+        # How a text with the prompt begins, and how many of its tokens count as the prompt's. A space at its end may
+        # be a token by itself, and be one with the next word.
+        self._prompts = [
+            (tuple(prompt_ids(loaded.tokenizer, each.rstrip())), len(prompt_ids(loaded.tokenizer, each)))
+            for each in skipped
+        ]
 
     def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
         import torch
@@ -217,6 +230,6 @@ class _Vectors(EmbeddingStage):
 
     def _how(self, row: Record) -> tuple[str | None, bool | None, int]:
         """The pooling and the normalisation of its vector, and the tokens of its prompt."""
-        begins = (len(prompt) for prompt in self._prompts if tuple(row.ids[: len(prompt)]) == prompt)
+        found = (count for begin, count in self._prompts if tuple(row.ids[: len(begin)]) == begin)
         job = row.id if isinstance(row.id, Encode) else Encode(())
-        return job.pooling, job.normalize, max(begins, default=0)
+        return job.pooling, job.normalize, max(found, default=0)

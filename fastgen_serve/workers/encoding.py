@@ -32,7 +32,9 @@ class EncodingWorker:
     def __init__(self, path: str, settings: ServeSettings) -> None:
         self._encoder = load_encoder(path, settings)
         self.info = self._encoder.info
-        self._scheduler: Scheduler[_Request] = make_scheduler(settings, self._encoder, self.info.positions, Limits())
+        self._scheduler: Scheduler[_Request] = make_scheduler(
+            settings, self._encoder, self._encoder.positions, Limits()
+        )
         self._changed = threading.Condition()
         self._running: list[_Request] = []
         self._is_closed = False

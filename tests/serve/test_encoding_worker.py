@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from fastgen_serve.workers.encoders import VectorEncoder, classifies
 from fastgen_serve.workers.encoding import EncodingWorker
 from tests.pipeline import tiny
 
-TEXTS = tiny.sentences(24)
+TEXTS = tiny.sentences(24, longest=8)
 Asked = Callable[..., Any]
 
 
@@ -57,10 +58,22 @@ def ask(worker: EncodingWorker, job: Encode) -> Future[list[float]]:
     return future
 
 
-def tokens_of(folder: Path, text: str, pair: str | None = None) -> Any:
+@functools.cache
+def tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)(text, pair, return_tensors="pt")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@functools.cache
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(folder).eval()
+
+
+def tokens_of(folder: Path, text: str, pair: str | None = None) -> Any:
+    return tokenizer_of(folder)(text, pair, return_tensors="pt")
 
 
 def job_of(folder: Path, text: str, **options: Any) -> Encode:
@@ -69,10 +82,8 @@ def job_of(folder: Path, text: str, **options: Any) -> Encode:
 
 def states_of(folder: Path, text: str) -> Any:
     """The last hidden states [length, hidden] of a text alone, by the library."""
-    from transformers import AutoModel
-
     with torch.no_grad():
-        return AutoModel.from_pretrained(folder).eval()(**tokens_of(folder, text)).last_hidden_state[0]
+        return model_of(folder)(**tokens_of(folder, text)).last_hidden_state[0]
 
 
 def unit(vector: Any) -> Any:
@@ -270,11 +281,11 @@ def test_what_is_no_fault_of_a_job_is_told_to_all(bert: Path, monkeypatch: pytes
 
 def test_prompts_that_are_no_part_of_a_vector(tmp_path: Path) -> None:
     folder = tiny.bert(tmp_path / "model")
-    prompts = {"prompts": {"query": "light was ", "document": "and "}, "default_prompt_name": "document"}
+    prompts = {"prompts": {"query": "light was ", "document": "and the: "}, "default_prompt_name": "document"}
     tiny.sentence_files(folder, ("Pooling", {"pooling_mode": "mean", "include_prompt": False}), prompts=prompts)
     worker = started(folder)
-    assert worker.info.prompt == "and " and dict(worker.info.prompts) == prompts["prompts"]
-    for prompt, tokens in (("light was ", None), ("and ", None), ("", 0)):
+    assert worker.info.prompt == "and the: " and dict(worker.info.prompts) == prompts["prompts"]
+    for prompt, tokens in (("light was ", None), ("and the: ", None), ("", 0), ("and there", 0)):
         text = prompt + "god created heaven"
         if tokens is None:
             # <s>, and those of the prompt; </s> ends the text.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,3 +113,23 @@ def test_what_is_no_prompt(prompt: Any) -> None:
     with pytest.raises(BadRequest) as refused:
         prompts.tokens_of(served(tiny.tokenizer(False)), prompt, Cut(), "prompt")
     assert refused.value.param == "prompt"
+
+
+def test_work_on_a_tokenizer_is_done_one_at_a_time() -> None:
+    model, running, most, threads = served(tiny.tokenizer(False)), 0, 0, set()
+
+    def work() -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threads.add(threading.current_thread())
+        time.sleep(0.01)
+        running -= 1
+        return "done"
+
+    async def run() -> list[str]:
+        return await asyncio.gather(*(prompts.in_turn(model, size, work) for size in (10**6, 5, 10**6, 5)))
+
+    assert asyncio.run(run()) == ["done"] * 4
+    assert most == 1 and threading.main_thread() not in threads, "the server goes on meanwhile"
+    assert asyncio.run(prompts.in_turn(model, 5, threading.current_thread)) is threading.main_thread()
