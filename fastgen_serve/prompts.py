@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from fastgen.pipeline.encoding.loading import lowered
 from fastgen_serve.errors import BadRequest, TooLong
@@ -20,6 +22,12 @@ from fastgen_serve.served import ServedModel
 T = TypeVar("T")
 # Characters that take a tokenizer some milliseconds.
 _MANY = 10_000
+# Names that mean something else to `apply_chat_template`, or to what it calls.
+_NO_VARIABLES = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "messages",
+    "conversations",
+}
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
 
 
@@ -102,6 +110,7 @@ def chat_tokens(
     *,
     starts_answer: bool = True,
     continues: bool = False,
+    variables: Mapping[str, Any] | None = None,
     cut: Cut,
     room: int = 0,
 ) -> tuple[int, ...]:
@@ -112,6 +121,7 @@ def chat_tokens(
         messages: role and content of each.
         starts_answer: the template's beginning of an answer comes behind them.
         continues: the last message is left open.
+        variables: what the template may read besides, such as `enable_thinking`.
         cut: how the text is tokenised.
         room: positions that new tokens need.
 
@@ -124,11 +134,17 @@ def chat_tokens(
             f"{model.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
             param="messages",
         )
+    if wrong := sorted(set(variables or ()) & (_NO_VARIABLES | tokenizer.special_tokens_map.keys())):
+        raise BadRequest(f"chat_template_kwargs has {wrong[0]}: leave it out", param="chat_template_kwargs")
     if "developer" not in str(tokenizer.chat_template):  # which newer clients of OpenAI's call the system
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=starts_answer, continue_final_message=continues
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=starts_answer,
+            continue_final_message=continues,
+            **(variables or {}),
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise BadRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error

@@ -21,9 +21,6 @@ from typing import Any
 
 import httpx
 
-from benchmarks.machine import ROOT
-from benchmarks.memory import child_environment
-
 # Seconds in which answers may come after the last request.
 PATIENCE = 60.0
 
@@ -105,6 +102,9 @@ def run(load: Load) -> Seen:
     Raises:
         subprocess.CalledProcessError: it failed; what it said is on standard error.
     """
+    from benchmarks.machine import ROOT  # which the process itself does without: it starts fast
+    from benchmarks.memory import child_environment
+
     command = [sys.executable, "-m", "benchmarks.serving.load"]
     asked = json.dumps(dataclasses.asdict(load)).encode()
     made = subprocess.run(command, input=asked, stdout=subprocess.PIPE, check=True, cwd=ROOT, env=child_environment(1))

@@ -15,6 +15,8 @@ BERT_VOCABULARY = 30522
 # What `translator` makes of a sentence is as long as its words say: such a word is one of these.
 SHORTEST, LONGEST = 5, 60
 _FIRST = 10  # token of length 0
+# How far the LM head is from chance. With a little doubt, long translations would win: scores are divided by lengths.
+_SURE = 4.0
 # Of ten words, so many say how long the translation is.
 _TELLING = 8
 
@@ -57,8 +59,8 @@ def _plant(model: Any) -> None:
     words[_FIRST + 1 : _FIRST + LONGEST + 1] = 3 * directions[1:]
     words[config.eos_token_id] = words[config.pad_token_id] = 0
     head = 0.005 * torch.randn(config.vocab_size, width)
-    head[_FIRST + 1 : _FIRST + LONGEST] += 1.5 * directions[2:]
-    head[config.eos_token_id] += 1.5 * (directions[0] + directions[1])
+    head[_FIRST + 1 : _FIRST + LONGEST] += _SURE * directions[2:]
+    head[config.eos_token_id] += _SURE * (directions[0] + directions[1])
     for embedding in (model.model.shared, model.model.encoder.embed_tokens, model.model.decoder.embed_tokens):
         embedding.weight.copy_(words)
     model.lm_head.weight.copy_(head)
@@ -108,11 +110,13 @@ def _words(size: int, ends: int | None, pads: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {f"w{number}": number for number in range(size)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="w1"))
+    # Special tokens are found within words, too.
+    special = {"pad_token": ("<pad>", pads), "unk_token": ("<unk>", 1)}
+    special |= {} if ends is None else {"eos_token": ("</s>", ends)}
+    names = {number: name for name, number in special.values()}
+    raw = Tokenizer(models.WordLevel({names.get(n, f"w{n}"): n for n in range(size)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": f"w{pads}", "unk_token": "w1"}
     if ends is not None:
-        special["eos_token"] = f"w{ends}"
-        raw.post_processor = processors.TemplateProcessing(single=f"$A w{ends}", special_tokens=[(f"w{ends}", ends)])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, model_max_length=512, **special)
+        raw.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", ends)])
+    called = {kind: name for kind, (name, _) in special.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, model_max_length=512, **called)

@@ -22,7 +22,7 @@ from benchmarks.machine import ROOT
 from benchmarks.memory import child_environment
 
 # Seconds in which a model is loaded and warmed up.
-PATIENCE = 600.0
+PATIENCE = 300.0
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def convert(model: Path) -> None:
 
     from benchmarks.backends import ctranslate2
 
+    (model / "ctranslate2").mkdir()
     ctranslate2.convert(AutoModelForSeq2SeqLM.from_pretrained(model).eval(), str(model / "ctranslate2"))
 
 

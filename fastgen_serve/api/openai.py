@@ -278,6 +278,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
                 messages,
                 starts_answer=body.add_generation_prompt,
                 continues=body.continue_final_message,
+                variables=body.chat_template_kwargs,
                 cut=body.cut(),
                 room=body.limit or 1,
             )

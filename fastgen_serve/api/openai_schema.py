@@ -203,6 +203,9 @@ class Message(Body):
         return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
 
 
+TemplateVariable = Annotated[bool | int | float | Text | None, described("is no text, number, true, false or null")]
+
+
 class Chat(Cutting):
     """A conversation, and how the model's chat template writes it."""
 
@@ -214,10 +217,12 @@ class Chat(Cutting):
         default=True, description="The template's beginning of an answer ends the prompt."
     )
     continue_final_message: bool = Field(default=False, description="The last message is left open, and continued.")
+    chat_template_kwargs: dict[str, TemplateVariable] | None = Field(
+        default=None, description="Variables that the model's chat template reads, such as enable_thinking."
+    )
 
     tools: Any = off([])
     chat_template: Any = off()
-    chat_template_kwargs: Any = off({})
     documents: Any = off([])
 
     @model_validator(mode="after")

@@ -84,6 +84,7 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
             messages,
             starts_answer=body.add_generation_prompt,
             continues=body.continue_final_message,
+            variables=body.chat_template_kwargs,
             cut=Cut(special=bool(body.add_special_tokens)),
         )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from fastgen_serve.api.openai_schema import Cutting, Message
+from fastgen_serve.api.openai_schema import Cutting, Message, TemplateVariable
 from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
 
@@ -96,11 +96,11 @@ class TokenizeRequest(Body):
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: dict[str, TemplateVariable] | None = None
     return_token_strs: bool | None = None
 
     tools: Any = off([])
     chat_template: Any = off()
-    chat_template_kwargs: Any = off({})
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeRequest:

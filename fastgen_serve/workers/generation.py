@@ -16,7 +16,15 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Delta, Generate, Generated, ModelInfo, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.loading import read_generating
-from fastgen_serve.workers.watching import BeamWatcher, Ends, Recorder, RowWatcher, StopTexts, TokenStreamer
+from fastgen_serve.workers.watching import (
+    BeamWatcher,
+    Ends,
+    Recorder,
+    RowWatcher,
+    ScoreRelease,
+    StopTexts,
+    TokenStreamer,
+)
 
 # What configurations call the positions of a decoder, and of an encoder: the first that there is.
 _POSITIONS = ("max_position_embeddings", "max_target_positions")
@@ -120,8 +128,6 @@ class GenerationWorker:
         self._check(job)
         beams, options = int(self._option(job, "num_beams") or 1), dict(job.options)
         rows = max(beams, int(self._option(job, "num_return_sequences") or 1))
-        if beams > 1:
-            options |= {"return_dict_in_generate": True, "output_scores": True}
         if self._option(job, "do_sample") and job.seed is not None:
             options["seed"] = job.seed
         prompt, ends = self._prompt(job), self._ends(job)
@@ -129,6 +135,9 @@ class GenerationWorker:
         if recorder is not None:
             options["logits_processor"] = LogitsProcessorList([recorder])
         criteria: list[Any] = [] if ends.stops is None else [ends.stops]
+        if beams > 1:
+            options |= {"return_dict_in_generate": True, "output_scores": True}
+            criteria.append(ScoreRelease())
         if beams > 1 and on_delta is not None:
             criteria.append(BeamWatcher(prompt, beams, ends, on_delta))
         elif recorder is not None or (on_delta is not None and rows > 1):

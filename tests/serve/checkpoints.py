@@ -20,6 +20,8 @@ from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2
 
 TEMPLATE = """\
+{%- if brief is defined and brief -%}be brief .
+{% endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'system' and not loop.first -%}{{ raise_exception('system comes first') }}{%- endif -%}
 {{ message.role }} said {{ message.content }} .

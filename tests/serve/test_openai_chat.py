@@ -47,6 +47,24 @@ def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer(
     assert ask("developer").prompt_token_ids == ask("system").prompt_token_ids
 
 
+def test_variables_of_a_template(client: OpenAI, paths: dict[str, str]) -> None:
+    tokenizer = checkpoints.loaded(paths["chat"])[1]
+
+    def ask(variables: dict[str, Any]) -> Any:
+        extra = {"return_token_ids": True, "chat_template_kwargs": variables}
+        return client.chat.completions.create(model="chat", messages=[USER], max_tokens=1, extra_body=extra)  # type: ignore[list-item]
+
+    text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, brief=True)
+    assert text.startswith("be brief")
+    assert ask({"brief": True}).prompt_token_ids == tokenizer(text)["input_ids"]
+    assert ask({"brief": False}).prompt_token_ids == ask({}).prompt_token_ids
+    for name in ("chat_template", "messages", "tokenize", "conversation", "bos_token"):
+        with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs has {name}"):
+            ask({name: "{{ 1 }}"})
+    with pytest.raises(openai.BadRequestError, match="is no text, number, true, false or null"):
+        ask({"brief": ["a"]})
+
+
 def test_the_last_message_is_continued(client: OpenAI, paths: dict[str, str]) -> None:
     tokenizer = checkpoints.loaded(paths["chat"])[1]
     messages = [USER, {"role": "assistant", "content": "the law is"}]
