@@ -146,7 +146,8 @@ def _failed(problem: Problem) -> Failed:
 
 
 def _accelerated() -> int:
-    return int(fastgen.stats().get("transformers.encoder", {}).get("accelerated", 0))
+    entries = fastgen.stats().items()
+    return sum(int(entry["accelerated"]) for name, entry in entries if name.startswith("transformers.encoder"))
 
 
 class LabelEncoder(Encoder):

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import fastgen
 from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import Encode
 from fastgen_serve.settings import ServeSettings
-from fastgen_serve.workers.encoders import VectorEncoder, classifies
+from fastgen_serve.workers.encoders import VectorEncoder, classifies, load_encoder
 from fastgen_serve.workers.encoding import EncodingWorker
 from tests.pipeline import tiny
 
@@ -118,6 +119,13 @@ def test_each_job_says_how_its_vector_is_made(bert: Path, vectors: EncodingWorke
         means = states.mean(0)
         expected = [unit(means), means, unit(states[0]), states.amax(0), unit(means)][number % 5]
         same(future.result(60), expected)
+
+
+def test_whether_padding_is_left_out(bert: Path) -> None:
+    encoder = load_encoder(str(bert), ServeSettings())
+    assert encoder.leaves_padding_out()
+    with fastgen.disabled():
+        assert not encoder.leaves_padding_out()
 
 
 def test_labels_are_those_of_each_text_alone(classifier: Path, labels: EncodingWorker) -> None:

@@ -162,6 +162,9 @@ STREAMS: list[dict[str, Any]] = [
     {"temperature": 0, "prompt": [PROMPT, OTHER]},
     {"temperature": 0, "stop": ["the", "lord"]},
     {"temperature": 0, "logprobs": 2},
+    {"num_beams": 3, "n": 2, "stop": ["the", "I"]},
+    {"model": "bart", "prompt": SOURCE, "n": 2},
+    {"model": "bart", "prompt": SOURCE, "stop": "unto", "include_stop_str_in_output": True},
 ]
 
 

@@ -111,6 +111,14 @@ def log_probabilities(tokens: list[int], prompt: list[int]) -> torch.Tensor:
 FREE = {**GREEDY, "no_repeat_ngram_size": 0, "return_token_ids": True}
 
 
+def test_logprobs_are_those_before_temperature(client: OpenAI) -> None:
+    drawn = {**FREE, "temperature": 0.5, "top_k": 5, "seed": 1, "logprobs": 2}
+    choice = complete(client, **drawn).choices[0]
+    expected = log_probabilities(choice.token_ids, checkpoints.loaded(GPT2)[1](PROMPT)["input_ids"])
+    of_tokens = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+    assert choice.logprobs.token_logprobs == pytest.approx(of_tokens.tolist(), abs=1e-4)
+
+
 def test_logprobs_of_completions(client: OpenAI) -> None:
     choice = complete(client, logprobs=3, **FREE).choices[0]
     tokenizer = checkpoints.loaded(GPT2)[1]
