@@ -94,7 +94,7 @@ class EngineStats:
         return family
 
     def _family(self, kind: Any, name: str, about: str) -> Metric:
-        family: Metric = kind(f"fastgen_engine_{name}", about, labels=["model"])
+        family: Any = kind(f"fastgen_engine_{name}", about, labels=["model"])
         for model, stats in self.latest.items():
             if isinstance(stats.get(name), (int, float)):
                 family.add_metric([model], stats[name])
@@ -102,7 +102,7 @@ class EngineStats:
 
 
 ENGINES = EngineStats()
-REGISTRY.register(ENGINES)  # type: ignore[arg-type]
+REGISTRY.register(ENGINES)
 
 
 def text() -> bytes:

@@ -45,8 +45,8 @@ def generates(path: str) -> bool:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if file_of(path, "modules.json"):  # of sentence-transformers
         return False
-    kind = type(config)
-    kinds = [
+    kind: Any = type(config)
+    kinds: list[Any] = [
         each[kind] for each in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING) if kind in each
     ]
     if config.architectures:
