@@ -9,6 +9,7 @@ from transformers.models.m2m_100 import tokenization_m2m_100
 from transformers.models.mbart50.tokenization_mbart50 import FAIRSEQ_LANGUAGE_CODES as MBART
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES as NLLB
 
+from fastgen_serve import main
 from fastgen_serve.translation import detection, languages, pairs
 
 M2M100 = tokenization_m2m_100.FAIRSEQ_LANGUAGE_CODES["m2m100"]
@@ -78,6 +79,24 @@ def test_pairs_of_the_command_are_read():
     for wrong in ("en", "en:", "en:en", "en-de", "en:de,", "english:german"):
         with pytest.raises(ValueError, match="no pair of languages"):
             pairs.parse(wrong)
+
+
+def test_the_command_names_models_or_means_the_first_one():
+    words = [
+        "a=models/a",
+        "b=models/b",
+        "--languages",
+        "en:de,de:en",
+        "b=en:fr",
+        "--translation-prefix",
+        "to {target}: ",
+    ]
+    found = main.read(words)
+    assert found.languages == {"a": {("en", "de"), ("de", "en")}, "b": {("en", "fr")}}
+    assert found.translation_prefix == "to {target}: "
+    for wrong, reason in (("c=en:de", "no model is named c"), ("en-de", "no pair of languages")):
+        with pytest.raises(main.UsageError, match=reason):
+            main.read(["a=models/a", "--languages", wrong])
 
 
 def test_files_of_t5_say_what_it_translates():
