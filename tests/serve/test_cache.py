@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from fastgen.pipeline.errors import SetupError
 from fastgen_serve import metrics
+from fastgen_serve.app import create_app
 from fastgen_serve.cache import (
     Cache,
     CachedModel,
@@ -32,6 +34,8 @@ from fastgen_serve.jobs import Encode, Generate, Generated, ModelInfo, TokenLogp
 from fastgen_serve.jobs import Sequence as Written
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.local import LocalModel
+from tests.serve.servers import BART, in_thread, until
 
 GREEDY = {"do_sample": False, "num_beams": 4}
 
@@ -474,3 +478,30 @@ def test_a_value_that_is_none_of_ours_is_no_response(value: bytes) -> None:
         assert await asked(model, JOB) == expected and len(own.generated) == 1  # it is replaced
 
     asyncio.run(run())
+
+
+# ---- in a server
+
+
+def test_a_server_answers_from_its_cache(counted: Callable[[], dict[str, float]]) -> None:
+    settings = ServeSettings(models=(("bart", BART),), cache="1MiB", warm_up=False, slots=4)
+    model = LocalModel("bart", settings)
+    request = {"model": "bart", "prompt": "fear not for i am with thee", "num_beams": 2, "max_tokens": 8}
+    with in_thread(create_app(settings, Models([model]))) as url:
+
+        def ask(**more: Any) -> Any:
+            response = httpx.post(f"{url}/v1/completions", json={**request, **more}, timeout=60)
+            assert response.status_code == 200, response.text
+            return response.json()["choices"]
+
+        def hits() -> float:
+            ask()
+            return counted()["hit"]
+
+        first = ask()
+        until(hits)  # its files have been read, and a response has been kept
+        submitted = asyncio.run(model.stats())["submitted"]
+        assert ask() == first
+        assert asyncio.run(model.stats())["submitted"] == submitted
+        ask(max_tokens=7)
+        assert asyncio.run(model.stats())["submitted"] == submitted + 1
