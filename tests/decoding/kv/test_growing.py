@@ -159,14 +159,14 @@ def test_the_prefix_is_stored_once_and_never_moves():
 def test_a_window_drops_what_lies_behind_it_from_the_prefix(per_input):
     layer, keys = GrowingKV(2, window=10), torch.randn(3, 2, 40, 4)
     layer.extend(keys, keys)
-    assert (layer.length, layer.stored, layer.dropped) == (40, 40, 0)
+    assert (layer.length, layer.cached, layer.dropped) == (40, 40, 0)
     layer.expand(Beams(3, per_input))
     kept = 40 if per_input == 1 else 9
-    assert (layer.length, layer.stored, layer.dropped) == (40, kept, 40 - kept)
+    assert (layer.length, layer.cached, layer.dropped) == (40, kept, 40 - kept)
     new = torch.randn(3 * per_input, 2, 1, 4)
     expected = torch.cat([keys[:, :, -kept:].repeat_interleave(per_input, dim=0), new], dim=2)
     assert torch.equal(layer.extend(new, new)[0] + 0, expected)
-    assert (layer.length, layer.stored) == (41, kept + 1)
+    assert (layer.length, layer.cached) == (41, kept + 1)
 
 
 def test_reading_an_empty_layer_is_an_error():

@@ -202,7 +202,7 @@ class Decoding:
         if not config.return_dict_in_generate:
             return sequences
         if self._call.returns_cache:
-            self._store.hold(*step.stored())
+            self._store.hold(*step.materialized())
         found = {**recorded(search, *count, self._kept, config), **releases.with_cache(self._store.cache)}
         return self.output(sequences=sequences, **found)
 
@@ -429,7 +429,7 @@ class Decoding:
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
             # A window that everything fits into is none.
             windows=tuple(
-                window if window and self._needed.stored + self._needed.new > window else None
+                window if window and self._needed.cached + self._needed.new > window else None
                 for window in self._windows
             ),
         )
@@ -445,7 +445,7 @@ class Decoding:
     def of_any_sizes(self, key: Key) -> Key:
         """The key for buffers that grow."""
         prompt = self._needed
-        exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.stored, 0, 0)
+        exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.cached, 0, 0)
         return replace(key, sizes=exact)
 
 
