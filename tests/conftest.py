@@ -132,6 +132,25 @@ def settings_are_put_back() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def counted() -> Iterator[None]:
+    """FastGen is enabled, and its counts start at zero."""
+    import fastgen
+
+    fastgen.enable()
+    fastgen.reset_stats()
+    yield
+    fastgen.enable()
+
+
+@pytest.fixture
+def strict(counted: None) -> None:
+    """A fallback fails the test."""
+    import fastgen
+
+    fastgen.enable(strict=True)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found = [
         f"{report.nodeid}: {line}"

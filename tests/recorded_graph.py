@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_unflatten
 
 from fastgen.decoding.captured.recording import record, tensors_in
-from fastgen.decoding.operations import Constant, Operation, Place
+from fastgen.decoding.operations import Constant, Operation, TensorRef
 
 
 class RecordedGraph:
@@ -45,14 +45,14 @@ class RecordedGraph:
         recording, result = record(function)
         self._operations, self._captured = recording.operations, True
         self._storages = [
-            storage if number in recording.made | recording.frozen else StorageWeakRef(storage)
+            storage if number in recording.made | recording.host_values else StorageWeakRef(storage)
             for number, storage in enumerate(recording.storages)
         ]
         self._memory = _Memory(self._operations, self._storages)
         with torch.inference_mode():
             for operation in self._operations:
-                for place in filter(None, operation.fresh):
-                    _poison(_tensor(place, _alive(self._storages[place.storage])))
+                for ref in filter(None, operation.outputs):
+                    _poison(_tensor(ref, _alive(self._storages[ref.storage])))
         return result
 
     @property
@@ -79,48 +79,48 @@ class _Memory:
     """The tensors and constants of a graph's operators in one list, so that a replay makes each tensor once at most.
 
     Attributes:
-        arguments: what each operator is called with, positional and named, with places in the list as leaves.
+        arguments: what each operator is called with, positional and named, with positions in the list as leaves.
     """
 
     def __init__(self, operations: list[Operation], storages: list[torch.UntypedStorage | StorageWeakRef]) -> None:
-        self._places: dict[Place, int] = {}
+        self._numbers_by_ref: dict[TensorRef, int] = {}
         self._values: list[Any] = []
-        self._of_others: list[Place] = []
+        self._of_others: list[TensorRef] = []
         self.arguments: list[tuple[tuple, dict]] = []
         for operation in operations:
-            numbers = [self._number(leaf, storages) for leaf in operation.leaves]
+            numbers = [self._number(arg, storages) for arg in operation.args]
             self.arguments.append(tree_unflatten(numbers, operation.structure))
 
-    def _number(self, leaf: Place | Constant, storages: list[torch.UntypedStorage | StorageWeakRef]) -> int:
-        if isinstance(leaf, Place):
-            number = self._places.setdefault(leaf, len(self._values))
+    def _number(self, arg: TensorRef | Constant, storages: list[torch.UntypedStorage | StorageWeakRef]) -> int:
+        if isinstance(arg, TensorRef):
+            number = self._numbers_by_ref.setdefault(arg, len(self._values))
             if number < len(self._values):
                 return number
-            storage = storages[leaf.storage]
+            storage = storages[arg.storage]
             if isinstance(storage, torch.UntypedStorage):
-                self._values.append(_tensor(leaf, storage))
+                self._values.append(_tensor(arg, storage))
             else:
-                self._of_others.append(leaf)
+                self._of_others.append(arg)
                 self._values.append(None)
         else:
-            self._values.append(leaf.value)
+            self._values.append(arg.value)
         return len(self._values) - 1
 
     @contextlib.contextmanager
     def filled(self, storages: list[torch.UntypedStorage]) -> Iterator[list[Any]]:
         """The list, for one replay: memory of others is not held beyond it."""
-        for place in self._of_others:
-            self._values[self._places[place]] = _tensor(place, storages[place.storage])
+        for ref in self._of_others:
+            self._values[self._numbers_by_ref[ref]] = _tensor(ref, storages[ref.storage])
         try:
             yield self._values
         finally:
-            for place in self._of_others:
-                self._values[self._places[place]] = None
+            for ref in self._of_others:
+                self._values[self._numbers_by_ref[ref]] = None
 
 
 @torch.inference_mode()
-def _tensor(place: Place, storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
+def _tensor(ref: TensorRef, storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.size, ref.stride)
 
 
 def _alive(storage: torch.UntypedStorage | StorageWeakRef) -> torch.UntypedStorage:
@@ -135,8 +135,8 @@ def _execute(
     operation: Operation, arguments: tuple[tuple, dict], values: list[Any], storages: list[torch.UntypedStorage]
 ) -> None:
     if operation.is_allocation:
-        for place in filter(None, operation.fresh):
-            _poison(_tensor(place, storages[place.storage]))
+        for ref in filter(None, operation.outputs):
+            _poison(_tensor(ref, storages[ref.storage]))
         return
     args, kwargs = arguments
     result = operation.function(
@@ -144,11 +144,11 @@ def _execute(
         **{name: _filled(part, values) for name, part in kwargs.items()},
     )
     results = [result] if isinstance(result, Tensor) else tensors_in(result)
-    for place, tensor in zip(operation.fresh, results, strict=True):
-        if place is not None:
-            assert (tuple(tensor.shape), tensor.stride()) == (place.size, place.stride), operation.function
+    for ref, tensor in zip(operation.outputs, results, strict=True):
+        if ref is not None:
+            assert (tuple(tensor.shape), tensor.stride()) == (ref.size, ref.stride), operation.function
             # Bytes, because elements may share memory.
-            storages[place.storage].copy_(tensor.untyped_storage())
+            storages[ref.storage].copy_(tensor.untyped_storage())
 
 
 def _filled(part: Any, values: list[Any]) -> Any:

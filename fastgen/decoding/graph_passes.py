@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from fastgen.decoding import lm_head_pass
-from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of
+from fastgen.decoding.operations import Constant, Operation, Recording, TensorRef, storage_of
 from fastgen.ops import packed_attention
 
 _aten = torch.ops.aten
@@ -52,8 +52,8 @@ def _constants(operations: list[Operation]) -> set[int]:
     found: set[int] = set()
     for each in operations:
         # A sparse tensor lies where no one knows: its contents may change.
-        is_dense = not any(isinstance(leaf, Constant) and isinstance(leaf.value, torch.Tensor) for leaf in each.leaves)
-        is_pure = is_dense and each.only_computes and not each.in_place and None not in each.fresh
+        is_dense = not any(isinstance(arg, Constant) and isinstance(arg.value, torch.Tensor) for arg in each.args)
+        is_pure = is_dense and each.only_computes and not each.in_place and None not in each.outputs
         inputs = frozenset() if each.function.overloadpacket in _BY_LAYOUT else each.used
         if is_pure and inputs <= found and all(writers[storage] == 1 for storage in each.made):
             found |= each.made
@@ -65,32 +65,32 @@ def _without_copies(operations: list[Operation]) -> list[Operation]:
     writes: defaultdict[int, list[int]] = defaultdict(list)
     reads: defaultdict[int, list[int]] = defaultdict(list)
     outside: set[int] = set()  # storages that are read as another type, or beyond the first result in them
-    results = {place.storage: place for each in operations for place in each.fresh if place is not None}
+    results = {ref.storage: ref for each in operations for ref in each.outputs if ref is not None}
     for number, each in enumerate(operations):
         for storage in (*each.made, *each.in_place):
             writes[storage].append(number)
-        for leaf in each.leaves:
-            if isinstance(leaf, Place):
-                reads[leaf.storage].append(number)
-                result = results.get(leaf.storage)
-                if result is None or leaf.dtype is not result.dtype or leaf.end > result.end:
-                    outside.add(leaf.storage)
+        for arg in each.args:
+            if isinstance(arg, TensorRef):
+                reads[arg.storage].append(number)
+                result = results.get(arg.storage)
+                if result is None or arg.dtype is not result.dtype or arg.end > result.end:
+                    outside.add(arg.storage)
 
-    originals: dict[int, tuple[Place, Place]] = {}  # by the copy's storage: the original and the copy
+    originals: dict[int, tuple[TensorRef, TensorRef]] = {}  # by the copy's storage: the original and the copy
 
-    def original(leaf: Place | Constant) -> Place | Constant:
-        if not isinstance(leaf, Place) or leaf.storage not in originals:
-            return leaf
-        place, copy = originals[leaf.storage]
-        return dataclasses.replace(leaf, storage=place.storage, offset=leaf.offset - copy.offset + place.offset)
+    def original(arg: TensorRef | Constant) -> TensorRef | Constant:
+        if not isinstance(arg, TensorRef) or arg.storage not in originals:
+            return arg
+        source, copy = originals[arg.storage]
+        return dataclasses.replace(arg, storage=source.storage, offset=arg.offset - copy.offset + source.offset)
 
     found = []
     for number, each in enumerate(operations):
         if not originals.keys().isdisjoint(each.used):
-            each = dataclasses.replace(each, leaves=[original(leaf) for leaf in each.leaves])
+            each = dataclasses.replace(each, args=[original(arg) for arg in each.args])
         found.append(each)
-        source, copy = each.leaves[0] if each.leaves else None, each.fresh[0] if each.fresh else None
-        if each.function not in _COPIES or not isinstance(source, Place) or copy is None:
+        source, copy = each.args[0] if each.args else None, each.outputs[0] if each.outputs else None
+        if each.function not in _COPIES or not isinstance(source, TensorRef) or copy is None:
             continue
         last = max(reads[copy.storage], default=number)
         is_written = len(writes[copy.storage]) > 1 or any(number < at <= last for at in writes[source.storage])
@@ -108,9 +108,9 @@ def _with_own_attention(operations: list[Operation], recording: Recording) -> li
 
 def _own_attention(operation: Operation, used: frozenset[int], recording: Recording) -> Operation | None:
     """Attention of sequences over all of their tokens as FastGen's operator."""
-    args, options = tree_unflatten(operation.leaves, operation.structure)
+    args, options = tree_unflatten(operation.args, operation.structure)
     scale = options.pop("scale", Constant(None))
-    out, sums = operation.fresh
+    out, sums = operation.outputs
     # No dropout, no mask, not causal, and nobody reads the log-sum-exp.
     is_plain = all(isinstance(each, Constant) and not each.value for each in (*args[3:], *options.values()))
     if not is_plain or out is None or sums is None or sums.storage in used:
@@ -124,21 +124,19 @@ def _own_attention(operation: Operation, used: frozenset[int], recording: Record
     if not (result.is_contiguous() and packed_attention.serves(query, keys, values)):
         return None
     batch, length = out.size[0], out.size[2]
-    *places, place = (
+    *args, output = (
         dataclasses.replace(one, size=tuple(part.shape), stride=part.stride())
         for one, part in zip(given, (query, keys, values, result), strict=True)
     )
     lengths = torch.full((batch,), length, dtype=torch.int64, device="cpu")
-    others = [Constant(lengths), Constant(packed_attention.scale_of(dim, scale.value))]
-    return Operation(packed_attention.OPERATOR, [*places, *others], tree_structure(((None,) * 5, {})), [place])
+    options = [Constant(lengths), Constant(packed_attention.scale_of(dim, scale.value))]
+    return Operation(packed_attention.OPERATOR, [*args, *options], tree_structure(((None,) * 5, {})), [output])
 
 
-def _as_row(place: Place, recording: Recording) -> torch.Tensor | None:
+def _as_row(ref: TensorRef, recording: Recording) -> torch.Tensor | None:
     """[batch, heads, length, dim] as [heads, tokens, dim] in the same memory; None where it does not lie so."""
-    storage = recording.storages[place.storage]
-    return packed_attention.as_row(
-        torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
-    )
+    storage = recording.storages[ref.storage]
+    return packed_attention.as_row(torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.size, ref.stride))
 
 
 def _with_biases(operations: list[Operation]) -> list[Operation]:
@@ -147,7 +145,7 @@ def _with_biases(operations: list[Operation]) -> list[Operation]:
     found: list[Operation] = []
     for each in operations:
         product = _with_bias(found[-1], each) if found else None
-        if product is not None and uses[storage_of(each.leaves[0])] == 1:
+        if product is not None and uses[storage_of(each.args[0])] == 1:
             found[-1] = product
         else:
             found.append(each)
@@ -158,11 +156,11 @@ def _with_bias(product: Operation, addition: Operation) -> Operation | None:
     """In float32 only: in half precision there are two results that are rounded."""
     if product.function is not _aten.mm.default or addition.function is not _aten.add.Tensor:
         return None
-    (result,), (out,) = product.fresh, addition.fresh
-    if result is None or out is None or len(addition.leaves) != 2:  # a third one is a factor
+    (result,), (out,) = product.outputs, addition.outputs
+    if result is None or out is None or len(addition.args) != 2:  # a third one is a factor
         return None
-    x, bias = addition.leaves
-    if not (isinstance(x, Place) and isinstance(bias, Place) and x.storage == result.storage):
+    x, bias = addition.args
+    if not (isinstance(x, TensorRef) and isinstance(bias, TensorRef) and x.storage == result.storage):
         return None
     n = result.size[1]
     is_one_type = x.dtype is bias.dtype is out.dtype is torch.float32
@@ -173,16 +171,16 @@ def _with_bias(product: Operation, addition: Operation) -> Operation | None:
     column = dataclasses.replace(bias, size=(n,), stride=(1,))
     rows = dataclasses.replace(out, size=result.size, stride=result.stride)
     structure = tree_structure(((None,) * 3, {}))
-    return Operation(_aten.addmm.default, [column, *product.leaves], structure, [rows])
+    return Operation(_aten.addmm.default, [column, *product.args], structure, [rows])
 
 
 def _selected(operation: Operation) -> Operation:
     """An embedding as an `index_select` of rows, [tokens, width]; any other operator unchanged."""
     if operation.function is not _aten.embedding.default:
         return operation
-    weight, ids = operation.leaves[:2]
-    (result,) = operation.fresh
-    if not isinstance(ids, Place) or result is None:
+    weight, ids = operation.args[:2]
+    (result,) = operation.outputs
+    if not isinstance(ids, TensorRef) or result is None:
         return operation
     if not (ids.size and ids.is_contiguous and result.is_contiguous):
         return operation
@@ -193,7 +191,7 @@ def _selected(operation: Operation) -> Operation:
     return Operation(_aten.index_select.default, [weight, Constant(0), row], structure, [rows])
 
 
-def _has_layout(one: Place, other: Place) -> bool:
+def _has_layout(one: TensorRef, other: TensorRef) -> bool:
     """Whether two tensors have the same type, and the same strides."""
     distances = [[d for n, d in zip(each.size, each.stride, strict=True) if n > 1] for each in (one, other)]
     return one.dtype is other.dtype and one.size == other.size and distances[0] == distances[1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.decoding.operations import Operation, Place
+from fastgen.decoding.operations import Operation, TensorRef
 from fastgen.decoding.panel_ops import PanelOp, PanelOps, has_panels
 from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose, grouped
@@ -51,8 +51,8 @@ AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
 def input_of(operation: Operation) -> Any:
     """Where the input of a linear op lies; None for any other operator."""
     if operation.function in OPERATORS:
-        return operation.leaves[-2]
-    return operation.leaves[0] if operation.function is _GROUPED else None
+        return operation.args[-2]
+    return operation.args[0] if operation.function is _GROUPED else None
 
 
 def of(operation: Operation, args: Sequence[Any], result: Tensor, written: frozenset[int]) -> AnyLinearOp | None:
@@ -69,8 +69,8 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
     if operation.function not in OPERATORS:
         return None
     x, weight, bias = args[-2], args[-1].t(), args[0] if len(args) == 3 else None
-    op, place = linear_op(result, x, weight, bias), operation.leaves[-1]
-    if op is None or not isinstance(place, Place) or place.storage in written or not has_panels(x, weight, bias):
+    op, ref = linear_op(result, x, weight, bias), operation.args[-1]
+    if op is None or not isinstance(ref, TensorRef) or ref.storage in written or not has_panels(x, weight, bias):
         return op
     # GEMM has the bits of the panels: it stands in for them where there is no copy.
     return PanelOp(op._replace(kernel=GEMM), result, x, cache.of(weight, formats.PANELS), bias)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorRef:
     """A tensor as a recording knows it: where it lies and how it is laid out."""
 
     storage: int
@@ -23,10 +23,10 @@ class Place:
     offset: int
 
     @staticmethod
-    def of(storage: int, tensor: Tensor) -> Place:
+    def of(storage: int, tensor: Tensor) -> TensorRef:
         """Where a tensor lies in the storage of this number."""
         size, stride = tuple(tensor.shape), tensor.stride()
-        return Place(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
+        return TensorRef(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
     @property
     def end(self) -> int:
@@ -49,10 +49,10 @@ class Constant:
     value: Any
 
 
-def storage_of(leaf: Place | Constant | None) -> int:
+def storage_of(arg: TensorRef | Constant | None) -> int:
     """The storage of an argument, or of a result, that is known to be a tensor in memory of its own."""
-    assert isinstance(leaf, Place), f"{leaf} is no tensor in memory of its own"
-    return leaf.storage
+    assert isinstance(arg, TensorRef), f"{arg} is no tensor in memory of its own"
+    return arg.storage
 
 
 @dataclass(frozen=True)
@@ -60,26 +60,26 @@ class Operation:
     """A call of an operator.
 
     Attributes:
-        leaves: its arguments, flattened; `structure` puts them together again (torch.utils._pytree).
-        fresh: the result's tensors; None for those that lie in memory which was there before.
+        args: its arguments, flattened; `structure` puts them together again (torch.utils._pytree).
+        outputs: the result's tensors; None for those that lie in memory which was there before.
         in_place: the storages of the arguments that it writes to.
     """
 
     function: Any
-    leaves: list[Place | Constant]
+    args: list[TensorRef | Constant]
     structure: Any
-    fresh: list[Place | None]
+    outputs: list[TensorRef | None]
     in_place: frozenset[int] = frozenset()
 
     @property
     def used(self) -> frozenset[int]:
         """The storages of its arguments."""
-        return frozenset(leaf.storage for leaf in self.leaves if isinstance(leaf, Place))
+        return frozenset(arg.storage for arg in self.args if isinstance(arg, TensorRef))
 
     @property
     def made(self) -> frozenset[int]:
         """The storages of its results."""
-        return frozenset(place.storage for place in self.fresh if place is not None)
+        return frozenset(ref.storage for ref in self.outputs if ref is not None)
 
     @property
     def only_computes(self) -> bool:
@@ -106,14 +106,14 @@ class Recording:
         operations: in their order.
         storages: by number: memory that operations use.
         made: the numbers of those that operations have made.
-        frozen: the numbers of those that hold host values.
+        host_values: the numbers of those that hold host values.
     """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.storages: list[torch.UntypedStorage] = []
         self.made: set[int] = set()
-        self.frozen: set[int] = set()
+        self.host_values: set[int] = set()
 
 
 @cache

@@ -125,10 +125,10 @@ class Prefills:
         if self.prefixes is None:
             return
         prompt, rows = decoding.prompt, range(len(batch))
-        if any(keys.shape[2] != prompt.stored for keys, _ in prompt.own):
+        if any(keys.shape[2] != prompt.cached for keys, _ in prompt.own):
             return  # a sliding window has dropped them
         for row, request in zip(rows, batch, strict=True):
-            tokens, begin = self._tokens(request), prompt.stored - request.length
+            tokens, begin = self._tokens(request), prompt.cached - request.length
             if len(tokens) > LEAST_SHARED:
                 one = slice(row, row + 1)
                 self.prefixes.put(tokens, [(k[one, :, begin:], v[one, :, begin:]) for k, v in prompt.own])

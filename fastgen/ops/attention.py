@@ -79,7 +79,7 @@ def decode_attention(
         scale: factor on the scores; 1 / sqrt(dim) by default.
         starts, ends: [batch], int32 or int64: prefix positions outside [start, end) are padding; they are not read. By
             default all count.
-        suffix_lengths: one integer for all rows, or [rows]: filled positions of the suffix; all T by default. On a
+        suffix_lengths: one integer for all rows, or [rows]: cached positions of the suffix; all T by default. On a
             CPU a row gets the same bits either way; on a GPU that is so in one part (`splits`), without a window, or
             where the rows of an input agree.
         ancestry: [rows, T or more], int32: the row in which suffix position t of a row lies; rows of the same input. By
@@ -181,36 +181,36 @@ def reference(
     batch, _, length, _ = prefix_keys.shape
     position = torch.arange(length, device=query.device).expand(batch, -1)
     first = 0 if starts is None else starts.unsqueeze(1)
-    seen = (position >= first) & (position < (length if ends is None else ends.unsqueeze(1)))
-    filled: Tensor | int = 0
-    # What is not seen is not read: there may be anything, NaN too.
+    attended = (position >= first) & (position < (length if ends is None else ends.unsqueeze(1)))
+    lengths: Tensor | int = 0
+    # What is not attended to is not read: there may be anything, NaN too.
     dtype, accurate = query.dtype, torch.promote_types(query.dtype, torch.float32)
     prefix_keys, prefix_values = (
-        part.masked_fill(~seen[:, None, :, None], 0).to(accurate) for part in (prefix_keys, prefix_values)
+        part.masked_fill(~attended[:, None, :, None], 0).to(accurate) for part in (prefix_keys, prefix_values)
     )
-    seen = seen.repeat_interleave(rows // batch, dim=0)
+    attended = attended.repeat_interleave(rows // batch, dim=0)
     if suffix_keys is not None and suffix_values is not None:
         capacity = suffix_keys.shape[2]
         given = torch.tensor(capacity, device=query.device) if suffix_lengths is None else suffix_lengths
-        filled = given.reshape(-1, 1).clamp(0, capacity).expand(rows, -1)
-        is_filled = torch.arange(capacity, device=query.device) < filled
+        lengths = given.reshape(-1, 1).clamp(0, capacity).expand(rows, -1)
+        is_filled = torch.arange(capacity, device=query.device) < lengths
         if ancestry is not None:
             sources = torch.where(is_filled, ancestry[:, :capacity], 0)
             suffix_keys, suffix_values = (gather_suffix(part, sources) for part in (suffix_keys, suffix_values))
         suffix_keys, suffix_values = (
             part.masked_fill(~is_filled[:, None, :, None], 0).to(accurate) for part in (suffix_keys, suffix_values)
         )
-        seen = torch.cat([seen, is_filled], dim=1)
+        attended = torch.cat([attended, is_filled], dim=1)
     if window is not None:
-        seen = seen & (torch.arange(seen.shape[1], device=query.device) >= length + filled - window)
-    seen = seen[:, None, None]
+        attended = attended & (torch.arange(attended.shape[1], device=query.device) >= length + lengths - window)
+    attended = attended[:, None, None]
     if causal:
-        position = torch.arange(seen.shape[3], device=query.device)
+        position = torch.arange(attended.shape[3], device=query.device)
         behind = torch.arange(queries - 1, -1, -1, device=query.device)
-        seen = seen & (position < (length + filled - behind)[:, None, :, None])
+        attended = attended & (position < (length + lengths - behind)[:, None, :, None])
     if mask is not None and mask.dtype == torch.bool:
-        seen, mask = seen & mask, None
-    added = torch.zeros_like(seen, dtype=accurate).masked_fill(~seen, -torch.inf)
+        attended, mask = attended & mask, None
+    added = torch.zeros_like(attended, dtype=accurate).masked_fill(~attended, -torch.inf)
     added = (added if mask is None else added + mask).to(accurate)
     query = query.to(accurate)
     return composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, added, scale).to(dtype)
@@ -241,21 +241,21 @@ def _check(
     require(not causal or (window is None and row_map is None), "a causal call has no window and no row map")
     rows, heads, queries, dim = query.shape
     batch, kv_heads, prefix, _ = prefix_keys.shape
-    stored = rows
+    cache_rows = rows
     if row_map is not None:
-        stored = batch if suffix_keys is None else len(suffix_keys)
+        cache_rows = batch if suffix_keys is None else len(suffix_keys)
         fits = row_map.shape == (rows,) and row_map.dtype == torch.int64 and ancestry is None
         require(fits, "a row map must be [rows], int64, and without an ancestry")
-        require(stored > 0 or not rows, f"{rows} rows cannot read a KV cache of no rows")
-    for what, many, few in (("rows", stored, batch), ("heads", heads, kv_heads)):
+        require(cache_rows > 0 or not rows, f"{rows} rows cannot read a KV cache of no rows")
+    for what, many, few in (("rows", cache_rows, batch), ("heads", heads, kv_heads)):
         multiple = many % few == 0 if few > 0 else many == 0
         require(multiple, f"the {many} {what} of the query must be a multiple of the {few} {what} of the prefix")
     suffix, value_dim = 0 if suffix_keys is None else suffix_keys.shape[2], prefix_values.shape[3]
     for name, part, shape in (
         ("prefix_keys", prefix_keys, (batch, kv_heads, prefix, dim)),
         ("prefix_values", prefix_values, (batch, kv_heads, prefix, value_dim)),
-        ("suffix_keys", suffix_keys, (stored, kv_heads, suffix, dim)),
-        ("suffix_values", suffix_values, (stored, kv_heads, suffix, value_dim)),
+        ("suffix_keys", suffix_keys, (cache_rows, kv_heads, suffix, dim)),
+        ("suffix_values", suffix_values, (cache_rows, kv_heads, suffix, value_dim)),
     ):
         if part is not None:
             right = part.dtype == query.dtype and part.device == query.device and tuple(part.shape) == shape

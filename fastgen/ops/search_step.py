@@ -3,9 +3,9 @@
 `take_rows_`, `take_beams_` and `commit_` do what the searches of `fastgen.decoding.captured` and of
 `fastgen.decoding.speculation` do; `advance_` does what `StepState.advance` in `fastgen.decoding.kv.rows` does, and the
 masks and positions. There it is spelled out in torch, in some seventy operators for beam search, whose numbers are so
-few that starting the operators is all that takes time. That is the reference, and what other devices use; the arguments
-have the names of the buffers there. Here are the same rules for the CPU, with the same results number by number: equal
-scores come in the order of torch.topk.
+few that starting the operators is all that takes time. That is the reference, and what other devices use; most
+arguments have the names of the buffers there. Here are the same rules for the CPU, with the same results number by
+number: equal scores come in the order of torch.topk.
 
 `take_rows_(tokens, stops, ...)`: tokens [rows], int64, and stops [rows], bool, or None.
 `take_beams_(candidate_scores, candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as
@@ -15,8 +15,9 @@ running sequences, behind their ends; counts [rows], int64: how many of these to
 int64, becomes what `accept_greedy` of `fastgen.decoding.speculation.acceptance` says. If counts is None, `accepted`
 says how many of `chosen` are taken besides the last one. To `near_ties`, one int64, it adds the tokens that are taken
 of which near, [rows, width], bool, says so.
-`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` and `ancestry` are
-those of `StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones, one int64, too.
+`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` is the
+`position_table` of `StepState`. `seen`, one int64, becomes the cache length of the longest row: with `stored`, the
+length of the prefix, one int64.
 Positions, int64 [rows, 1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or
 bool, get ones for the next `width` positions.
 

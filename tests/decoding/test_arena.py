@@ -15,7 +15,7 @@ from torch import nn
 from fastgen.decoding import arena
 from fastgen.decoding.arena import ALIGNMENT, LEAST_CHUNK, Arena, Buffer, Chunk, Spot, lifetimes, plan
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding.operations import Place
+from fastgen.decoding.operations import TensorRef
 
 
 def aligned(size: int) -> int:
@@ -84,7 +84,7 @@ def test_an_encoder_takes_about_what_it_needs_at_once(length: int) -> None:
     with torch.inference_mode():
         x = torch.randn(2, length, 32)
         recording, _ = record(lambda: layers(x))
-    places = ([p for p in (*each.leaves, *each.fresh) if isinstance(p, Place)] for each in recording.operations)
+    places = ([p for p in (*each.args, *each.outputs) if isinstance(p, TensorRef)] for each in recording.operations)
     buffers = lifetimes([(p.storage, p.end) for p in some if p.storage in recording.made] for some in places)
     assert len(buffers) > 20
     _, size = plan(buffers)

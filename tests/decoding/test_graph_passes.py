@@ -17,6 +17,7 @@ from fastgen.ops import packed_attention
 aten = torch.ops.aten
 X = torch.randn(3, 5)
 OUT = torch.zeros(3, 5)
+SQUARE = torch.arange(25.0).view(5, 5)
 
 
 def left(function: Callable[[], Any]) -> list[str]:
@@ -180,6 +181,14 @@ def other_view() -> None:
 def test_copies_that_are_needed(function: Callable[[], None], copies: int) -> None:
     names = left(function)
     assert names.count("clone") + names.count("_to_copy") == copies
+
+
+def test_a_copy_whose_last_reader_writes_to_the_original() -> None:
+    def steps() -> None:
+        before = X.clone()
+        torch.mm(before, SQUARE, out=X)
+
+    assert left(steps) == ["clone", "mm"]
 
 
 def test_the_original_may_change_when_the_copy_is_not_read_any_more() -> None:

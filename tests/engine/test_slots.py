@@ -107,7 +107,7 @@ def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyP
         executor.run(left[:1], lambda left=left: [left.pop(0)] if len(left) > 2 else [])
         run(executor, [each for each in requests if not each.future.done()], at_once=8)
         assert_as_alone(model, requests, PROMPTS)
-    assert {needed.new for needed in asked} == {67} and max(needed.stored for needed in asked) <= 129
+    assert {needed.new for needed in asked} == {67} and max(needed.cached for needed in asked) <= 129
 
 
 def test_different_options_at_a_time(model: Any) -> None:

@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 import fastgen
 from fastgen import settings
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays
@@ -37,6 +38,18 @@ def need_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
+
+
+def spoil_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs may have used the memory between two replays: nothing that was in it counts."""
+    replay = Program.replay
+
+    def after_others(made: Program) -> None:
+        for chunk in made._chunks:
+            torch.empty(0, dtype=torch.uint8).set_(chunk.storage).fill_(255)
+        replay(made)
+
+    monkeypatch.setattr(Program, "replay", after_others)
 
 
 class Graph(RecordedGraph):

@@ -46,26 +46,14 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 @pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FastGen is enabled, and its counts start at zero.
-
-    A prefix is shared however few bytes it has, every layer has a kernel of FastGen's, and no score is copied: those of
-    a tiny model would never be worth it.
+def counted(counted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix is shared however few bytes it has, every layer has a kernel of FastGen's, and no score is copied: those
+    of a tiny model would never be worth it.
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    fastgen.enable()
-    fastgen.reset_stats()
-    yield
-    fastgen.enable()
-
-
-@pytest.fixture
-def strict(counted: None) -> None:
-    """A fallback fails the test."""
-    fastgen.enable(strict=True)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def recordings(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Pr
     """The programs that are recorded. They are for the first call already, with small buffers that have to grow."""
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
-    monkeypatch.setattr(sizes, "_STORED_ON_CPU", (32, 1))
+    monkeypatch.setattr(sizes, "_CACHED_ON_CPU", (32, 1))
     monkeypatch.setattr(sizes, "_NEW_ON_CPU", (32, 3))
     monkeypatch.setattr(sizes, "_SOURCE_ON_CPU", (32, 5))
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 30)

@@ -13,11 +13,10 @@ import transformers
 from torch import Tensor
 
 import fastgen
-from fastgen.decoding.captured.program import Program
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import programs
-from tests.equivalence.captured import need_programs
+from tests.equivalence.captured import need_programs, spoil_shared_memory
 from tests.equivalence.encoder_models import OF_SEQ2SEQ, WITHOUT_PADDING, build, class_of, inputs
 
 TOLERANCE = 1e-5
@@ -30,15 +29,7 @@ def recorded_early(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Non
     need_programs(device, monkeypatch)
     monkeypatch.setattr(pays, "PASSES", 2)
     graph_cache.drop_all()
-    replay = Program.replay
-
-    def after_others(made: Program) -> None:
-        """Other programs may have used the memory in between: nothing that was in it counts."""
-        for chunk in made._chunks:
-            torch.empty(0, dtype=torch.uint8).set_(chunk.storage).fill_(255)
-        replay(made)
-
-    monkeypatch.setattr(Program, "replay", after_others)
+    spoil_shared_memory(monkeypatch)
 
 
 def _recorded() -> int:

@@ -32,6 +32,7 @@ from tests.equivalence.captured import (
     need_programs,
     reasons,
     record_from,
+    spoil_shared_memory,
 )
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.models import EOS, VOCABULARY
@@ -50,15 +51,7 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     record_from(monkeypatch, 0)
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     graph_cache.drop_all()
-    replay = Program.replay
-
-    def after_others(made: Program) -> None:
-        """Other programs may have used the memory in between: nothing that was in it counts."""
-        for chunk in made._chunks:
-            torch.empty(0, dtype=torch.uint8).set_(chunk.storage).fill_(255)
-        replay(made)
-
-    monkeypatch.setattr(Program, "replay", after_others)
+    spoil_shared_memory(monkeypatch)
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ def test_what_a_row_has_stored_before_it_was_cut_is_known(monkeypatch: pytest.Mo
     assert_speculates(1)
     ((step,),) = [[*kept.steps.values()] for kept in graph_cache._models.values()]
     stored = [int(own.count_nonzero(dim=(0, 1, 3)).nonzero().max()) + 1 for kv in step.buffers.own for own in kv.suffix]
-    assert int(step.buffers.position.filled.max()) < max(stored) <= step.buffers.position.reach()
+    assert int(step.buffers.position.suffix_lengths.max()) < max(stored) <= step.buffers.position.max_length()
 
 
 def test_sampling_with_criteria_and_scores() -> None:

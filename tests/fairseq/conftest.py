@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 import pytest
 
-import fastgen
 from fastgen.decoding.kv import growing as kv
 from fastgen.optimizer.fairseq import scores
 
@@ -30,25 +28,13 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FastGen is enabled, and its counts start at zero.
-
-    A prefix is shared however few bytes it has, and a step's scores count as many: those of a tiny model would never be
-    worth it.
+def counted(counted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix is shared however few bytes it has, and a step's scores count as many: those of a tiny model would never
+    be worth it.
     """
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
-    fastgen.enable()
-    fastgen.reset_stats()
-    yield
-    fastgen.enable()
-
-
-@pytest.fixture
-def strict(counted: None) -> None:
-    """A fallback fails the test."""
-    fastgen.enable(strict=True)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def advance_arguments() -> dict[str, Any]:
     state = StepState(1, 2, 4, CPU)
     return {
         "parents": torch.tensor([0, 1]), "taken": torch.ones(2, dtype=torch.int64), "stored": torch.tensor(0),
-        "numbers": state.numbers, "ancestry": state.ancestry, "seen": torch.tensor(0),
+        "numbers": state.position_table, "ancestry": state.ancestry, "seen": torch.tensor(0),
         "positions": [torch.zeros(2, 1, dtype=torch.int64)], "masks": [torch.zeros(2, 9, dtype=torch.int64)],
     }  # fmt: skip
 

@@ -235,10 +235,12 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
         taken = (torch.rand(batch, 1, generator=generator) < 0.8).long().repeat(1, per_input).view(-1)
         given_parents = parents if has_parents else None
         torch.ops.fastgen.advance_(
-            given_parents, taken, torch.tensor(stored), ours.numbers, ours.ancestry, seen, positions, masks
+            given_parents, taken, torch.tensor(stored), ours.position_table, ours.ancestry, seen, positions, masks
         )
         torchs.advance(given_parents, taken)
-        assert torch.equal(ours.numbers, torchs.numbers) and int(seen) == stored + int(torchs.position.max())
+        assert torch.equal(ours.position_table, torchs.position_table) and int(seen) == stored + int(
+            torchs.position.max()
+        )
         assert ours.ancestry is None if per_input == 1 else torch.equal(ours.ancestry, torchs.ancestry)
         assert torch.equal(positions[0], wanted_position.add_(taken.unsqueeze(1)))
         for found, mask in zip(masks, wanted_masks, strict=True):
@@ -265,13 +267,13 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
 )
 def test_advance_refuses_what_does_not_fit(number, given):
     state, taken = StepState(1, 2, 4, CPU), torch.ones(2, dtype=torch.int64)
-    before = state.numbers.clone()
+    before = state.position_table.clone()
     stored, seen = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    args = [torch.tensor([0, 1]), taken, stored, state.numbers, state.ancestry, seen, [], []]
+    args = [torch.tensor([0, 1]), taken, stored, state.position_table, state.ancestry, seen, [], []]
     args[number] = given
     with pytest.raises(RuntimeError, match="search_step"):
         torch.ops.fastgen.advance_(*args)
-    assert torch.equal(state.numbers, before)
+    assert torch.equal(state.position_table, before)
 
 
 def arguments(search: BeamSearch) -> list[object]:

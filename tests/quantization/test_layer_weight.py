@@ -21,8 +21,9 @@ from tests.quantization.test_formats import blocks_of
 
 needs_kernels = pytest.mark.skipif(grouped.unavailable() is not None, reason="no kernels")
 
-# Inputs and groups: of the kernels' sizes; cut into smaller ones; one group for all inputs; none of the kernels'.
-SHAPES = [(128, 32), (512, 256), (120, 24), (576, 192), (100, 100), (7, 7), (30, 10)]
+# Inputs and groups: of the kernels' sizes; cut into smaller ones; one group for all inputs, in up to five parts; none
+# of the kernels'.
+SHAPES = [(128, 32), (512, 256), (1280, 256), (120, 24), (576, 192), (100, 100), (530, 530), (7, 7), (30, 10)]
 
 
 FORMS = ("symmetric", "zeros", "mins", "order")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_unflatten
 from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass, panel_ops
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.operations import Constant, Operation, Place, Recording, storage_of, with_out
+from fastgen.decoding.operations import Constant, Operation, Recording, TensorRef, storage_of, with_out
 from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
@@ -89,25 +89,25 @@ class _Compiler:
     def calls(self) -> list[Callable[[], object] | panel_ops.PanelOps]:
         """Small elementwise operators that follow one another are one call, and so are the products of a group."""
         found: list[Callable[[], object] | panel_ops.PanelOps] = []
-        works = (work for group in self._groups for work in linear_ops.batched([self._work(each) for each in group]))
-        for are_small, alike in itertools.groupby(works, lambda work: isinstance(work, list)):
-            some: list[Any] = list(alike)
+        calls = (call for group in self._groups for call in linear_ops.batched([self._call_of(each) for each in group]))
+        for are_small, neighbours in itertools.groupby(calls, lambda call: isinstance(call, list)):
+            some: list[Any] = list(neighbours)
             found += [elementwise.bound(list(itertools.chain.from_iterable(some)))] if are_small else some
         return found
 
-    def _work(self, operation: Operation) -> _Work:
-        args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
+    def _call_of(self, operation: Operation) -> _Work:
+        args, kwargs = tree_unflatten([self._value(arg) for arg in operation.args], operation.structure)
         function = operation.function
-        results: list[Any] = [place and self._value(place) for place in operation.fresh]
+        results: list[Any] = [ref and self._value(ref) for ref in operation.outputs]
         if function is lm_head_pass.APPROXIMATE_LOGITS:
-            head = self._heads[storage_of(operation.fresh[0])] = lm_head.GreedyHead(*results, *args)
+            head = self._heads[storage_of(operation.outputs[0])] = lm_head.GreedyHead(*results, *args)
             return partial(head.multiply)
         if function is lm_head_pass.ARGMAX:
-            return partial(self._heads[storage_of(operation.leaves[0])].find, *results)
+            return partial(self._heads[storage_of(operation.args[0])].find, *results)
         if function is lm_head_pass.TOP_TWO:
-            return partial(self._heads[storage_of(operation.leaves[2])].find_two, *args[:2], *args[3:5])
+            return partial(self._heads[storage_of(operation.args[2])].find_two, *args[:2], *args[3:5])
         read = [
-            None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
+            None if each is None or each.storage not in self._read else self._value(each) for each in operation.outputs
         ]
         work: _Work | None = None
         if self._growing is None or not self._growing.touches(operation, self._storages):
@@ -126,17 +126,17 @@ class _Compiler:
             if own is not None:
                 return own
         writing = with_out(function, len(results))
-        if writing is not None and None not in operation.fresh:
+        if writing is not None and None not in operation.outputs:
             return partial(writing[0], *args, **kwargs, **dict(zip(writing[1], results, strict=True)))
         return partial(_execute, partial(function, *args, **kwargs), read)
 
-    def _value(self, leaf: Place | Constant) -> Any:
-        if isinstance(leaf, Constant):
-            return leaf.value
-        chunk, begin = self._places.get(leaf.storage, (None, 0))
-        storage = self._storages[leaf.storage] if chunk is None else chunk.storage
-        offset = leaf.offset + begin // leaf.dtype.itemsize
-        found = torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.size, leaf.stride)
+    def _value(self, arg: TensorRef | Constant) -> Any:
+        if isinstance(arg, Constant):
+            return arg.value
+        chunk, begin = self._places.get(arg.storage, (None, 0))
+        storage = self._storages[arg.storage] if chunk is None else chunk.storage
+        offset = arg.offset + begin // arg.dtype.itemsize
+        found = torch.empty(0, dtype=arg.dtype).set_(storage, offset, arg.size, arg.stride)
         if self._growing is not None and self.follows and chunk is None:
             self._growing.note(found, storage)
         return found
@@ -187,5 +187,5 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
 def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, arena.Buffer]:
     """Of the storages that a recording makes itself, by number. What is in a group is executed at one moment."""
     made = recording.made
-    places = [[p for each in group for p in (*each.leaves, *each.fresh) if isinstance(p, Place)] for group in groups]
-    return arena.lifetimes([(place.storage, place.end) for place in some if place.storage in made] for some in places)
+    refs = [[p for each in group for p in (*each.args, *each.outputs) if isinstance(p, TensorRef)] for group in groups]
+    return arena.lifetimes([(ref.storage, ref.end) for ref in some if ref.storage in made] for some in refs)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_structure
 
 from fastgen import interrupts
-from fastgen.decoding.operations import Constant, Operation, Place, Recording
+from fastgen.decoding.operations import Constant, Operation, Recording, TensorRef
 from fastgen.locks import forkable_lock
 from fastgen.ops import kv_write
 
@@ -169,17 +169,17 @@ class _Recorder(TorchDispatchMode):
             if isinstance(generator, torch.Generator):
                 self._remember(generator)
         if kwargs or any(isinstance(argument, list | tuple | dict) for argument in args):
-            leaves, structure = tree_flatten((args, kwargs))
+            flat, structure = tree_flatten((args, kwargs))
         else:  # which takes a good part of the time
-            leaves, structure = list(args), _structure(len(args))
-        places = [self._place(leaf) for leaf in leaves]
+            flat, structure = list(args), _structure(len(args))
+        refs = [self._ref(arg) for arg in flat]
         result = func(*args, **kwargs)
-        fresh = [self._allocate(tensor) for tensor in tensors_in(result)]
-        # What changes only how a tensor is laid out is in the places of those that follow.
+        outputs = [self._allocate(tensor) for tensor in tensors_in(result)]
+        # What changes only how a tensor is laid out is in the args of those that follow.
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if writes or any(place is not None for place in fresh) or not fresh:
+        if writes or any(ref is not None for ref in outputs) or not outputs:
             in_place = frozenset(self._numbers_of(changed))
-            self.recording.operations.append(Operation(func, places, structure, fresh, in_place))
+            self.recording.operations.append(Operation(func, refs, structure, outputs, in_place))
         return result
 
     @classmethod
@@ -220,23 +220,23 @@ class _Recorder(TorchDispatchMode):
         """A tensor of host values, made by torch for `x[i] = number` or for a list of indices: frozen."""
         (lifted,) = args
         storage = lifted.untyped_storage()
-        self.recording.frozen.add(self._number(storage))
+        self.recording.host_values.add(self._number(storage))
         self._host.add(storage._cdata)
         return func(lifted)
 
-    def _place(self, leaf: Any) -> Place | Constant:
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            return Constant(leaf)
-        assert not leaf.is_conj() and not leaf.is_neg(), "lazy conjugates are not recorded"
-        return Place.of(self._number(leaf.untyped_storage()), leaf)
+    def _ref(self, arg: Any) -> TensorRef | Constant:
+        if not isinstance(arg, Tensor) or arg.layout is not torch.strided:
+            return Constant(arg)
+        assert not arg.is_conj() and not arg.is_neg(), "lazy conjugates are not recorded"
+        return TensorRef.of(self._number(arg.untyped_storage()), arg)
 
-    def _allocate(self, tensor: Tensor) -> Place | None:
+    def _allocate(self, tensor: Tensor) -> TensorRef | None:
         if tensor.untyped_storage()._cdata in self._numbers:
             return None
         self.recording.made.add(self._number(tensor.untyped_storage()))
-        place = self._place(tensor)
-        assert isinstance(place, Place)
-        return place
+        ref = self._ref(tensor)
+        assert isinstance(ref, TensorRef)
+        return ref
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         # The storages are held, so that no other one can have the address of one that is gone.

@@ -25,15 +25,15 @@ class KVCache:
         """What is held where `old` was, and has the memory of `new`."""
         return new
 
-    def _reserve_suffix(self, capacity: int, filled: int) -> None:
-        """Gives the suffix `capacity` positions. Of what it has, the first `filled` stay."""
+    def _reserve_suffix(self, capacity: int, cached: int) -> None:
+        """Gives the suffix `capacity` positions. Of what it has, the first `cached` stay."""
         assert self.suffix is not None, "there is no suffix that could grow"
-        self.suffix = self._longer(self.suffix, capacity, filled)
+        self.suffix = self._longer(self.suffix, capacity, cached)
 
-    def _longer(self, pair: Pair, capacity: int, filled: int) -> Pair:
-        """The pair with `capacity` positions, of which the first `filled` stay. If memory runs out, neither changes."""
+    def _longer(self, pair: Pair, capacity: int, cached: int) -> Pair:
+        """The pair with `capacity` positions, of which the first `cached` stay. If memory runs out, neither changes."""
         longer = [self._allocate((*old.shape[:2], capacity, old.shape[3]), old) for old in pair]
         for old, new in zip(pair, longer, strict=True):
-            new[:, :, :filled] = old[:, :, :filled]
+            new[:, :, :cached] = old[:, :, :cached]
         keys, values = (self._replaced(old, new) for old, new in zip(pair, longer, strict=True))
         return keys, values

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastgen.decoding.operations import Constant, Operation, Place
+from fastgen.decoding.operations import Constant, Operation, TensorRef
 from fastgen.ops import attention, kv_write, search_step  # noqa: F401 (define operators)
 
 # Operators that read the sizes of such buffers when they run.
@@ -68,35 +68,35 @@ class Growing:
 
     def note(self, view: Tensor, storage: torch.UntypedStorage) -> None:
         """`view` is what a program that `serves` has of this storage; it follows the buffer, if there is one."""
-        folded = self._folded(storage, Place.of(0, view))
+        folded = self._folded(storage, TensorRef.of(0, view))
         if folded is not None:
             self._views.setdefault(storage._cdata, []).append((weakref.ref(view), folded))
 
     def _is_free(self, operation: Operation, storages: Sequence[torch.UntypedStorage]) -> bool:
-        for leaf in (*operation.leaves, *operation.fresh):
-            if isinstance(leaf, Constant):
-                if type(leaf.value) is int and leaf.value in self.lengths:
+        for arg in (*operation.args, *operation.outputs):
+            if isinstance(arg, Constant):
+                if type(arg.value) is int and arg.value in self.lengths:
                     return False
-            elif leaf is not None and storages[leaf.storage]._cdata in self._buffers:
-                if operation.function not in _FOLLOWING or self._folded(storages[leaf.storage], leaf) is None:
+            elif arg is not None and storages[arg.storage]._cdata in self._buffers:
+                if operation.function not in _FOLLOWING or self._folded(storages[arg.storage], arg) is None:
                     return False
-            elif leaf is not None and self._has_length(leaf):
+            elif arg is not None and self._has_length(arg):
                 return False
         return True
 
-    def _has_length(self, place: Place) -> bool:
+    def _has_length(self, ref: TensorRef) -> bool:
         """Whether a size of it is one in positions, or a multiple of that."""
         return any(
-            size >= length >= LEAST_LENGTH and size % length == 0 for size in place.size for length in self.lengths
+            size >= length >= LEAST_LENGTH and size % length == 0 for size in ref.size for length in self.lengths
         )
 
-    def _folded(self, storage: torch.UntypedStorage, place: Place) -> int | None:
-        """0 if a place is a whole buffer, 1 if it is one with its first two dimensions as one; None otherwise."""
+    def _folded(self, storage: torch.UntypedStorage, ref: TensorRef) -> int | None:
+        """0 if a tensor is a whole buffer, 1 if it is one with its first two dimensions as one; None otherwise."""
         buffer = self._buffers.get(storage._cdata)
         if buffer is None:
             return None
         for folded, view in enumerate((buffer, buffer.flatten(0, 1) if buffer.dim() > 1 else buffer)):
-            if (place.size, place.stride, place.offset) == (tuple(view.shape), view.stride(), view.storage_offset()):
+            if (ref.size, ref.stride, ref.offset) == (tuple(view.shape), view.stride(), view.storage_offset()):
                 return folded
         return None
 

@@ -82,12 +82,12 @@ class FixedKV(KVCache):
     def grow_prefix(self, capacity: int, keeps: str | None = None) -> None:
         """Gives the prefix more positions. What is at its "start" or "end" stays there; otherwise `load` follows."""
         (begin, end), more = self._loaded, capacity - self.prefix_capacity
-        held = [part[:, :, begin:end].clone() for part in self.prefix]
+        old_prefix = [part[:, :, begin:end].clone() for part in self.prefix]
         self.prefix = self._longer(self.prefix, capacity, 0)
         self._loaded = (capacity, 0)
         if keeps is not None and begin < end:
             moved = more if keeps == "end" else 0
-            for part, old in zip(self.prefix, held, strict=True):
+            for part, old in zip(self.prefix, old_prefix, strict=True):
                 part[:, :, begin + moved : end + moved] = old
             self._loaded = (begin + moved, end + moved)
             is_loaded = self.ends > self.starts
@@ -98,7 +98,7 @@ class FixedKV(KVCache):
 
     def grow_suffix(self, capacity: int) -> None:
         """Gives the suffix more positions, before the state has them. What is stored stays where it is."""
-        self._reserve_suffix(capacity, self._state.reach())
+        self._reserve_suffix(capacity, self._state.max_length())
         self.length += capacity - self._state.capacity
 
     def view(self, state: StepState) -> FixedKV:
@@ -127,9 +127,9 @@ class FixedKV(KVCache):
         self._loaded = (min(begin, first), max(end, first + length))
         if inputs == slice(None):
             self._loaded = (first, first + length)
-        stored = self._state.reach() if self.suffix else 0
+        written = self._state.max_length() if self.suffix else 0
         for part in self.suffix or ():  # what nothing was written to is zero, and on a CPU takes no memory
-            part.unflatten(0, (self._state.batch, -1))[inputs, :, :, :stored] = 0
+            part.unflatten(0, (self._state.batch, -1))[inputs, :, :, :written] = 0
         for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
             bound[inputs] = 0
             bound[inputs][:count] = new + first
@@ -154,10 +154,10 @@ class FixedKV(KVCache):
         for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
             old.copy_(new[inputs])
         self._says_nothing_new[:] = other._says_nothing_new or self._says_nothing_new
-        stored, new_stored = self._state.reach(), other._state.reach()
+        written, new_written = self._state.max_length(), other._state.max_length()
         for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
-            old[:, :, :new_stored] = new[:, :, :new_stored][rows]
-            old[:, :, new_stored:stored] = 0
+            old[:, :, :new_written] = new[:, :, :new_written][rows]
+            old[:, :, new_written:written] = 0
 
     def insert(self, other: FixedKV, source: int, target: int) -> None:
         """Has an input go on at `target` that is at `source` in `other`, of the same capacity. Then the state."""
@@ -168,11 +168,11 @@ class FixedKV(KVCache):
                 old[target, :, begin:end] = 0
             old[target, :, first:last] = new[source, :, first:last]
         self._loaded = (min(begin, first), max(end, last))
-        stored, new_stored = self._state.reach(), other._state.reach()
+        written, new_written = self._state.max_length(), other._state.max_length()
         for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
             rows, new_rows = (part.unflatten(0, (-1, self._state.per_input)) for part in (old, new))
-            rows[target, :, :, :stored] = 0
-            rows[target, :, :, :new_stored] = new_rows[source, :, :, :new_stored]
+            rows[target, :, :, :written] = 0
+            rows[target, :, :, :new_written] = new_rows[source, :, :, :new_written]
         for bound, new in ((self.starts, other.starts), (self.ends, other.ends)):
             bound[target] = new[source]
         self._says_nothing_new[:] = other._says_nothing_new or self._says_nothing_new
@@ -188,7 +188,7 @@ class FixedKV(KVCache):
         if isinstance(state, RaggedState):
             heads, capacity = suffix[0].shape[1:3]
             key_cache, value_cache = (_in_one_row(part, state.rows) for part in suffix)
-            kv_write(keys[:, :, 0], values[:, :, 0], key_cache, value_cache, state.places(heads * capacity))
+            kv_write(keys[:, :, 0], values[:, :, 0], key_cache, value_cache, state.flat_positions(heads * capacity))
         else:
             for number, position in enumerate(state.positions):
                 kv_write(keys[:, :, number], values[:, :, number], *suffix, position)
@@ -228,7 +228,7 @@ class FixedKV(KVCache):
         if not self.prefix[0].is_cpu:
             return sum(part.nbytes for part in self._buffers())
         begin, end = self._loaded
-        self._most = max(self._most[0], end - begin), max(self._most[1], self._state.reach() if self.suffix else 0)
+        self._most = max(self._most[0], end - begin), max(self._most[1], self._state.max_length() if self.suffix else 0)
         position = sum(part.shape[1] * part.shape[3] * part.itemsize for part in self.prefix)
         return position * (self._state.batch * self._most[0] + self._state.rows * self._most[1])
 
@@ -256,7 +256,7 @@ class FixedKV(KVCache):
             scale,
             starts=self.starts,
             ends=self.ends,
-            suffix_lengths=self._state.filled if self.suffix else None,
+            suffix_lengths=self._state.suffix_lengths if self.suffix else None,
             ancestry=keys.ancestry,
             window=self._window,
             causal=self.width > 1,
@@ -298,8 +298,8 @@ class FixedKV(KVCache):
             return counts
         # Its own position, and all of the suffix in front of it.
         own = torch.stack(self._state.positions, 1).unsqueeze(2) + self.prefix_capacity
-        seen = counts | ((position >= self.prefix_capacity) & (position <= own))
-        return seen if self._window is None else seen & (position > own - self._window)
+        reads = counts | ((position >= self.prefix_capacity) & (position <= own))
+        return reads if self._window is None else reads & (position > own - self._window)
 
     def _needed(self, mask: Tensor | None, queries: int) -> Tensor | None:
         """The mask, with four dimensions; None if lengths say it all."""

@@ -48,13 +48,13 @@ class GrowingKV(KVCache):
             from the prefix. The suffix is kept whole: what a mask leaves out of it is the caller's business.
 
     Attributes:
-        filled: positions of the suffix.
+        suffix_length: positions of the suffix.
     """
 
     def __init__(self, initial_capacity: int, window: int | None = None) -> None:
         self._initial_capacity = max(initial_capacity, 1)
         self._window = window
-        self.dropped = self.filled = 0
+        self.dropped = self.suffix_length = 0
         self._beams: Beams | None = None
         # Positions at the front of the suffix that belong to the prefix: the same in all rows of an input.
         self._repeated = 0
@@ -68,13 +68,13 @@ class GrowingKV(KVCache):
 
     @property
     def length(self) -> int:
-        """Positions seen, prefix and suffix together, those that were dropped included."""
-        return self.dropped + self.stored
+        """Positions of the cache, prefix and suffix together, those that were dropped included."""
+        return self.dropped + self.cached
 
     @property
-    def stored(self) -> int:
+    def cached(self) -> int:
         """Positions that `keys` and `values` have."""
-        return (self.prefix[0].shape[2] if self.prefix is not None else 0) + self.filled
+        return (self.prefix[0].shape[2] if self.prefix is not None else 0) + self.suffix_length
 
     def expand(self, beams: Beams) -> None:
         """From now on every input is continued by `beams.per_input` sequences."""
@@ -122,17 +122,17 @@ class GrowingKV(KVCache):
 
     def _start_suffix(self, keys: Tensor, values: Tensor, positions: int) -> None:
         first, second = (self._allocate((*part.shape[:2], positions, part.shape[3]), part) for part in (keys, values))
-        self.suffix, self.filled = (first, second), 0
+        self.suffix, self.suffix_length = (first, second), 0
         self._append(keys, values)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         assert self.suffix is not None, "positions are appended to a suffix"
-        end, present = self.filled + keys.shape[2], self.suffix[0].shape[2]
+        end, present = self.suffix_length + keys.shape[2], self.suffix[0].shape[2]
         if end > present:
-            self._reserve_suffix(capacity(end, present), self.filled)
+            self._reserve_suffix(capacity(end, present), self.suffix_length)
         for part, new in zip(self.suffix, (keys, values), strict=True):
-            part[:, :, self.filled : end] = new
-        self.filled = end
+            part[:, :, self.suffix_length : end] = new
+        self.suffix_length = end
 
     def _move_prefix(self, prefix: Pair, keys: Tensor, values: Tensor) -> None:
         """The suffix is the prefix, which has a row per sequence, and these."""
@@ -167,7 +167,7 @@ class GrowingKV(KVCache):
 
     def release(self) -> None:
         self.prefix = self.suffix = self._views = None
-        self.filled = 0
+        self.suffix_length = 0
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Has these in the place of what was stored, [rows, heads, positions, dim]. Nothing is added to them."""
@@ -179,8 +179,8 @@ class GrowingKV(KVCache):
         if not self._uses_ancestry:
             return
         assert self._beams is not None and self.suffix is not None, "a table is of the suffix of beams"
-        ancestry = self._beams.ancestry(self.filled)
-        keys, values = (part[:, :, : self.filled] for part in self.suffix)
+        ancestry = self._beams.ancestry(self.suffix_length)
+        keys, values = (part[:, :, : self.suffix_length] for part in self.suffix)
         if ancestry is not None:
             keys, values = attention.gather_suffix(keys, ancestry), attention.gather_suffix(values, ancestry)
         self._uses_ancestry, self._views = False, None
@@ -188,7 +188,7 @@ class GrowingKV(KVCache):
             self._move_prefix(self._repeat_prefix(), keys, values)
             self._length_at_reorder += self._repeated
         else:
-            self._start_suffix(keys, values, self.filled + self._initial_capacity)
+            self._start_suffix(keys, values, self.suffix_length + self._initial_capacity)
 
     def crop(self, count: int) -> None:
         """Forgets the last `count` positions: what a step only looks at.
@@ -197,13 +197,13 @@ class GrowingKV(KVCache):
             ValueError: not so many were added since `expand` and the last `reorder`.
         """
         self._views = None
-        if self.prefix is not None and self.suffix is None and self._beams is None and self.stored > count:
+        if self.prefix is not None and self.suffix is None and self._beams is None and self.cached > count:
             keys, values = self.prefix
             self.prefix = keys[:, :, :-count], values[:, :, :-count]
             return
-        if self.filled - count < max(self._length_at_reorder, self._repeated):
+        if self.suffix_length - count < max(self._length_at_reorder, self._repeated):
             raise ValueError(f"{count} positions cannot be forgotten: not so many were added since the last reorder")
-        self.filled -= count
+        self.suffix_length -= count
 
     @property
     def _is_shared(self) -> bool:
@@ -219,7 +219,7 @@ class GrowingKV(KVCache):
         return self._views
 
     def _view(self, which: int) -> Tensor:
-        suffix = self.suffix[which][:, :, : self.filled] if self.suffix is not None else None
+        suffix = self.suffix[which][:, :, : self.suffix_length] if self.suffix is not None else None
         prefix = self.prefix[which] if self.prefix is not None else None
         if prefix is None:
             if suffix is None:
@@ -229,7 +229,7 @@ class GrowingKV(KVCache):
             return prefix
         ancestry = materialize_suffix = None
         if suffix is not None and self._uses_ancestry:
-            ancestry, materialize_suffix = self._beams.ancestry(self.filled), self._materialize_suffix
+            ancestry, materialize_suffix = self._beams.ancestry(self.suffix_length), self._materialize_suffix
         return KVView.of(prefix, suffix, self._beams.per_input, ancestry, materialize_suffix)
 
     def reorder(self, index: Tensor) -> None:
@@ -237,23 +237,23 @@ class GrowingKV(KVCache):
         if self._beams is None or self.suffix is None or self._beams.per_input == 1:
             return
         if self._uses_ancestry:
-            self._beams.update_ancestry(index, self.filled)
-        elif self._beams.check(index) and self.filled > self._repeated:
+            self._beams.update_ancestry(index, self.suffix_length)
+        elif self._beams.check(index) and self.suffix_length > self._repeated:
             self._move(self.suffix, index)
-        self._length_at_reorder, self._views = self.filled, None
+        self._length_at_reorder, self._views = self.suffix_length, None
 
     def _move(self, suffix: Pair, index: Tensor) -> None:
         """Row r of the suffix becomes what row `index[r]` is."""
         if torch.is_grad_enabled() or not suffix[0].is_cpu:
             for part in suffix:
-                filled = part[:, :, : self.filled]
-                filled.copy_(filled.index_select(0, index.to(part.device)))
+                cached = part[:, :, : self.suffix_length]
+                cached.copy_(cached.index_select(0, index.to(part.device)))
             return
         index = index.to(suffix[0].device)
         # Written once, to other memory: that of one layer more, which the next layer gets then.
         keys, values = (self._allocate(part.shape, part) for part in suffix)
         for part, new in zip(suffix, (keys, values), strict=True):
-            torch.index_select(part[:, :, : self.filled], 0, index, out=new[:, :, : self.filled])
+            torch.index_select(part[:, :, : self.suffix_length], 0, index, out=new[:, :, : self.suffix_length])
         self.suffix = keys, values
 
     def keep(self, inputs: Tensor) -> None:
@@ -276,9 +276,9 @@ class GrowingKV(KVCache):
         span = _span(rows)
         if span is not None:
             return part[span]
-        kept = part[:, :, : self.filled].index_select(0, rows)
+        kept = part[:, :, : self.suffix_length].index_select(0, rows)
         part = part[: rows.shape[0]]
-        part[:, :, : self.filled] = kept
+        part[:, :, : self.suffix_length] = kept
         return part
 
     def materialize(self) -> Pair:

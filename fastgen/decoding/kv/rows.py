@@ -122,10 +122,10 @@ class StepState(Rows):
     Attributes:
         capacity: positions of the suffix at the most.
         width: positions that a step stores. The first of them stays; what is behind it, the next step writes over.
-        numbers: [width + 1, rows], int64: `positions` and `filled`.
+        position_table: [width + 1, rows], int64: `positions` and `suffix_lengths`.
         position: [rows], int64: where the K/V of this step goes in the suffix of each row.
         positions: `width` of them: the same for each position of the step.
-        filled: [rows], int64: the cache lengths: positions of the suffix that attention reads, this step's included.
+        suffix_lengths: [rows], int64: positions of the suffix that attention reads, this step's included.
         ancestry: [rows, capacity], int32: position t of row r lies in row `ancestry[r, t]`; None for one row per input.
         row_map: [rows], int64: the row of the cache that each row reads and writes; None: its own.
     """
@@ -144,32 +144,32 @@ class StepState(Rows):
         super().__init__(batch, per_input, device)
         self.capacity, self.width = capacity, width
         self._first = torch.arange(width + 1, device=device).unsqueeze(1)
-        self._place(self._first.repeat(1, self.rows))
+        self._put_table(self._first.repeat(1, self.rows))
         self._columns = torch.arange(capacity, device=device)
         self._own_row = self._own(1)
         self.ancestry = self._own(capacity) if per_input > 1 else None
-        self._reached = 0  # before rows went back
+        self._max_before = 0  # before rows went back
         self._growing = growing
         if growing is not None and self.ancestry is not None:
             growing.add(self.ancestry)
 
-    def _place(self, numbers: Tensor) -> None:
-        self.numbers = numbers
-        *self.positions, self.filled = numbers.unbind()
+    def _put_table(self, table: Tensor) -> None:
+        self.position_table = table
+        *self.positions, self.suffix_lengths = table.unbind()
         self.position = self.positions[0]
 
     def of_width(self, width: int) -> StepState:
-        """The same place, for a step that stores fewer positions. It goes where this one goes."""
-        return self._with(self.numbers[: width + 1], width)
+        """The same positions, for a step that stores fewer positions. It goes where this one goes."""
+        return self._with(self.position_table[: width + 1], width)
 
     def beside(self, width: int) -> StepState:
-        """A place of its own on the same rows, for steps that run ahead of this one or behind it."""
-        return self._with(self.numbers[: width + 1].clone(), width)
+        """Positions of its own for the same rows, for steps that run ahead of this one or behind it."""
+        return self._with(self.position_table[: width + 1].clone(), width)
 
-    def _with(self, numbers: Tensor, width: int) -> StepState:
+    def _with(self, table: Tensor, width: int) -> StepState:
         other = copy.copy(self)
         other.width = width
-        other._place(numbers)
+        other._put_table(table)
         return other
 
     def grow(self, capacity: int) -> None:
@@ -179,29 +179,29 @@ class StepState(Rows):
         self.capacity = capacity
         self._columns = torch.arange(capacity, device=self._device)
 
-    def reach(self) -> int:
+    def max_length(self) -> int:
         """Positions of the suffix that something may be stored in, of any row. Waits for the device."""
-        return min(max(int(self.filled.max()), self._reached), self.capacity)
+        return min(max(int(self.suffix_lengths.max()), self._max_before), self.capacity)
 
-    def keep_reach(self) -> None:
+    def keep_max_length(self) -> None:
         """To be called before rows go back: what they have stored stays where it is."""
-        self._reached = self.reach()
+        self._max_before = self.max_length()
 
     def begin(self, inputs: slice = slice(None)) -> None:
         """Nothing is stored of these inputs; the others go on."""
         rows = slice(*(inputs.indices(self.batch)[end] * self.per_input for end in range(2)))
-        self.numbers[:, rows] = self._first
+        self.position_table[:, rows] = self._first
         if inputs == slice(None):
-            self._reached = 0
+            self._max_before = 0
         if self.ancestry is not None:
             self.ancestry[rows] = self._own_row[rows]
 
     def insert(self, other: StepState, source: int, target: int) -> None:
         """Has an input go on at `target` that is at `source` in `other`, of the same capacity."""
         count = self.per_input
-        rows, new_rows = (slice(place * count, (place + 1) * count) for place in (target, source))
-        self.numbers[:, rows] = other.numbers[:, new_rows]
-        self._reached = max(self._reached, other._reached)
+        rows, new_rows = (slice(index * count, (index + 1) * count) for index in (target, source))
+        self.position_table[:, rows] = other.position_table[:, new_rows]
+        self._max_before = max(self._max_before, other._max_before)
         if self.ancestry is not None and other.ancestry is not None:
             self.ancestry[rows] = other.ancestry[new_rows] + (target - source) * count
 
@@ -213,15 +213,15 @@ class StepState(Rows):
         Of what it has stored, `count` positions stay, [rows], int64, or so many of all. The rows that change places are
         as long as each other.
         """
-        self.numbers.add_(count)
+        self.position_table.add_(count)
         if self.ancestry is not None and parents is not None:
             moved = self.ancestry.index_select(0, parents)
             self.ancestry.copy_(torch.where(self._columns >= self.position.unsqueeze(1), self._own_row, moved))
 
     def take_over(self, other: StepState, rows: Tensor | slice) -> None:
         """Goes on where these rows of `other`, which has no larger capacity, are: all those of some inputs."""
-        self.numbers.copy_(other.numbers[:, rows])
-        self._reached, count = other.reach(), self.per_input
+        self.position_table.copy_(other.position_table[:, rows])
+        self._max_before, count = other.max_length(), self.per_input
         if self.ancestry is not None and other.ancestry is not None:
             self.ancestry[:, : other.capacity] = self._own_row // count * count + other.ancestry[rows] % count
             self.ancestry[:, other.capacity :] = self._own_row
@@ -230,7 +230,7 @@ class StepState(Rows):
 class RaggedState(StepState):
     """Where a step is in which each row of the cache has its own number of tokens: each token is a row of one position.
 
-    Its K and V are stored in the row that it belongs to, behind those of the tokens in front of it, and it sees that
+    Its K and V are stored in the row that it belongs to, behind those of the tokens in front of it, and it reads that
     row as far as itself.
 
     Attributes:
@@ -243,11 +243,11 @@ class RaggedState(StepState):
     row_map: Tensor
 
     def __init__(self, tokens: int, rows: StepState) -> None:
-        device = rows.numbers.device
+        device = rows.position_table.device
         super().__init__(tokens, 1, rows.capacity, device)
         self._of = rows
         self.row_map, self.offsets = torch.zeros(2, tokens, dtype=torch.int64, device=device).unbind()
-        self._places: dict[int, Tensor] = {}
+        self._flat_positions: dict[int, Tensor] = {}
 
     def spread(self, counts: Sequence[int]) -> None:
         """Says how many tokens each row has. Those that are left over are the first one once more, which does no harm.
@@ -259,16 +259,16 @@ class RaggedState(StepState):
         if not 0 < len(found) <= self.rows:
             raise ValueError(f"{len(found)} tokens in a step of {self.rows}")
         found += found[:1] * (self.rows - len(found))
-        for buffer, numbers in zip((self.row_map, self.offsets), zip(*found, strict=True), strict=True):
-            buffer.copy_(torch.tensor(numbers))
+        for buffer, values in zip((self.row_map, self.offsets), zip(*found, strict=True), strict=True):
+            buffer.copy_(torch.tensor(values))
 
     def locate(self) -> None:
         """Finds the positions. To be called at the beginning of a step, as a part of it."""
-        self.numbers.copy_(self._of.position.index_select(0, self.row_map) + self.offsets + self._first)
-        self._places = {}
+        self.position_table.copy_(self._of.position.index_select(0, self.row_map) + self.offsets + self._first)
+        self._flat_positions = {}
 
-    def places(self, size: int) -> Tensor:
+    def flat_positions(self, size: int) -> Tensor:
         """[tokens]: where each token is stored if a row has so many positions and all rows are one."""
-        if size not in self._places:
-            self._places[size] = self.row_map * size + self.position
-        return self._places[size]
+        if size not in self._flat_positions:
+            self._flat_positions[size] = self.row_map * size + self.position
+        return self._flat_positions[size]

@@ -21,16 +21,16 @@ def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _take_in(
-    q, k, v, seen, bias, maximum, total, context, scale,
+    q, k, v, attended, bias, maximum, total, context, scale,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One block of keys and values into the running softmax of all rows of the tile."""
     scores = _dot(q, tl.trans(k), PRECISION, WIDEN) * scale
     if HAS_BIAS:
         scores += bias
-    scores = tl.where(seen, scores * LOG2E, float("-inf"))
+    scores = tl.where(attended, scores * LOG2E, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that has seen nothing yet: subtracting minus infinity from itself would give NaN.
+    # A row that has attended to nothing yet: subtracting minus infinity from itself would give NaN.
     base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.exp2(scores - base[:, None])
     fade = tl.exp2(maximum - base)
@@ -133,11 +133,11 @@ def attend(
                 bias + (row * bias_row + head * bias_head)[:, None] + (position * bias_position)[None, :],
                 mask=real[:, None] & inside[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
-        seen = inside[None, :]
+        attended = inside[None, :]
         if HAS_WINDOW:
-            seen = seen & (position[None, :] >= begins[:, None])
+            attended = attended & (position[None, :] >= begins[:, None])
         maximum, total, context = _take_in(
-            q, k, v, seen, added, maximum, total, context, scale, HAS_BIAS, PRECISION, WIDEN
+            q, k, v, attended, added, maximum, total, context, scale, HAS_BIAS, PRECISION, WIDEN
         )
 
     if HAS_SUFFIX:

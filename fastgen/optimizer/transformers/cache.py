@@ -33,7 +33,7 @@ class _Store(Protocol):
     def read(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class StoredLayer(releases.CacheLayerNames, CacheLayerMixin):
+class KVCacheLayer(releases.CacheLayerNames, CacheLayerMixin):
     """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
 
     def __init__(self, kv: _Store) -> None:
@@ -52,7 +52,7 @@ class StoredLayer(releases.CacheLayerNames, CacheLayerMixin):
         pass
 
 
-class SharedLayer(StoredLayer):
+class SharedLayer(KVCacheLayer):
     """A layer in a `GrowingKV`.
 
     A sliding-window layer drops what lies behind the window from the prefix only. It may hold more than the window, and
@@ -79,7 +79,7 @@ class SharedLayer(StoredLayer):
         return self.kv.extend(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.kv.stored + query_length, self.kv.dropped
+        return self.kv.cached + query_length, self.kv.dropped
 
     def get_seq_length(self) -> int:
         return self.kv.length
@@ -97,8 +97,8 @@ class SharedLayer(StoredLayer):
         self.kv.crop(-tokens_to_remove)
 
 
-class StepLayer(StoredLayer):
-    """A layer in a `FixedKV`; `seen` are the positions in front of the step's: of self-attention on the device.
+class StepLayer(KVCacheLayer):
+    """A layer in a `FixedKV`; `cache_length`: positions in front of the step's, of self-attention on the device.
 
     What is called for it, is so in every step.
     """
@@ -108,9 +108,9 @@ class StepLayer(StoredLayer):
     is_initialized = True
     kv: FixedKV
 
-    def __init__(self, kv: FixedKV, seen: torch.Tensor | int | Callable[[], torch.Tensor | int]) -> None:
+    def __init__(self, kv: FixedKV, cache_length: torch.Tensor | int | Callable[[], torch.Tensor | int]) -> None:
         super().__init__(kv)
-        self._seen = seen
+        self._cache_length = cache_length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -130,7 +130,7 @@ class StepLayer(StoredLayer):
         return self.kv.length, 0
 
     def get_seq_length(self) -> torch.Tensor | int:  # type: ignore[override]  # as of the library's static layer
-        return self._seen() if callable(self._seen) else self._seen
+        return self._cache_length() if callable(self._cache_length) else self._cache_length
 
     def capacity(self) -> int:
         return self.kv.length
@@ -343,19 +343,19 @@ def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
 def cache_of(
     own: Sequence[FixedKV],
     cross: Sequence[FixedKV],
-    seen: torch.Tensor | int,
+    cache_length: torch.Tensor | int,
     of_rows: Callable[[], torch.Tensor] | None = None,
 ) -> Cache:
-    """A cache with layers of self-attention and of cross-attention, which may be none; `seen` as of `StepLayer`.
+    """A cache with layers of self- and of cross-attention, which may be none; `cache_length` as of `StepLayer`.
 
-    With `of_rows` that is what positions are computed from. Masks are made for the longest row, whose `seen` is.
+    With `of_rows` that is what positions are computed from. Masks are made for the longest row: its is `cache_length`.
     """
-    cache: Cache = StepCache([StepLayer(kv, seen if of_rows is None else of_rows) for kv in own])
+    cache: Cache = StepCache([StepLayer(kv, cache_length if of_rows is None else of_rows) for kv in own])
     if cross:
         of_source = StepCache([StepLayer(kv, partial(_prefix_capacity, kv)) for kv in cross])
         cache = EncoderDecoderCache(cache, of_source)
     if of_rows is not None:
-        setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: seen)
+        setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: cache_length)
     return cache
 
 

@@ -119,15 +119,15 @@ def test_nothing_is_left_of_rows_that_went_back(device):
     for _ in range(5):
         small.write(new, new)
         small_state.advance(None)
-    small_state.keep_reach()
+    small_state.keep_max_length()
     small_state.advance(None, -3)
     kv.take_over(small, slice(None), slice(None))
     state.take_over(small_state, slice(None))
     for part_state, part in ((small_state, small), (state, kv)):
-        assert part_state.reach() == 6 and all(own.count_nonzero() for own in part.suffix)
+        assert part_state.max_length() == 6 and all(own.count_nonzero() for own in part.suffix)
         part.load(*prompt(device), at_end=True)
         part_state.begin()
-        assert part_state.reach() == 1 and not any(own.count_nonzero() for own in part.suffix)
+        assert part_state.max_length() == 1 and not any(own.count_nonzero() for own in part.suffix)
 
 
 def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):

@@ -77,6 +77,24 @@ def test_what_a_reorder_has_gathered_is_not_forgotten():
     assert layer.length == 5
 
 
+def test_what_a_reorder_has_gathered_stays_when_the_prefix_moves_in_front_of_it(monkeypatch):
+    """A short prefix becomes a part of the suffix when something else than the operator needs that row by row."""
+    monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
+    layer = GrowingKV(4)
+    with torch.no_grad():
+        layer.extend(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
+        layer.expand(Beams(1, 2))
+        keys, _ = layer.extend(torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2))
+        assert isinstance(keys, KVView)
+        layer.reorder(torch.tensor([1, 0]))
+        layer.materialize_suffix()
+        layer.extend(torch.randn(2, 1, 1, 2), torch.randn(2, 1, 1, 2))
+    with pytest.raises(ValueError, match="2 positions cannot be forgotten"):
+        layer.crop(2)
+    layer.crop(1)
+    assert layer.length == 5
+
+
 def moved_layer(prompt: bool = False) -> GrowingKV:
     """Two beams of one input, whose suffix a reorder moves."""
     layer = GrowingKV(4)
@@ -159,14 +177,14 @@ def test_the_prefix_is_stored_once_and_never_moves():
 def test_a_window_drops_what_lies_behind_it_from_the_prefix(per_input):
     layer, keys = GrowingKV(2, window=10), torch.randn(3, 2, 40, 4)
     layer.extend(keys, keys)
-    assert (layer.length, layer.stored, layer.dropped) == (40, 40, 0)
+    assert (layer.length, layer.cached, layer.dropped) == (40, 40, 0)
     layer.expand(Beams(3, per_input))
     kept = 40 if per_input == 1 else 9
-    assert (layer.length, layer.stored, layer.dropped) == (40, kept, 40 - kept)
+    assert (layer.length, layer.cached, layer.dropped) == (40, kept, 40 - kept)
     new = torch.randn(3 * per_input, 2, 1, 4)
     expected = torch.cat([keys[:, :, -kept:].repeat_interleave(per_input, dim=0), new], dim=2)
     assert torch.equal(layer.extend(new, new)[0] + 0, expected)
-    assert (layer.length, layer.stored) == (41, kept + 1)
+    assert (layer.length, layer.cached) == (41, kept + 1)
 
 
 def test_reading_an_empty_layer_is_an_error():

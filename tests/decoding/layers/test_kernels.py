@@ -132,6 +132,33 @@ def test_a_weight_that_changes(dtype: torch.dtype, multiplied: Multiplied) -> No
         check(count + one)
 
 
+class Doubled(nn.Parameter):
+    """A bias that does more than to be added."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result * 2 if function is nn.functional.linear else result
+
+
+def test_a_bias_that_changes(multiplied: Multiplied) -> None:
+    """The weight stays: in place, in the place of another, to one that only torch adds, and back."""
+    model, x = nn.Sequential(layer()), torch.randn(2, 40)
+    one = len(expected(torch.float32, 2))
+    with FastLayers.of(model, KINDS):
+        for change, count in (
+            (lambda bias: bias, one),
+            (lambda bias: nn.Parameter(bias.detach() + 3), 2 * one),
+            (lambda bias: Doubled(bias.detach() + 3), 2 * one),
+            (lambda bias: nn.Parameter(bias.detach().as_subclass(torch.Tensor) + 3), 3 * one),
+        ):
+            model[0].bias = change(model[0].bias)
+            torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+            assert len(multiplied) == count
+        model[0].bias.data.mul_(2)
+        torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
 def test_a_weight_of_another_type_fails_as_without_fastgen() -> None:
     model, x = nn.Sequential(layer()), torch.randn(2, 40)
     with FastLayers.of(model, KINDS):

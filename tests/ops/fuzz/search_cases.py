@@ -136,7 +136,7 @@ def advance(rng: random.Random) -> Case:
     positions = [torch.arange(rows).unsqueeze(1) for _ in range(rng.randrange(2))]
     table = None if state.ancestry is None else state.ancestry.clone()
     given = [
-        parents, taken, torch.tensor(stored), state.numbers.clone(), table, torch.zeros((), dtype=torch.int64),
+        parents, taken, torch.tensor(stored), state.position_table.clone(), table, torch.zeros((), dtype=torch.int64),
         [each.clone() for each in positions], [each.clone() for each in masks], 1,
     ]  # fmt: skip
     state.advance(parents, taken)
@@ -144,7 +144,7 @@ def advance(rng: random.Random) -> Case:
         mask[torch.arange(mask.shape[1]) == stored + state.position.unsqueeze(1)] = 1
 
     def check(args: list[Any], _: Any) -> None:
-        same(args[3], state.numbers)
+        same(args[3], state.position_table)
         if state.ancestry is not None:
             same(args[4], state.ancestry)
         assert int(args[5]) == stored + int(state.position.max())

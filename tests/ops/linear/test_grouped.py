@@ -5,6 +5,7 @@ What they have in common with other kernels is in test_kernels.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastgen.ops.gpu import grouped_linear as in_rows
 from fastgen.ops.linear import gemm, grouped
 from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
 from tests.ops.instructions import instruction_set, needs_amx
@@ -90,6 +92,24 @@ def test_which_weights_take_floats() -> None:
     with pytest.raises(RuntimeError, match="stay floats"):
         rotated = grouped.rounded(torch.randn(40, 96), 8, 32, rotated=True)
         grouped.grouped_linear(torch.randn(3, 96), rotated, floats=True)
+
+
+@pytest.mark.parametrize("rounded", [grouped.rounded, in_rows.rounded], ids=["panels", "rows"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_and_groups_of_zeros(bits: int, rounded: Callable[..., PackedWeight]) -> None:
+    """They stay zeros, and no other row has other scales for them."""
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    weight[7], weight[9, 32:64] = 0.0, 0.0
+    unpacked = in_rows.unpacked if rounded is in_rows.rounded else grouped.unpacked
+    qweight, (scales, *_) = unpacked(rounded(weight, bits, 32))
+    others, (other_scales, *_) = unpacked(rounded(weight[10:], bits, 32))
+    assert scales is not None and other_scales is not None and scales.dtype is torch.float16
+    assert torch.equal(qweight[10:], others) and torch.equal(scales[10:], other_scales)
+    meant = (qweight.float() - 2 ** (bits - 1)) * scales.float().repeat_interleave(32, dim=1)
+    assert not meant[7].any() and not meant[9, 32:64].any()
+    step = scales.float().repeat_interleave(32, dim=1).abs()
+    # With 4 bits, what has the other sign than the largest is cut off at 7 eighths of it.
+    assert bool(((meant - weight).abs() <= step * (0.502 if bits == 8 else 1.002)).all())
 
 
 def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:

@@ -31,8 +31,9 @@ class StepBuffers:
         position: how far the rows are.
         own, cross: of each layer of self- and of cross-attention.
         inputs: the model's inputs, by name.
-        stored, seen: one int64: positions for the prompt, and how long the cache is to the model: as its longest row.
-        bounds: `seen`, with what the host knows of it.
+        prefix_length, cache_length: one int64: positions for the prompt, and how long the cache is to the model: as
+            its longest row.
+        bounds: `cache_length`, with what the host knows of it.
         present: inputs of the call; the others fill the batch up.
         start: where the sequences begin in their buffers.
     """
@@ -43,15 +44,15 @@ class StepBuffers:
         self.growing = growing = Growing() if key.sizes.new == 0 else None
         self.position = StepState(key.batch, key.per_input, sizes.new + key.width - 1, device, key.width, growing)
         self.own = [
-            FixedKV(*kv, self.position, sizes.stored, has_suffix=True, window=window, growing=growing)
+            FixedKV(*kv, self.position, sizes.cached, has_suffix=True, window=window, growing=growing)
             for kv, window in zip(prompt.own, key.windows, strict=True)
         ]
         self.cross = [
             FixedKV(*kv, self.position, sizes.source, has_suffix=False, growing=growing) for kv in prompt.cross
         ]
-        self.stored = torch.full((), sizes.stored, dtype=torch.int64, device=device)
-        self.seen = torch.zeros((), dtype=torch.int64, device=device)
-        self.bounds = SymbolicLength.of(self.seen, sizes.stored, sizes.stored + 1)
+        self.prefix_length = torch.full((), sizes.cached, dtype=torch.int64, device=device)
+        self.cache_length = torch.zeros((), dtype=torch.int64, device=device)
+        self.bounds = SymbolicLength.of(self.cache_length, sizes.cached, sizes.cached + 1)
         # Of the call that asks for most so far: a model's table of positions may be shorter than the buffers.
         self._most_new = 1
         # Positions that count from now on, in the masks of the sequences: those that the next step may store.
@@ -78,7 +79,7 @@ class StepBuffers:
 
     def _width_of(self, name: str) -> int:
         if self._key.is_sequences_mask(name):
-            return self.sizes.stored + self.sizes.new + self._marked - 1
+            return self.sizes.cached + self.sizes.new + self._marked - 1
         return self.sizes.source if name == "attention_mask" else 1
 
     @property
@@ -87,15 +88,15 @@ class StepBuffers:
 
     # ---- the model's cache
 
-    def cache(self, search: Search, seen: int | None = None) -> Cache:
+    def cache(self, search: Search, cache_length: int | None = None) -> Cache:
         """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
-        given = self.bounds if seen is None else seen
+        given = self.bounds if cache_length is None else cache_length
         return cache_of(self.own, self.cross, given, self._lengths_at(self.position, self.bounds, search))
 
-    def cache_at(self, position: StepState, seen: SymbolicLength, search: Search) -> Cache:
-        """The cache as a step finds it that is at another position; `seen`: positions in front of its longest row."""
+    def cache_at(self, position: StepState, cache_length: SymbolicLength, search: Search) -> Cache:
+        """The cache as a step at another position finds it; `cache_length`: positions in front of its longest row."""
         own = [kv.view(position) for kv in self.own]
-        return cache_of(own, self.cross, seen, self._lengths_at(position, seen, search))
+        return cache_of(own, self.cross, cache_length, self._lengths_at(position, cache_length, search))
 
     def _lengths_at(
         self, position: StepState, bounds: SymbolicLength, search: Search
@@ -106,17 +107,17 @@ class StepBuffers:
         """
         if not self._key.has_own_lengths:
             return None
-        stored = self.sizes.stored
+        prefix = self.sizes.cached
 
         def lengths_of_rows() -> RowLengths:
             own = torch.where(search.unfinished.view(-1), position.position, 0)
-            return RowLengths.of(own + stored, bounds)
+            return RowLengths.of(own + prefix, bounds)
 
         return lengths_of_rows
 
-    def length(self, seen: Tensor) -> SymbolicLength:
-        """`seen`, with what the sizes say of it."""
-        return SymbolicLength.of(seen, self.sizes.stored, self.sizes.stored + self.sizes.new)
+    def length(self, cache_length: Tensor) -> SymbolicLength:
+        """`cache_length`, with what the sizes say of it."""
+        return SymbolicLength.of(cache_length, self.sizes.cached, self.sizes.cached + self.sizes.new)
 
     # ---- sizes
 
@@ -130,10 +131,10 @@ class StepBuffers:
         assert growing is not None, "a key without sizes is one of buffers that grow"
         self.sizes = sizes = Sizes(*map(max, have, needed))
         keeps = self._key.slots
-        if sizes.stored > have.stored:
+        if sizes.cached > have.cached:
             for kv in self.own:
-                kv.grow_prefix(sizes.stored, "end" if keeps else None)
-            self.stored.fill_(sizes.stored)
+                kv.grow_prefix(sizes.cached, "end" if keeps else None)
+            self.prefix_length.fill_(sizes.cached)
         if sizes.source > have.source:
             for kv in self.cross:
                 kv.grow_prefix(sizes.source, "start" if keeps else None)
@@ -144,14 +145,14 @@ class StepBuffers:
         for name, buffer in self.inputs.items():
             if (width := self._width_of(name)) != buffer.shape[1]:
                 larger = buffer.new_zeros(len(buffer), width)
-                first = sizes.stored - have.stored if self._key.is_sequences_mask(name) else 0
+                first = sizes.cached - have.cached if self._key.is_sequences_mask(name) else 0
                 larger[:, first : first + buffer.shape[1]] = buffer
                 growing.exchange(buffer, larger)
         return self._move_bounds()
 
     def _move_bounds(self) -> bool:
         """Says how long the cache can be now; whether all that the model was told of it is still true."""
-        return self.bounds.move(self.sizes.stored, self.sizes.stored + min(self._most_new, self.sizes.new))
+        return self.bounds.move(self.sizes.cached, self.sizes.cached + min(self._most_new, self.sizes.new))
 
     def begin_capture(self) -> None:
         """What the model is told from now on, what is captured depends on."""
@@ -161,9 +162,9 @@ class StepBuffers:
 
     def _lengths_in_positions(self) -> frozenset[int]:
         """What a program must have in nothing but the buffers that grow."""
-        prompt, stored, new, source = self.sizes
+        prompt, cached, new, source = self.sizes
         suffix = self.position.capacity
-        found = (prompt, stored, new, source, suffix, prompt + new, stored + new, stored + suffix, new + 2)
+        found = (prompt, cached, new, source, suffix, prompt + new, cached + new, cached + suffix, new + 2)
         exact = {size for size in self._key.sizes if size}
         return frozenset(size for size in found if size >= LEAST_LENGTH) - exact
 
@@ -173,7 +174,7 @@ class StepBuffers:
         """Takes over what the prefill has left of these inputs. Returns what `make_room` returns."""
         key = self._key
         for kv, (keys, values) in zip(self.own, prompt.own, strict=True):
-            dropped = prompt.stored - keys.shape[2]
+            dropped = prompt.cached - keys.shape[2]
             starts, ends = ((bound - dropped).clamp(min=0) for bound in prompt.span)
             kv.load(keys, values, starts, ends, at_end=not key.source_in_front, inputs=inputs)
         for kv, (keys, values) in zip(self.cross, prompt.cross, strict=True):
@@ -182,7 +183,7 @@ class StepBuffers:
         for name, buffer in self.inputs.items():
             part = buffer.view(key.batch, key.per_input, -1)[inputs].flatten(0, 1)
             given = prompt.tensors[name].repeat_interleave(key.per_input, dim=0)
-            end = self.sizes.stored if key.is_sequences_mask(name) else given.shape[1]
+            end = self.sizes.cached if key.is_sequences_mask(name) else given.shape[1]
             part.zero_()
             part[: given.shape[0], end - given.shape[1] : end] = given
         if inputs == slice(None):
@@ -203,7 +204,15 @@ class StepBuffers:
         positions = [buffer for name, buffer in self.inputs.items() if name in POSITIONS]
         if search_step.available(taken) and search_step.serves(positions, masks):
             torch.ops.fastgen.advance_(
-                parents, taken, self.stored, state.numbers, state.ancestry, self.seen, positions, masks, self._marked
+                parents,
+                taken,
+                self.prefix_length,
+                state.position_table,
+                state.ancestry,
+                self.cache_length,
+                positions,
+                masks,
+                self._marked,
             )
             return
         state.advance(parents, taken)
@@ -213,14 +222,14 @@ class StepBuffers:
         self._mark()
 
     def _measure(self) -> None:
-        torch.amax(self.position.position, 0, out=self.seen)
-        self.seen.add_(self.stored)
+        torch.amax(self.position.position, 0, out=self.cache_length)
+        self.cache_length.add_(self.prefix_length)
 
     def _mark(self) -> None:
         """The positions of the next step count. Those behind a query, attention leaves out by itself."""
         columns = torch.arange(self._marked, device=self.device)
         for mask in self._masks:
-            at = self.sizes.stored + self.position.position.unsqueeze(1) + columns
+            at = self.sizes.cached + self.position.position.unsqueeze(1) + columns
             mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
     def insert(self, other: StepBuffers, source: int, target: int) -> bool:

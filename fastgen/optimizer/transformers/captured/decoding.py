@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -30,6 +27,7 @@ from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.host_code import HostCode, Written
 from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled, needed_sizes
@@ -43,8 +41,6 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # A call of so many replays says how long a step takes.
 _ENOUGH_STEPS = 8
 
-# What may be returned of every step.
-RECORDS = ("scores", "logits")
 # By whether beams are searched, and whether the model has an encoder.
 _OUTPUTS = {
     (False, False): GenerateDecoderOnlyOutput,
@@ -54,17 +50,10 @@ _OUTPUTS = {
 }
 
 
-# Classes of criteria that have written into the tokens of beams. A captured search has none for each candidate.
-_writers: weakref.WeakSet[Any] = weakref.WeakSet()
-_WRITES = "a criterion writes into the tokens of beams"
-
-
-class _Written(CannotBeCaptured):
-    """A criterion has written there, in this call."""
-
-
 class Decoding:
     """One call with a captured step, after its prefill."""
+
+    _code_type = HostCode
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         assert call.store is not None, "the prefill was accelerated"
@@ -74,19 +63,12 @@ class Decoding:
         self._per_input = max(self.config.num_beams, self.config.num_return_sequences)
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
-        self._raised: Exception | None = None
         self._has_released = False
         criteria = arguments["stopping_criteria"]
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
-        self._criteria = [each for each in criteria if self._asks(each)]
-        # What the call returns of every step, by name.
-        names = RECORDS if self.config.return_dict_in_generate else ()
-        self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self.config, f"output_{name}")}
-        if any(user_code.says(each, "releases_scores") for each in self._criteria):  # which is not kept then
-            self._criteria = [each for each in self._criteria if not user_code.says(each, "releases_scores")]
-            self._kept.pop("scores", None)
-        self.host = Host(self._process, self._stops, self._keep)
+        self._code = self._code_type(call, arguments)
+        self.host = Host(self._code.process, self._code.stops, self._code.keep)
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
         self.prompt, self._windows = self._prefilled(Prefilled(*given))
         self._lengths = processors.Lengths(
@@ -95,14 +77,6 @@ class Decoding:
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
         self._key = self.own_key = self._make_key()
         self._ledger = Ledger.of(self.model)
-
-    def _asks(self, criterion: Any) -> bool:
-        """Whether the host asks a criterion. The search stops at some by itself: not at a length that is less than the
-        call's.
-        """
-        limit = self.config.max_length
-        is_own = type(criterion) in (EosTokenCriteria, MaxLengthCriteria)
-        return not is_own or getattr(criterion, "max_length", limit) != limit
 
     def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
         """The prompt that the call begins from, and the sliding windows of the layers."""
@@ -114,18 +88,17 @@ class Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
-        if self.config.num_beams > 1 and any(user_code.kind_of(each) in _writers for each in self._criteria):
-            raise CannotBeCaptured(_WRITES)
+        self._code.check()
         self._eager_steps = self._steps_before_capture()
         random_state = RandomState(self.model.device)
-        self._calls = user_code.Calls((*self._processors, *self._criteria))
+        self._calls = user_code.Calls((*self._processors, *self._code.criteria))
         step = None
         try:
             step = self._step()
             step = self._decode(step)
             result = self._result(step)
         except Exception as error:
-            if error is self._raised or self._has_released:
+            if error is self._code.raised or self._has_released:
                 raise
             interrupts.pass_on(error)
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
@@ -138,9 +111,7 @@ class Decoding:
             raise kind(_describe(error)) from error
         finally:
             self._calls.end()
-            self._raised = None  # its frames hold this object
-            # It refers to this object, which holds what the call returns of every step.
-            del self.host
+            self._code.raised = None  # its frames hold this object
         if step.is_captured:
             graph_cache.give_back(self.model, step)
         return result
@@ -202,58 +173,14 @@ class Decoding:
         if not config.return_dict_in_generate:
             return sequences
         if self._call.returns_cache:
-            self._store.hold(*step.stored())
-        found = {**recorded(search, *count, self._kept, config), **releases.with_cache(self._store.cache)}
+            self._store.hold(*step.materialized())
+        found = {**recorded(search, *count, self._code.kept, config), **releases.with_cache(self._store.cache)}
         return self.output(sequences=sequences, **found)
 
     @property
     def output(self) -> Any:
         """The class of what is returned with `return_dict_in_generate`."""
         return _OUTPUTS[self.config.num_beams > 1, bool(self.model.config.is_encoder_decoder)]
-
-    def _keep(self, made: dict[str, Tensor]) -> None:
-        for name, tensor in made.items():
-            self._kept[name].append(tensor)
-
-    def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        # The first step of the library's loop has the prompt itself, into which somebody may write.
-        is_prompt = tokens.shape == self._input_ids.shape and self.config.num_beams == 1
-        with self._users():
-            processed = self._processors(self._input_ids if is_prompt else tokens, scores)
-        if is_prompt:
-            tokens.copy_(self._input_ids)
-        # The library draws and compares in that type. Scores of beams are added to others in float32 first.
-        is_drawn = self.config.do_sample and self.config.num_beams == 1
-        dtype = processed.dtype if is_drawn else torch.promote_types(processed.dtype, torch.float32)
-        if dtype is not torch.float32:
-            raise CannotBeCaptured(f"scores in {processed.dtype} from a processor")
-        return processed
-
-    def _stops(self, tokens: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
-        done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        if scores is None and "scores" in self._kept:
-            scores = tuple(self._kept["scores"])
-        for criterion in self._criteria:
-            before = tokens.clone() if self.config.num_beams > 1 else None
-            with self._users():
-                done = done | criterion(tokens, scores)
-            if before is not None and not torch.equal(tokens, before):
-                _writers.add(user_code.kind_of(criterion))
-                raise _Written(_WRITES)
-        return done
-
-    @contextlib.contextmanager
-    def _users(self) -> Iterator[None]:
-        """What the user's code raises is not the step's failure; what it waits for must not wait for this call. It runs
-        in the mode that the call was made in: of inference, its own tensors are such as only that may write to.
-        """
-        mode = torch.inference_mode() if self._call.in_inference_mode else contextlib.nullcontext()
-        try:
-            with graph.stepped_aside(self.model.device), mode:
-                yield
-        except Exception as error:
-            self._raised = error
-            raise
 
     def _decode(self, step: DecodeStep) -> DecodeStep:
         """Runs the search to its end; returns the step, or the larger one that has replaced it."""
@@ -303,7 +230,9 @@ class Decoding:
         try:
             return run()
         except Exception as error:
-            is_ours = error is not self._raised and interrupts.behind(error) is None and not isinstance(error, _Written)
+            is_ours = (
+                error is not self._code.raised and interrupts.behind(error) is None and not isinstance(error, Written)
+            )
             if is_ours and not step.parts.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self.model, self._key, _describe(error))
             raise
@@ -416,8 +345,8 @@ class Decoding:
             samples=bool(config.do_sample),
             ends=len(self._eos) if config.num_beams > 1 else room_for_ends(self._eos),
             processors=None if None in captured else tuple(captured),
-            has_criteria=bool(self._criteria),
-            kept=tuple(self._kept),
+            has_criteria=bool(self._code.criteria),
+            kept=tuple(self._code.kept),
             tensors=tuple(sorted(prompt.tensors)),
             constants=tuple(
                 sorted(
@@ -429,7 +358,7 @@ class Decoding:
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
             # A window that everything fits into is none.
             windows=tuple(
-                window if window and self._needed.stored + self._needed.new > window else None
+                window if window and self._needed.cached + self._needed.new > window else None
                 for window in self._windows
             ),
         )
@@ -445,7 +374,7 @@ class Decoding:
     def of_any_sizes(self, key: Key) -> Key:
         """The key for buffers that grow."""
         prompt = self._needed
-        exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.stored, 0, 0)
+        exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.cached, 0, 0)
         return replace(key, sizes=exact)
 
 

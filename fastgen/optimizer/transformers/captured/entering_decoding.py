@@ -13,21 +13,26 @@ from torch import Tensor
 from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
+from fastgen.optimizer.transformers.captured.host_code import HostCode
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled
 from fastgen.optimizer.transformers.captured.slot import Slot
 
 
+class _HostCode(HostCode):
+    def asks(self, criterion: Any) -> bool:
+        # Who stops a call by a time without end takes its inputs out of their slots.
+        return super().asks(criterion) and getattr(criterion, "max_time", None) != math.inf
+
+
 class EnteringDecoding(Decoding):
     """One call after its prefill, as `Slots` takes it."""
+
+    _code_type = _HostCode
 
     def __init__(self, call: Any, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         super().__init__(call, arguments, model_kwargs)
         self.streamer = arguments.get("streamer")
-
-    def _asks(self, criterion: Any) -> bool:
-        # Who stops a call by a time without end takes its inputs out of their slots.
-        return super()._asks(criterion) and getattr(criterion, "max_time", None) != math.inf
 
     def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
         prompt, windows = super()._prefilled(prefilled)
@@ -49,7 +54,7 @@ class EnteringDecoding(Decoding):
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed)
         is_seen = self.own_key.waits_for_host or self.processors_data is None
         # Criteria, of which there are none where several inputs enter, are given what this call keeps.
-        kept = self._kept if self.prompt.inputs == 1 else {name: [] for name in self._kept}
+        kept = self._code.kept if self.prompt.inputs == 1 else {name: [] for name in self._code.kept}
         host = self.host._replace(keep=partial(_keep, kept))
         put = None if self.streamer is None else self.streamer.put
         most = self.prompt.new_tokens if new_tokens is None else new_tokens

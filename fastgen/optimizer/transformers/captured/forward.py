@@ -56,7 +56,7 @@ class Forward:
 
     def cache(self, model: Any, cache: Any) -> Any:
         """`cache`, or one that takes no time: as long as an int says, where the host may ask."""
-        return self._buffers.cache(self._search, int(self._buffers.seen)) if self._is_known(model) else cache
+        return self._buffers.cache(self._search, int(self._buffers.cache_length)) if self._is_known(model) else cache
 
     @contextlib.contextmanager
     def watched(self, cache: Any) -> Iterator[None]:

@@ -88,8 +88,8 @@ class Prompt:
 
     tokens: Tensor  # [inputs, N], int64
     new_tokens: int  # to generate, at the most
-    stored: int  # positions of self-attention that the prefill has left
-    # K and V of each layer, [inputs, heads, stored, dim]; with a sliding window maybe only the last of these positions.
+    cached: int  # positions of self-attention that the prefill has left
+    # K and V of each layer, [inputs, heads, cached, dim]; with a sliding window maybe only the last of these positions.
     own: list[tuple[Tensor, Tensor]]
     cross: list[tuple[Tensor, Tensor]]  # [inputs, heads, encoder positions, dim]; empty without cross-attention
     span: tuple[Tensor, Tensor]  # [inputs] starts and ends of the positions that count
@@ -130,7 +130,7 @@ class Prompt:
             self,
             tokens=self.tokens[one, first:],
             new_tokens=new_tokens,
-            stored=self.stored - first,
+            cached=self.cached - first,
             own=own,
             cross=cross,
             span=(self.span[0][one] - first, self.span[1][one] - first),
@@ -139,9 +139,9 @@ class Prompt:
             logits=self.logits[rows],
         )
 
-    def _left(self, stored: Tensor, first: int) -> int:
+    def _left(self, layer: Tensor, first: int) -> int:
         """Of the first positions so many are in what a layer has stored, maybe only behind a sliding window."""
-        return max(first - (self.stored - stored.shape[2]), 0)
+        return max(first - (self.cached - layer.shape[2]), 0)
 
 
 def room_for_ends(eos: tuple[int, ...]) -> int:

@@ -59,7 +59,7 @@ class Prefilled:
         if not all(layer.kv.length for layer in own):
             raise CannotBeCaptured("a layer of the cache that the model does not use")
         own_kv = [layer.kv.prompt() for layer in own]
-        stored = own[0].kv.length
+        cached = own[0].kv.length
         given = {
             name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
         }
@@ -71,11 +71,11 @@ class Prefilled:
             cross_kv = [layer.kv.prompt() for layer in cross]
             cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
         elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
-            source = masks.setdefault("attention_mask", tokens.new_ones(inputs, stored - length + 1))
+            source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
             own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
-        if stored != (length if own_mask is None else own_mask.shape[1]):
+        if cached != (length if own_mask is None else own_mask.shape[1]):
             raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
-        starts, ends = span = _span(own_mask, inputs, stored, tokens.device)
+        starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
         new_tokens, config = self._limit - length, self._model.config
         follows = getattr(config, "target_follows_source", False)
         # Such a model says so when it has no position left, which it cannot in a captured step.
@@ -84,7 +84,7 @@ class Prefilled:
         return Prompt(
             tokens=tokens,
             new_tokens=new_tokens,
-            stored=stored,
+            cached=cached,
             own=own_kv,
             cross=cross_kv,
             span=span,
@@ -137,10 +137,10 @@ def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tu
     length = prompt.tokens.shape[1]
     encoded = model_kwargs.get("encoder_outputs")
     source = 0 if encoded is None else encoded[0].shape[1]
-    stored = length
+    cached = length
     if encoded is not None and not prompt.cross:  # the source is in front of the prompt
         source = source if length > 1 else round_up(source)
-        stored = source + length - 1
+        cached = source + length - 1
     # A prompt may be put behind padding where its mask says so, and its positions are given.
     may_pad = not model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
-    return Sizes(length, stored, prompt.new_tokens, source), may_pad
+    return Sizes(length, cached, prompt.new_tokens, source), may_pad

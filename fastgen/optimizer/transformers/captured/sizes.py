@@ -11,7 +11,7 @@ _MULTIPLE = 128
 _FIRST_NEW, _MAX_FIRST_NEW = 64, 256
 # On the CPU memory is taken as it is written to, so sizes are powers of four times the first of these. The second is
 # added, so that no other size in a model is the same (`fastgen.decoding.kv.exchange`).
-_STORED_ON_CPU, _NEW_ON_CPU, _SOURCE_ON_CPU = (128, 1), (64, 3), (128, 5)
+_CACHED_ON_CPU, _NEW_ON_CPU, _SOURCE_ON_CPU = (128, 1), (64, 3), (128, 5)
 # What is generated begins with no more: a call may ask for any number of tokens and end early.
 _MAX_FIRST_NEW_ON_CPU = 1024
 
@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
     """For how many positions there is room. In a key, 0 stands for any number."""
 
     prompt: int  # of the sequences, in front of what is generated
-    stored: int  # K and V of self-attention: of what the prefill has stored
+    cached: int  # K and V of self-attention: of what the prefill has stored
     new: int  # of what is generated
     source: int  # K and V of cross-attention, or what the encoder has read
 
@@ -36,18 +36,18 @@ def rounded(needed: Sizes, may_pad: bool, on_gpu: bool, at_once: bool = False) -
         may_pad: a prompt may be put behind padding; otherwise it has the length that it has.
         at_once: there is to be room for all that may be generated, and not for what is at first.
     """
-    prompt, stored, new, source = needed
+    prompt, cached, new, source = needed
     if not at_once:
         new = min(new, _MAX_FIRST_NEW if on_gpu else _MAX_FIRST_NEW_ON_CPU)
     if on_gpu:
         new = max(power_of_two(new), _FIRST_NEW)
         if may_pad:
-            prompt = stored = _multiple(prompt)
-        return Sizes(prompt, stored, new, _multiple(source))
+            prompt = cached = _multiple(prompt)
+        return Sizes(prompt, cached, new, _multiple(source))
     new = _power_of_four(new, *_NEW_ON_CPU)
     if may_pad:
-        prompt = stored = _power_of_four(prompt, *_STORED_ON_CPU)
-    return Sizes(prompt, stored, new, _power_of_four(source, *_SOURCE_ON_CPU) if source else 0)
+        prompt = cached = _power_of_four(prompt, *_CACHED_ON_CPU)
+    return Sizes(prompt, cached, new, _power_of_four(source, *_SOURCE_ON_CPU) if source else 0)
 
 
 def more_new(sizes: Sizes, on_gpu: bool) -> Sizes:

@@ -126,7 +126,7 @@ class Slots:
             step.leave(place)
             raise slot.error
         step.enter(place, search, choice)
-        slot.positions, slot.source = prompt.stored, prompt.cross[0][0].shape[2] if prompt.cross else 0
+        slot.positions, slot.source = prompt.cached, prompt.cross[0][0].shape[2] if prompt.cross else 0
         slot.place, self.taken[place] = place, slot
         self._stream(step, slot)
 
@@ -145,7 +145,7 @@ class Slots:
         """Masks of a sliding window are those of the longest row: no row may lose a position by that."""
         if decoding.window is None:
             return
-        longest = max(self._longest, needed.stored)
+        longest = max(self._longest, needed.cached)
         new = max(self._rounded(decoding, needed).new, 0 if self._step is None else self._step.sizes.new)
         if longest + new > decoding.window:
             raise CannotBeCaptured("more positions than the sliding window")
@@ -324,4 +324,4 @@ def identity(decoding: EnteringDecoding) -> Hashable:
 
 def _sizes_of(prompt: Prompt) -> Sizes:
     source = prompt.cross[0][0].shape[2] if prompt.cross else 0
-    return Sizes(prompt.tokens.shape[1], prompt.stored, prompt.new_tokens, source)
+    return Sizes(prompt.tokens.shape[1], prompt.cached, prompt.new_tokens, source)

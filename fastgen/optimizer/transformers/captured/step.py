@@ -136,7 +136,7 @@ class DecodeStep:
         pieces = partial(self.choice.pieces, partial(self._logits, model), self._advance)
         self.parts.run(1, pieces, self._cache, turns, captures=captures)
 
-    def stored(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    def materialized(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim].
 
         Of self-attention those of the prompt, and of all tokens but the last. Waits for the device.

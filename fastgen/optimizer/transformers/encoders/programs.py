@@ -21,6 +21,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.modules import modules_of
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
+from fastgen.optimizer.transformers.encoders import results
 
 ENTRY_POINT = "transformers.encoder, recorded"
 # Tokens of a batch: with more, the products take nearly all of the time.
@@ -81,7 +82,8 @@ class _Pass:
         for name, value in inputs.items():
             self._inputs[name].copy_(value)
         self._part.replay()
-        return _with_tensors(self._result, iter([buffer.clone() for buffer in self._buffers]))
+        buffers = iter(self._buffers)
+        return results.rebuilt(self._result, lambda _: next(buffers).clone())
 
 
 def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, given: dict[str, Any]) -> Any:
@@ -211,19 +213,6 @@ def _has_plain_tensors(model: Any) -> bool:
 def _key(inputs: dict[str, Tensor], flags: dict[str, Any]) -> _Key:
     shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in inputs.items())
     return _Key(shapes, tuple(sorted(flags.items())), torch.get_num_threads(), torch.is_inference_mode_enabled())
-
-
-def _with_tensors(result: Any, tensors: Any) -> Any:
-    """A result like this one, with other tensors."""
-    if isinstance(result, Tensor):
-        return next(tensors)
-    if isinstance(result, dict):
-        return type(result)(**{name: _with_tensors(value, tensors) for name, value in result.items()})
-    if isinstance(result, tuple | list):
-        return type(result)(_with_tensors(value, tensors) for value in result)
-    if result is None:
-        return None
-    raise RuntimeError(f"a result of type {type(result).__name__}")
 
 
 def _are_close(found: Any, expected: Any) -> bool:

@@ -34,6 +34,21 @@ def mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return _mapped(result, function, set())
 
 
+def rebuilt(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A new result like this one, of dicts, tuples and lists, with `function` of each tensor in the tensor's place.
+
+    Raises:
+        Unknown: there is something else in it.
+    """
+    if result is None or isinstance(result, Tensor):
+        return None if result is None else function(result)
+    if isinstance(result, dict):
+        return type(result)(**{name: rebuilt(value, function) for name, value in result.items()})
+    if isinstance(result, tuple | list):
+        return type(result)(rebuilt(value, function) for value in result)
+    raise Unknown(f"a result of type {type(result).__name__}")
+
+
 def tensors(result: Any) -> list[Tensor]:
     """The tensors of a result, in order. Raises what `mapped` raises."""
     found: list[Tensor] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
-from fastgen.optimizer.transformers.encoders import attention
+from fastgen.optimizer.transformers.encoders import attention, results
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
 # What a further bucket costs, in positions: small products are slow, and the model's Python code takes its time.
@@ -142,7 +142,10 @@ class UnpaddedForward:
                 raise Declined(_NOT_PER_TOKEN)
             return self._remembered(packing.unpack(states, self._fill))
 
-        return _mapped(result, unpacked)
+        try:
+            return results.rebuilt(result, unpacked)
+        except results.Unknown as unknown:
+            raise Declined(str(unknown)) from unknown
 
     def _is_row(self, states: Tensor) -> bool:
         """Whether these are packed. A batch with padding has more positions, or more rows."""
@@ -255,19 +258,6 @@ class UnpaddedForward:
 
 def _holds_no_tensor(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The result of a stack with `function` applied to each tensor."""
-    if isinstance(result, Tensor):
-        return function(result)
-    if isinstance(result, dict):
-        return type(result)(**{name: _mapped(value, function) for name, value in result.items()})
-    if isinstance(result, tuple | list):
-        return type(result)(_mapped(value, function) for value in result)
-    if result is not None:
-        raise Declined(f"a result of the layers of type {type(result).__name__}")
-    return None
 
 
 def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

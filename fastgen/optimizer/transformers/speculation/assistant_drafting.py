@@ -31,9 +31,9 @@ class AssistantDrafting(Drafting):
         super().__init__(step, prompt)
         self.drafted, self.draft_probabilities = of.drafted, of.draft_probabilities
         self.costs = of.costs
-        self._back, self._back_seen = self._buffers.position.beside(2), torch.zeros_like(self._seen)
+        self._back, self._back_length = self._buffers.position.beside(2), torch.zeros_like(self._cache_length)
         self._offset = torch.zeros_like(self.drafted)
-        self._cache_back = self._cache_at(self._back, self._back_seen)
+        self._cache_back = self._cache_at(self._back, self._back_length)
         self._behind = 1  # tokens in front of the last one of which nothing is stored, at the most
 
     def begin(self, prompt: Prompt) -> None:
@@ -67,6 +67,6 @@ class AssistantDrafting(Drafting):
 
     def _store(self, model: Any) -> Tensor:
         """K and V of two tokens, from the last one on, of which there are `_offset` more: a negative number."""
-        self._back.numbers.copy_(self._buffers.position.numbers[:3] + self._offset)
-        self._back_seen.copy_(self._seen + self._offset)
+        self._back.position_table.copy_(self._buffers.position.position_table[:3] + self._offset)
+        self._back_length.copy_(self._cache_length + self._offset)
         return self._logits(model, self._cache_back, self._offset, 2)

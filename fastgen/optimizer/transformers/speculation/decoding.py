@@ -120,7 +120,7 @@ class SpeculativeDecoding(Decoding):
                 self._streamer.rewind(already)  # another loop puts the same tokens again
             raise
         if self._streamer is not None:
-            with self._users():
+            with self._code.running():
                 self._streamer.end()
         return result
 
@@ -322,10 +322,10 @@ class SpeculativeDecoding(Decoding):
 
     def _make_positions(self, rows: int) -> Positions:
         put = None if self._streamer is None else partial(self._put, self._streamer)
-        return Positions(rows, self._stops if self._criteria else None, put, bool(self._eos), self._records())
+        return Positions(rows, self._code.stops if self._code.criteria else None, put, bool(self._eos), self._records())
 
     def _put(self, streamer: Any, tokens: Tensor) -> None:
-        with self._users():
+        with self._code.running():
             streamer.put(tokens)
 
     def _follow(self, step: DecodeStep) -> Progress:

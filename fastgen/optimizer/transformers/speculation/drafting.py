@@ -75,10 +75,12 @@ class Drafting:
         self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
         self.near_ties = torch.zeros((), dtype=torch.int64, device=device)
         self.drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this draft so far, of each row
-        position, self._seen = self._buffers.position, self._buffers.seen
-        self._ahead, self._ahead_seen = position.beside(1), torch.zeros_like(self._seen)
-        self._cache_ahead = self._cache_at(self._ahead, self._ahead_seen)
-        self._caches = {each: self._cache_at(position.of_width(each), self._seen) for each in range(1, width + 1)}
+        position, self._cache_length = self._buffers.position, self._buffers.cache_length
+        self._ahead, self._ahead_length = position.beside(1), torch.zeros_like(self._cache_length)
+        self._cache_ahead = self._cache_at(self._ahead, self._ahead_length)
+        self._caches = {
+            each: self._cache_at(position.of_width(each), self._cache_length) for each in range(1, width + 1)
+        }
         drawn = rows if self.key.draft.samples else 0
         self.draft_probabilities = torch.zeros(drawn, width - 1, vocabulary, device=device)
         self._ratings = torch.zeros(rows, width - 1, device=device)  # what drafted tokens are given
@@ -90,8 +92,8 @@ class Drafting:
         # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
-    def _cache_at(self, position: StepState, seen: Tensor) -> Cache:
-        return self._buffers.cache_at(position, self._buffers.length(seen), self.search)
+    def _cache_at(self, position: StepState, cache_length: Tensor) -> Cache:
+        return self._buffers.cache_at(position, self._buffers.length(cache_length), self.search)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +128,7 @@ class Drafting:
 
     def end(self, rows: Tensor, length: int) -> None:
         """Ends some rows, [rows], bool, at a length that they have reached."""
-        self._buffers.position.keep_reach()
+        self._buffers.position.keep_max_length()
         self.search.cut(rows, length)
         self._advance()  # back to where they end
         self._flag.send(self.search.done)
@@ -207,8 +209,8 @@ class Drafting:
     def _draft_one(
         self, model: Any, context: Callable[[], AbstractContextManager[Any]], largest: Callable[[Tensor], Tensor]
     ) -> None:
-        self._ahead.numbers.copy_(self._buffers.position.numbers[:2] + self.drafted)
-        self._ahead_seen.copy_(self._seen + self.drafted)
+        self._ahead.position_table.copy_(self._buffers.position.position_table[:2] + self.drafted)
+        self._ahead_length.copy_(self._cache_length + self.drafted)
         with context():
             logits = self._logits(model, self._cache_ahead, self.drafted, 1)
         self._choose_draft(logits[:, -1], largest)

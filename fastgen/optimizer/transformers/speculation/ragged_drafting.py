@@ -32,7 +32,7 @@ class RaggedDrafting(Drafting):
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
         super().__init__(step, prompt)
         self._of_tokens: dict[int, tuple[RaggedState, Any]] = {}
-        self._seen_by_tokens = torch.zeros_like(self._seen)
+        self._length_by_tokens = torch.zeros_like(self._cache_length)
 
     def tokens_of(self, length: int) -> int:
         return self.key.rows + length
@@ -52,15 +52,15 @@ class RaggedDrafting(Drafting):
         if tokens not in self._of_tokens:
             state = RaggedState(tokens, self._buffers.position)
             own = [kv.view(state) for kv in self._buffers.own]
-            stored = self._buffers.sizes.stored
-            bounds = stored, stored + self._buffers.position.capacity
-            self._of_tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._seen_by_tokens, *bounds))
+            prefix = self._buffers.sizes.cached
+            bounds = prefix, prefix + self._buffers.position.capacity
+            self._of_tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._length_by_tokens, *bounds))
         return self._of_tokens[tokens]
 
     def _verify_tokens(self, model: Any, state: RaggedState, cache: Any) -> None:
         state.locate()
         # Masks of models are for the longest row: they hide nothing that attention would not leave out by itself.
-        self._seen_by_tokens.copy_(self._seen + self.key.width - 1)
+        self._length_by_tokens.copy_(self._cache_length + self.key.width - 1)
         logits = self._forward(model, cache, self._ids_of(state), self._inputs_of(state), 1)
         chosen, near = (self._by_row(found, state) for found in best_tokens(logits.float(), self._products))
         self.search.commit(chosen, self.counts, self.accepted, near, self.near_ties)
@@ -78,7 +78,7 @@ class RaggedDrafting(Drafting):
             if name in POSITIONS:
                 found[name] = given + torch.minimum(state.offsets, left).unsqueeze(1)
             elif self.key.is_sequences_mask(name):
-                own = self._buffers.sizes.stored + state.position.unsqueeze(1)
+                own = self._buffers.sizes.cached + state.position.unsqueeze(1)
                 found[name] = given.masked_fill(torch.arange(given.shape[1], device=self.device) > own, 0)
         return found
 

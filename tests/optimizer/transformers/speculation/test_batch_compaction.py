@@ -253,4 +253,4 @@ def test_ancestors_of_rows_are_those_of_their_input() -> None:
     small.take_over(large, torch.tensor([0, 1, 4, 5]))
     assert small.ancestry is not None and large.ancestry is not None
     assert small.ancestry[:2].equal(large.ancestry[:2]) and small.ancestry[2:].equal(large.ancestry[4:] - 2)
-    assert small.numbers.equal(large.numbers[:, [0, 1, 4, 5]])
+    assert small.position_table.equal(large.position_table[:, [0, 1, 4, 5]])
