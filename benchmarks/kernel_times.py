@@ -69,7 +69,7 @@ def attention_case(
         shared = torch.arange(batch).repeat_interleave(per_input).unsqueeze(1) * per_input
         ancestry = torch.where(torch.arange(suffix) < suffix - 10, shared, ancestry)
     read = int(torch.unique(ancestry + rows * torch.arange(suffix)).numel()) if suffix else 0
-    numbers = 2 * (batch * prefix + read) * kv_heads * dim + 2 * rows * heads * dim
+    elements = 2 * (batch * prefix + read) * kv_heads * dim + 2 * rows * heads * dim
 
     def make() -> tuple[Callable[[], object], Callable[[], object]]:
         def tensor(*shape: int) -> Tensor:
@@ -93,7 +93,7 @@ def attention_case(
             lambda: attention.reference(query, keys, values, **parts),
         )
 
-    return Case(f"attention, {name}", make, numbers * dtype.itemsize)
+    return Case(f"attention, {name}", make, elements * dtype.itemsize)
 
 
 def product_case(device: torch.device, dtype: torch.dtype, bits: int, rows: int, outputs: int, inputs: int) -> Case:

@@ -45,6 +45,12 @@ WORDS = {
     r"MOST_PAUSES|_pauses_of": "back-off",
     r"QuantizedProduct|quantization[./](?:words|products)(?![a-z])": "layer_weight, int32_packing",
     r"StoreInCache": "ExchangedLayers",
+    r"StoredLayer": "KVCacheLayer",
+    r"(?:operation|each|argmax|product)\.(?:leaves|fresh)(?![a-z])": "args, outputs",
+    r"keep_reach|\.reach\(\)": "max_length",
+    r"(?:sizes|prompt|needed)\.stored(?![a-z(])": "cached",
+    r"_(?:ahead|back)_seen|_seen_by_tokens|buffers\.seen": "cache_length",
+    r"others_r[au]n(?![a-z])|_settled_in|is_settled": "third-party code, validation",
 }
 _PATTERN = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(WORDS)})")
 

@@ -68,13 +68,13 @@ def check_grouped_linear(device: str) -> None:
         (4, 1100, 64, torch.float16), (8, 1100, 64, torch.float16), (4, 77, 24, torch.float32),
     ):  # fmt: skip
         shape = outputs, -(-inputs // group_size)
-        numbers = torch.randint(0, 2**bits, (outputs, inputs), device=device, dtype=torch.uint8)
+        qweight = torch.randint(0, 2**bits, (outputs, inputs), device=device, dtype=torch.uint8)
         zeros = torch.randint(0, 2**bits, shape, device=device, dtype=torch.uint8)
         scales, mins = torch.rand(shape, device=device) * 0.01, torch.randn(shape, device=device) * 0.01
         x, bias = torch.randn(5, inputs, device=device, dtype=dtype), torch.randn(outputs, device=device, dtype=dtype)
         which = torch.tensor([0, outputs - 1, outputs, -1], device=device)
         for factors in ((zeros, None), (None, mins), (None, None)):
-            weight = grouped_linear.pack(numbers, scales, *factors, bits=bits, group_size=group_size)
+            weight = grouped_linear.pack(qweight, scales, *factors, bits=bits, group_size=group_size)
             name = f"grouped_linear of {bits} bits"
             found = grouped_linear.grouped_linear(x, weight, bias)
             same(found, grouped_linear.reference(x, weight, bias), name, 1e-4 if dtype is torch.float32 else 1e-2)

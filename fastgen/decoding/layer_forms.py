@@ -27,14 +27,14 @@ def plain_linear() -> AbstractContextManager[None]:
     return patching.held(_plain_linear, True)
 
 
-# Products of layers of a model that are not their own.
-Products = Mapping[nn.Module, Callable[[Tensor], Tensor]]
-_overridden_linear: ContextVar[Products | None] = ContextVar("fastgen_overridden_linear", default=None)
+# By layer of a model, what stands for its own product.
+Overrides = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+_overridden_linear: ContextVar[Overrides | None] = ContextVar("fastgen_overridden_linear", default=None)
 
 
-def override_linear(products: Products) -> AbstractContextManager[None]:
+def override_linear(overrides: Overrides) -> AbstractContextManager[None]:
     """Inside this, the linear layers among these multiply so in the calling thread, if they have a faster form."""
-    return patching.held(_overridden_linear, products)
+    return patching.held(_overridden_linear, overrides)
 
 
 def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
@@ -116,9 +116,9 @@ class _LinearForm(Replacement):
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         x = self._input(arguments, named)
-        others = _overridden_linear.get()
-        if others is not None and x is not None and self._module in others:
-            return others[self._module](x)
+        overrides = _overridden_linear.get()
+        if overrides is not None and x is not None and self._module in overrides:
+            return overrides[self._module](x)
         if self._failed or (_plain_linear.get() and self._is_exact()) or not _serves(x, self._dtype, self._device):
             return self._plain(*arguments, **named)
         try:

@@ -85,23 +85,23 @@ class Calls:
         self._weights = [op.weight for each in of_panels for op in each.ops]
         self._unpacked = self._now = self._with([None] * len(self._weights))
         self._packed: _Chosen | None = None  # with all the copies that there are
-        self._settled_in: object = None  # the call in which they do not change any more
+        self._validated_in: object = None  # the call in which they do not change any more
         for weight in self._weights:
             weight.tell(self)
 
     def forget(self) -> None:
         """A copy has gone: what reads it holds it no longer."""
-        self._now, self._packed, self._settled_in = self._unpacked, None, None
+        self._now, self._packed, self._validated_in = self._unpacked, None, None
 
     def now(self, in_lists: bool) -> Sequence[Callable[[], object]]:
         """The calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
         chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
             call = cache.current_call()
-            if call.others_ran or self._settled_in is not call:
+            if call.third_party_ran or self._validated_in is not call:
                 copies = {weight: weight.in_step() for weight in dict.fromkeys(self._weights)}  # each once in a step
                 chosen = self._now = self._choose([copies[weight] for weight in self._weights])
-                self._settled_in = call if all(weight.is_settled for weight in self._weights) else None
+                self._validated_in = call if all(weight.is_validated for weight in self._weights) else None
         return chosen.in_lists if in_lists else chosen.calls
 
     def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:

@@ -200,7 +200,7 @@ def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
     step = Step(weight_of(torch.bfloat16))
     with cache.call():
         assert all(step.is_right() for _ in range(3)) and copies()
-        cache.others_run()
+        cache.third_party_runs()
         with cache.call():  # of others, inside
             step.weights[0].data.copy_(weight_of(torch.bfloat16))
         assert all(step.is_right() for _ in range(20))

@@ -49,12 +49,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def random_grouped(outputs: int, inputs: int, bits: int, form: str, device: torch.device) -> QuantizedTensor:
     size = next(size for size in (32, 16, 8, 1) if inputs % size == 0)
     shape = outputs, inputs // size
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
+    qweight = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
     scales = (torch.rand(shape) + 0.5) * 0.5 / 2**bits
     zeros = torch.randint(0, 2**bits, shape, dtype=torch.uint8) if form == "zeros" else None
     mins = -scales * 2 ** (bits - 1) if form == "mins" else None
     order = torch.randperm(inputs) if form == "zeros" else None
-    moved = [None if part is None else part.to(device) for part in (numbers, scales, zeros, mins)]
+    moved = [None if part is None else part.to(device) for part in (qweight, scales, zeros, mins)]
     return QuantizedTensor(*moved, bits, size, None if order is None else order.to(device))
 
 

@@ -33,7 +33,7 @@ def random_weight(
     """The last group of a row may be smaller. Without a seed, by torch's generator."""
     source = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
     groups = -(-inputs // group_size)
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, generator=source)
+    qweight = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, generator=source)
     scales = ((torch.rand(outputs, groups, generator=source) + 0.5) * scale).to(dtype)
     zeros = None if symmetric else torch.randint(0, 2**bits, (outputs, groups), dtype=torch.uint8, generator=source)
     least = (torch.randn(outputs, groups, generator=source) * 5 * scale).to(dtype) if mins else None
@@ -41,28 +41,28 @@ def random_weight(
     if act_order:  # within a group, files name the inputs in their own order
         parts = torch.randperm(inputs, generator=source).split(group_size)
         order = torch.cat([part.sort().values for part in parts])
-    return QuantizedTensor(numbers, scales, zeros, least, bits, group_size, order)
+    return QuantizedTensor(qweight, scales, zeros, least, bits, group_size, order)
 
 
 def by_definition(weight: QuantizedTensor) -> Tensor:
     """What the weight stands for, [outputs, inputs] in float64."""
     group = torch.arange(weight.qweight.shape[1]) // weight.group_size
-    numbers, scales = weight.qweight.double(), weight.scales[:, group].double()
+    qweight, scales = weight.qweight.double(), weight.scales[:, group].double()
     if weight.mins is not None:
-        values = scales * numbers + weight.mins[:, group].double()
+        values = scales * qweight + weight.mins[:, group].double()
     else:
         zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[:, group].double()
-        values = scales * (numbers - zeros)
+        values = scales * (qweight - zeros)
     found = torch.empty_like(values)
     found[:, slice(None) if weight.order is None else weight.order] = values
     return found
 
 
 def gptq(weight: QuantizedTensor, *, version: int = 1, with_groups: bool = True) -> dict[str, Tensor]:
-    numbers, zeros, groups = _plain(weight)
+    qweight, zeros, groups = _plain(weight)
     stored = (zeros - 1) % 2**weight.bits if version == 1 else zeros
     found = {
-        "qweight": _words(numbers.T, weight.bits, down=True),  # [inputs, outputs]
+        "qweight": _words(qweight.T, weight.bits, down=True),  # [inputs, outputs]
         "qzeros": _words(stored.T, weight.bits),
         "scales": weight.scales.t().contiguous(),
     }
@@ -70,9 +70,9 @@ def gptq(weight: QuantizedTensor, *, version: int = 1, with_groups: bool = True)
 
 
 def awq(weight: QuantizedTensor) -> dict[str, Tensor]:
-    numbers, zeros, _ = _plain(weight)
+    qweight, zeros, _ = _plain(weight)
     return {
-        "qweight": _words(_awq_columns(numbers.T), 4),
+        "qweight": _words(_awq_columns(qweight.T), 4),
         "qzeros": _words(_awq_columns(zeros.T), 4),
         "scales": weight.scales.t().contiguous(),
     }
@@ -87,11 +87,11 @@ def _awq_columns(values: np.ndarray) -> np.ndarray:
 
 
 def pack_quantized(weight: QuantizedTensor, *, packed_zeros: bool = True) -> dict[str, Tensor]:
-    numbers, zeros, groups = _plain(weight)
+    qweight, zeros, groups = _plain(weight)
     found = {
-        "weight_packed": _words(numbers, weight.bits),
+        "weight_packed": _words(qweight, weight.bits),
         "weight_scale": weight.scales,
-        "weight_shape": torch.tensor(numbers.shape),
+        "weight_shape": torch.tensor(qweight.shape),
     }
     if weight.zeros is not None:
         found["weight_zero_point"] = (
@@ -106,14 +106,14 @@ def _plain(weight: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, Tensor]:
     """Numbers in the layer's order of inputs, zeros, and the group of each input."""
     outputs, inputs = weight.qweight.shape
     order = list(range(inputs)) if weight.order is None else weight.order.tolist()
-    numbers, groups = np.zeros((outputs, inputs), dtype=np.int64), [0] * inputs
+    qweight, groups = np.zeros((outputs, inputs), dtype=np.int64), [0] * inputs
     for column, place in enumerate(order):
-        numbers[:, place] = weight.qweight[:, column].numpy()
+        qweight[:, place] = weight.qweight[:, column].numpy()
         groups[place] = column // weight.group_size
     zeros = np.full(weight.scales.shape, 2 ** (weight.bits - 1), dtype=np.int64)
     if weight.zeros is not None:
         zeros = weight.zeros.numpy().astype(np.int64)
-    return numbers, zeros, torch.tensor(groups, dtype=torch.int32)
+    return qweight, zeros, torch.tensor(groups, dtype=torch.int32)
 
 
 def _words(values: np.ndarray, bits: int, down: bool = False) -> Tensor:
@@ -129,84 +129,84 @@ def _words(values: np.ndarray, bits: int, down: bool = False) -> Tensor:
     return torch.from_numpy(words.view(np.int32).copy())
 
 
-# Blocks of GGUF, each from its numbers. What they stand for is in `random_block`.
+# Blocks of GGUF, each from its quantised values. What they stand for is in `random_block`.
 
 
-def q4_0(scale: float, numbers: list[int]) -> bytes:
-    return struct.pack("<e", scale) + _half_and_half(numbers)
+def q4_0(scale: float, qweight: list[int]) -> bytes:
+    return struct.pack("<e", scale) + _half_and_half(qweight)
 
 
-def q4_1(scale: float, minimum: float, numbers: list[int]) -> bytes:
-    return struct.pack("<2e", scale, minimum) + _half_and_half(numbers)
+def q4_1(scale: float, minimum: float, qweight: list[int]) -> bytes:
+    return struct.pack("<2e", scale, minimum) + _half_and_half(qweight)
 
 
-def q5_0(scale: float, numbers: list[int]) -> bytes:
-    return struct.pack("<eI", scale, _bits(numbers, 4)) + _half_and_half(numbers)
+def q5_0(scale: float, qweight: list[int]) -> bytes:
+    return struct.pack("<eI", scale, _bits(qweight, 4)) + _half_and_half(qweight)
 
 
-def q5_1(scale: float, minimum: float, numbers: list[int]) -> bytes:
-    return struct.pack("<2eI", scale, minimum, _bits(numbers, 4)) + _half_and_half(numbers)
+def q5_1(scale: float, minimum: float, qweight: list[int]) -> bytes:
+    return struct.pack("<2eI", scale, minimum, _bits(qweight, 4)) + _half_and_half(qweight)
 
 
-def q8_0(scale: float, numbers: list[int]) -> bytes:
-    return struct.pack("<e32b", scale, *numbers)
+def q8_0(scale: float, qweight: list[int]) -> bytes:
+    return struct.pack("<e32b", scale, *qweight)
 
 
-def q2_k(scale: float, minimum: float, scales: list[int], mins: list[int], numbers: list[int]) -> bytes:
-    """16 scales and 16 mins of 4 bits, and 256 numbers of 2 bits."""
+def q2_k(scale: float, minimum: float, scales: list[int], mins: list[int], qweight: list[int]) -> bytes:
+    """16 scales and 16 mins of 4 bits, and 256 values of 2 bits."""
     factors = bytes(scales[i] | mins[i] << 4 for i in range(16))
-    return factors + _twos(numbers) + struct.pack("<2e", scale, minimum)
+    return factors + _twos(qweight) + struct.pack("<2e", scale, minimum)
 
 
-def q3_k(scale: float, scales: list[int], numbers: list[int]) -> bytes:
-    """16 scales of 6 bits, and 256 numbers of 3 bits, whose upper bits lie apart."""
-    high = bytes(sum((numbers[32 * j + i] >> 2) << j for j in range(8)) for i in range(32))
+def q3_k(scale: float, scales: list[int], qweight: list[int]) -> bytes:
+    """16 scales of 6 bits, and 256 values of 3 bits, whose upper bits lie apart."""
+    high = bytes(sum((qweight[32 * j + i] >> 2) << j for j in range(8)) for i in range(32))
     low = bytes(scales[i] & 15 | (scales[i + 8] & 15) << 4 for i in range(8))
     upper = bytes(sum((scales[4 * j + i] >> 4) << 2 * j for j in range(4)) for i in range(4))
-    return high + _twos(numbers) + low + upper + struct.pack("<e", scale)
+    return high + _twos(qweight) + low + upper + struct.pack("<e", scale)
 
 
-def q4_k(scale: float, minimum: float, scales: list[int], mins: list[int], numbers: list[int]) -> bytes:
-    """8 scales and 8 mins of 6 bits, and 256 numbers."""
-    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + _fours(numbers, 32)
+def q4_k(scale: float, minimum: float, scales: list[int], mins: list[int], qweight: list[int]) -> bytes:
+    """8 scales and 8 mins of 6 bits, and 256 values."""
+    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + _fours(qweight, 32)
 
 
-def q5_k(scale: float, minimum: float, scales: list[int], mins: list[int], numbers: list[int]) -> bytes:
-    """The same with numbers of 5 bits, whose upper bits lie apart."""
-    high = bytes(sum((numbers[32 * j + i] >> 4) << j for j in range(8)) for i in range(32))
-    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + high + _fours(numbers, 32)
+def q5_k(scale: float, minimum: float, scales: list[int], mins: list[int], qweight: list[int]) -> bytes:
+    """The same with values of 5 bits, whose upper bits lie apart."""
+    high = bytes(sum((qweight[32 * j + i] >> 4) << j for j in range(8)) for i in range(32))
+    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + high + _fours(qweight, 32)
 
 
-def q6_k(scale: float, scales: list[int], numbers: list[int]) -> bytes:
-    """16 scales of 8 bits with a sign, and 256 numbers of 6 bits, whose upper two lie apart."""
+def q6_k(scale: float, scales: list[int], qweight: list[int]) -> bytes:
+    """16 scales of 8 bits with a sign, and 256 values of 6 bits, whose upper two lie apart."""
     low = bytearray()
     for first in range(0, 256, 128):
-        low += bytes(numbers[first + i] & 15 | (numbers[first + 64 + i] & 15) << 4 for i in range(64))
+        low += bytes(qweight[first + i] & 15 | (qweight[first + 64 + i] & 15) << 4 for i in range(64))
     high = bytearray()
     for first in range(0, 256, 128):
-        high += bytes(sum((numbers[first + 32 * j + i] >> 4) << 2 * j for j in range(4)) for i in range(32))
+        high += bytes(sum((qweight[first + 32 * j + i] >> 4) << 2 * j for j in range(4)) for i in range(32))
     return bytes(low) + bytes(high) + struct.pack("<16be", *scales, scale)
 
 
-def _half_and_half(numbers: list[int]) -> bytes:
-    return bytes(numbers[i] & 15 | (numbers[i + 16] & 15) << 4 for i in range(16))
+def _half_and_half(qweight: list[int]) -> bytes:
+    return bytes(qweight[i] & 15 | (qweight[i + 16] & 15) << 4 for i in range(16))
 
 
-def _bits(numbers: list[int], bit: int) -> int:
-    return sum((number >> bit & 1) << i for i, number in enumerate(numbers))
+def _bits(qweight: list[int], bit: int) -> int:
+    return sum((number >> bit & 1) << i for i, number in enumerate(qweight))
 
 
-def _twos(numbers: list[int]) -> bytes:
+def _twos(qweight: list[int]) -> bytes:
     found = bytearray()
     for first in range(0, 256, 128):
-        found += bytes(sum((numbers[first + 32 * j + i] & 3) << 2 * j for j in range(4)) for i in range(32))
+        found += bytes(sum((qweight[first + 32 * j + i] & 3) << 2 * j for j in range(4)) for i in range(32))
     return bytes(found)
 
 
-def _fours(numbers: list[int], width: int) -> bytes:
+def _fours(qweight: list[int], width: int) -> bytes:
     found = bytearray()
     for first in range(0, 256, 2 * width):
-        found += bytes(numbers[first + i] & 15 | (numbers[first + width + i] & 15) << 4 for i in range(width))
+        found += bytes(qweight[first + i] & 15 | (qweight[first + width + i] & 15) << 4 for i in range(width))
     return bytes(found)
 
 
@@ -220,7 +220,7 @@ def _sixes(scales: list[int], mins: list[int]) -> bytes:
 
 
 def random_block(name: str) -> tuple[bytes, list[float]]:
-    """A block of this type with random numbers, and what it stands for."""
+    """A block of this type with random values, and what it stands for."""
 
     def draw(least: int, most: int, count: int) -> list[int]:
         return torch.randint(least, most, (count,)).tolist()
@@ -228,25 +228,25 @@ def random_block(name: str) -> tuple[bytes, list[float]]:
     d, m = (float(x) for x in (torch.randn(2) * 0.1).half())
     if name in ("Q4_0", "Q5_0"):
         middle = 8 if name == "Q4_0" else 16
-        numbers = draw(0, 2 * middle, 32)
-        return {"Q4_0": q4_0, "Q5_0": q5_0}[name](d, numbers), [d * (n - middle) for n in numbers]
+        qweight = draw(0, 2 * middle, 32)
+        return {"Q4_0": q4_0, "Q5_0": q5_0}[name](d, qweight), [d * (n - middle) for n in qweight]
     if name in ("Q4_1", "Q5_1"):
-        numbers = draw(0, 16 if name == "Q4_1" else 32, 32)
-        return {"Q4_1": q4_1, "Q5_1": q5_1}[name](d, m, numbers), [d * n + m for n in numbers]
+        qweight = draw(0, 16 if name == "Q4_1" else 32, 32)
+        return {"Q4_1": q4_1, "Q5_1": q5_1}[name](d, m, qweight), [d * n + m for n in qweight]
     if name == "Q8_0":
-        numbers = draw(-128, 128, 32)
-        return q8_0(d, numbers), [d * n for n in numbers]
+        qweight = draw(-128, 128, 32)
+        return q8_0(d, qweight), [d * n for n in qweight]
     if name == "Q2_K":
-        scales, mins, numbers = draw(0, 16, 16), draw(0, 16, 16), draw(0, 4, 256)
-        values = [d * scales[i // 16] * n - m * mins[i // 16] for i, n in enumerate(numbers)]
-        return q2_k(d, m, scales, mins, numbers), values
+        scales, mins, qweight = draw(0, 16, 16), draw(0, 16, 16), draw(0, 4, 256)
+        values = [d * scales[i // 16] * n - m * mins[i // 16] for i, n in enumerate(qweight)]
+        return q2_k(d, m, scales, mins, qweight), values
     if name == "Q3_K":
-        scales, numbers = draw(0, 64, 16), draw(0, 8, 256)
-        return q3_k(d, scales, numbers), [d * (scales[i // 16] - 32) * (n - 4) for i, n in enumerate(numbers)]
+        scales, qweight = draw(0, 64, 16), draw(0, 8, 256)
+        return q3_k(d, scales, qweight), [d * (scales[i // 16] - 32) * (n - 4) for i, n in enumerate(qweight)]
     if name in ("Q4_K", "Q5_K"):
-        scales, mins, numbers = draw(0, 64, 8), draw(0, 64, 8), draw(0, 16 if name == "Q4_K" else 32, 256)
-        values = [d * scales[i // 32] * n - m * mins[i // 32] for i, n in enumerate(numbers)]
-        return {"Q4_K": q4_k, "Q5_K": q5_k}[name](d, m, scales, mins, numbers), values
+        scales, mins, qweight = draw(0, 64, 8), draw(0, 64, 8), draw(0, 16 if name == "Q4_K" else 32, 256)
+        values = [d * scales[i // 32] * n - m * mins[i // 32] for i, n in enumerate(qweight)]
+        return {"Q4_K": q4_k, "Q5_K": q5_k}[name](d, m, scales, mins, qweight), values
     assert name == "Q6_K"
-    scales, numbers = draw(-128, 128, 16), draw(0, 64, 256)
-    return q6_k(d, scales, numbers), [d * scales[i // 16] * (n - 32) for i, n in enumerate(numbers)]
+    scales, qweight = draw(-128, 128, 16), draw(0, 64, 256)
+    return q6_k(d, scales, qweight), [d * scales[i // 16] * (n - 32) for i, n in enumerate(qweight)]

@@ -78,7 +78,7 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     Nothing that the call needs is in the memory of graphs and programs between two of its own. Nobody waits for a call
     on the CPU, unless the user says always.
     """
-    cache.others_run()
+    cache.third_party_runs()
     if not waits(device):
         yield
         return

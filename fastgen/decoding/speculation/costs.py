@@ -37,13 +37,13 @@ class _Timings:
         """The median of a call, and the least one of some calls; None as long as there are too few timings."""
         return min([*self._of_calls, *self._medians()], default=None)
 
-    def begin_call(self, others_ran: bool) -> None:
+    def begin_call(self, other_parts_ran: bool) -> None:
         """Another call begins. Of a part that runs seldom, timings of several calls count as one."""
         if self._medians():
             (self._back_off.fail if self._was_old else self._back_off.succeed)()
             self._of_calls.extend(self._medians())
             self._of_this_call.clear()
-        elif others_ran and not self.is_old:
+        elif other_parts_ran and not self.is_old:
             self.is_old = not self._back_off.waits()
         self._was_old, self.has_run = self.is_old, False
 

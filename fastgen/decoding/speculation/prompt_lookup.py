@@ -81,47 +81,49 @@ class PromptLookup:
                 tokens = tokens[: allowed(tokens)]
                 if not tokens:
                     continue
-            return tokens[: next((place for place, token in enumerate(tokens) if token in self._ends), len(tokens))]
+            return tokens[
+                : next((position for position, token in enumerate(tokens) if token in self._ends), len(tokens))
+            ]
         return []
 
 
-# Larger n-grams are looked for among the places of those: each size that is indexed takes memory for every token.
+# Larger n-grams are looked for among the positions of those: each size that is indexed takes memory for every token.
 _MOST_INDEXED = 16
 
 
 class _Row:
-    """Tokens, and for each n from 1 to a few the places behind each n-gram, in order."""
+    """Tokens, and for each n from 1 to a few the positions behind each n-gram, in order."""
 
     def __init__(self, max_ngram: int) -> None:
         self._tokens: list[int] = []
-        self._places: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(min(max_ngram, _MOST_INDEXED))]
+        self._positions: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(min(max_ngram, _MOST_INDEXED))]
 
     def append(self, tokens: Iterable[int]) -> None:
         known = self._tokens
         for token in tokens:
             known.append(token)
             end = len(known)
-            for size, places in enumerate(self._places[:end], 1):
-                places.setdefault(tuple(known[end - size :]), []).append(end)
+            for size, positions in enumerate(self._positions[:end], 1):
+                positions.setdefault(tuple(known[end - size :]), []).append(end)
 
-    def _places_of(self, size: int) -> list[int]:
-        """The places behind each n-gram like the last one, in order."""
-        known, indexed = self._tokens, min(size, len(self._places))
+    def _positions_of(self, size: int) -> list[int]:
+        """The positions behind each n-gram like the last one, in order."""
+        known, indexed = self._tokens, min(size, len(self._positions))
         end = len(known)
-        places = self._places[indexed - 1][tuple(known[end - indexed :])]
-        if indexed == size or len(places) == 1:  # the end itself
-            return places
+        positions = self._positions[indexed - 1][tuple(known[end - indexed :])]
+        if indexed == size or len(positions) == 1:  # the end itself
+            return positions
         last = known[end - size :]
-        return [place for place in places if place >= size and known[place - size : place] == last]
+        return [position for position in positions if position >= size and known[position - size : position] == last]
 
     def _longest(self, most: int) -> int:
         """A size that no n-gram like the last one, which has occurred before, is above; `most` at the most."""
         known = self._tokens
-        if most <= len(self._places):
+        if most <= len(self._positions):
             return most
-        end, found = len(known), len(self._places)
-        for place in self._places_of(found)[:-1]:
-            while found < min(most, place) and known[place - found - 1 : place] == known[end - found - 1 :]:
+        end, found = len(known), len(self._positions)
+        for position in self._positions_of(found)[:-1]:
+            while found < min(most, position) and known[position - found - 1 : position] == known[end - found - 1 :]:
                 found += 1
         return found
 
@@ -130,10 +132,10 @@ class _Row:
         known = self._tokens
         end = len(known)
         for size in range(self._longest(min(max_ngram, end - 1)), 0, -1):
-            places = self._places_of(size)
-            # The last place is the end itself.
-            for number in range(len(places) - 2, -1, -1) if latest else range(len(places) - 1):
-                start = places[number]
+            positions = self._positions_of(size)
+            # The last position is the end itself.
+            for number in range(len(positions) - 2, -1, -1) if latest else range(len(positions) - 1):
+                start = positions[number]
                 tokens = known[start : start + most]
                 while latest and len(tokens) < most:
                     tokens += tokens[len(tokens) - (end - start) :][: most - len(tokens)]

@@ -54,7 +54,7 @@ class DraftWeights:
         self._device = device_of(model)
         self._format = formats.low_bit(precision, group_size)
         self._weights: dict[nn.Module, cache.DerivedWeight] = {}  # tied weights are one
-        self._products: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self._overrides: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         for module in model.modules():
             transposed, weight = kinds.get(type(module)), module._parameters.get("weight")
             if transposed is None or weight is None or not is_plain(module, weight.dtype, self._device.type):
@@ -96,7 +96,7 @@ class DraftWeights:
         """A copy has gone: what drafts with it, or is captured with it, goes, too."""
         if not self._is_dropped:
             self._is_dropped = True
-            self._products, self._draft_head, self._used_head = {}, None, None
+            self._overrides, self._draft_head, self._used_head = {}, None, None
             caches.free_captured_steps()
 
     def copy(self, seconds: float = math.inf) -> bool:
@@ -120,7 +120,7 @@ class DraftWeights:
     def _copy(self, module: nn.Module) -> None:
         copy = self._weights[module].optional()
         if copy is not None:
-            self._products[module] = partial(_multiply, copy, module)
+            self._overrides[module] = partial(_multiply, copy, module)
 
     def copy_head(self, for_argmax: bool = False) -> None:
         """Copies the LM head, if need be: before it is `used`, and not while a step is recorded.
@@ -139,14 +139,14 @@ class DraftWeights:
                 self._draft_head.weight.tell(self)
                 self._draft_head.weight.note_use()
             self._used_head = self._draft_head
-        if self._used_head is None and self._head not in self._products:
+        if self._used_head is None and self._head not in self._overrides:
             self._copy(self._head)
 
     def used(self) -> AbstractContextManager[None]:
         """Inside this, the calling thread's forward passes multiply with the copies that there are."""
         if self._used_head is None or self._head is None:
-            return layer_forms.override_linear(self._products)
-        return layer_forms.override_linear({**self._products, self._head: self._used_head.logits})
+            return layer_forms.override_linear(self._overrides)
+        return layer_forms.override_linear({**self._overrides, self._head: self._used_head.logits})
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The argmax of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.

@@ -84,7 +84,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.began, self.number = next(_clock), next(_calls_begun)
-        self.others_ran = False  # third-party code has run inside of it
+        self.third_party_ran = False  # third-party code has run inside of it
         self.used: set[str] = set()  # what it has used, by the name in `fastgen.stats()`
         self.budgets: dict[torch.device, float] = {}  # asked for once, because that takes long
 
@@ -122,9 +122,9 @@ def current_call() -> _Call:
     return _here.call
 
 
-def others_run() -> None:
+def third_party_runs() -> None:
     """Third-party code is about to run inside the call. It might write to weights."""
-    _here.call.others_ran = True
+    _here.call.third_party_ran = True
 
 
 def now() -> int:
@@ -250,7 +250,7 @@ class DerivedWeight:
     def in_step(self) -> Any:
         """The copy for a captured step, of the weight as it is in this call; None where it does without."""
         call = _here.call
-        if call.others_ran:
+        if call.third_party_ran:
             return None
         if self._call is not call:
             self._call, self._uses = call, 0
@@ -268,7 +268,7 @@ class DerivedWeight:
         return self.copy
 
     @property
-    def is_settled(self) -> bool:
+    def is_validated(self) -> bool:
         """Whether `in_step` gives the same from now on, up to the end of the call or to where third-party code runs."""
         return self._call is _here.call and self._uses >= self.format.validate_at and self._waits == 0
 

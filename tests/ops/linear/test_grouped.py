@@ -270,12 +270,12 @@ def test_multiples_are_the_scales_that_they_stand_for(
     group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
     per_block, has_mins = kind
     inputs = blocks * per_block * group_size
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    multiples, (scales, mins) = _multiples(outputs, per_block * blocks, seed, *kind)
-    packed = grouped.pack_super_blocks(numbers, multiples, bits=bits, group_size=group_size)
-    wide = grouped.pack(numbers, scales, None, mins, bits=bits, group_size=group_size)
+    qweight = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    super_blocks, (scales, mins) = _multiples(outputs, per_block * blocks, seed, *kind)
+    packed = grouped.pack_super_blocks(qweight, super_blocks, bits=bits, group_size=group_size)
+    wide = grouped.pack(qweight, scales, None, mins, bits=bits, group_size=group_size)
     found, (scales_back, zeros, mins_back) = grouped.unpacked(packed)
-    assert torch.equal(found, numbers) and torch.equal(scales_back, scales) and zeros is None
+    assert torch.equal(found, qweight) and torch.equal(scales_back, scales) and zeros is None
     assert (mins is None and mins_back is None) or torch.equal(mins_back, mins)
     assert torch.equal(grouped.dequantized(packed, dtype), grouped.dequantized(wide, dtype))
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
@@ -292,9 +292,9 @@ def test_multiples_are_the_scales_that_they_stand_for(
 
 
 def test_multiples_that_do_not_fit() -> None:
-    numbers = torch.zeros(40, 256, dtype=torch.uint8)
-    multiples, _ = _multiples(40, 8, 0)
-    packed = grouped.pack_super_blocks(numbers, multiples, bits=4, group_size=32)
+    qweight = torch.zeros(40, 256, dtype=torch.uint8)
+    super_blocks, _ = _multiples(40, 8, 0)
+    packed = grouped.pack_super_blocks(qweight, super_blocks, bits=4, group_size=32)
     for wrong in (
         packed._replace(scales=packed.scales[:, :, :-1].contiguous()),
         packed._replace(zeros=packed.scales),
@@ -304,11 +304,11 @@ def test_multiples_that_do_not_fit() -> None:
         with pytest.raises(RuntimeError, match="not packed for this product"):
             grouped.grouped_linear(torch.randn(3, 256), wrong)
     for given_numbers, given_multiples, group_size in (
-        (numbers[:, :248], multiples, 31),
-        (numbers, multiples._replace(super_scales=multiples.super_scales.float()), 32),
-        (numbers, multiples._replace(scales=multiples.scales[:, :4]), 32),
-        (numbers, multiples._replace(super_mins=multiples.super_mins[:-1]), 32),
-        (numbers[:, :128], SuperBlockScales(*(each[:, :4] for each in multiples)), 32),
+        (qweight[:, :248], super_blocks, 31),
+        (qweight, super_blocks._replace(super_scales=super_blocks.super_scales.float()), 32),
+        (qweight, super_blocks._replace(scales=super_blocks.scales[:, :4]), 32),
+        (qweight, super_blocks._replace(super_mins=super_blocks.super_mins[:-1]), 32),
+        (qweight[:, :128], SuperBlockScales(*(each[:, :4] for each in super_blocks)), 32),
     ):
         with pytest.raises(ValueError):
             grouped.pack_super_blocks(given_numbers, given_multiples, bits=4, group_size=group_size)
@@ -379,13 +379,13 @@ def test_shapes_for_the_compiler(bits: int = 4) -> None:
     def use(weight: Tensor, x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
         scales = torch.full((70, 2), 0.1)
         extremes = torch.ops.fastgen.group_extremes(weight, 64, True)
-        numbers = torch.ops.fastgen.round_to_panels(weight, scales, bits, 64, True)
+        qweight = torch.ops.fastgen.round_to_panels(weight, scales, bits, 64, True)
         panels = torch.nn.functional.pad(scales, (0, 0, 0, 26)).view(3, 32, 2).transpose(1, 2).contiguous()
-        y = torch.ops.fastgen.grouped_linear(x, numbers, panels, None, None, None, None, 70, bits, 64, True, False)
+        y = torch.ops.fastgen.grouped_linear(x, qweight, panels, None, None, None, None, 70, bits, 64, True, False)
         out = torch.zeros(3, 70)
-        torch.ops.fastgen.grouped_linear_out(out, x, numbers, panels, None, None, None, None, bits, 64, True, False)
-        rows = torch.ops.fastgen.grouped_rows(x, which, numbers, panels, None, None, 70, 100, bits, 64)
-        return extremes, numbers, y, out, rows
+        torch.ops.fastgen.grouped_linear_out(out, x, qweight, panels, None, None, None, None, bits, 64, True, False)
+        rows = torch.ops.fastgen.grouped_rows(x, which, qweight, panels, None, None, 70, 100, bits, 64)
+        return extremes, qweight, y, out, rows
 
     expected = use(weight, x, which)
     compiled = torch.compile(use, fullgraph=True, backend="aot_eager")(weight, x, which)
@@ -425,16 +425,16 @@ def test_what_does_not_fit_is_refused() -> None:
             grouped.rounded(torch.randn(4, 512), 8, group_size, rotated=True)
     with pytest.raises(ValueError, match="rotated"):
         grouped.rows(packed._replace(rotated=True), torch.tensor([0]), torch.float32)
-    numbers, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
+    qweight, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
     options = {"bits": 4, "group_size": 32}
     for arguments, changed in (
-        ((numbers.int(), scales), {}),
-        ((numbers, scales[:, :1]), {}),
-        ((numbers, scales, scales), {}),
-        ((numbers, scales, scales.byte(), scales), {}),
-        ((numbers, scales), {"bits": 3}),
-        ((numbers, scales), {"group_size": 12}),
-        ((numbers, scales), {"order": torch.zeros(64, dtype=torch.int64)}),
+        ((qweight.int(), scales), {}),
+        ((qweight, scales[:, :1]), {}),
+        ((qweight, scales, scales), {}),
+        ((qweight, scales, scales.byte(), scales), {}),
+        ((qweight, scales), {"bits": 3}),
+        ((qweight, scales), {"group_size": 12}),
+        ((qweight, scales), {"order": torch.zeros(64, dtype=torch.int64)}),
     ):
         with pytest.raises(ValueError):
             grouped.pack(*arguments, **{**options, **changed})
