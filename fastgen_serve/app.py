@@ -132,7 +132,9 @@ class Interfaces:
 def as_bad_request(error: RequestValidationError) -> BadRequest:
     """The first thing that is wrong with a request, with the field that it is about."""
     first: dict[str, Any] = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return BadRequest(f"the body is no JSON: {first['ctx']['error']}")
     where = [str(part) for part in first["loc"][1:]]
     param = ".".join(where) or None
     message = str(first["msg"]).removeprefix("Value error, ")
-    return BadRequest(f"{param}: {message}" if param else message, param=param)
+    return BadRequest(f"{param or 'the body'}: {message}", param=param)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Generate, Generated, ModelInfo
@@ -40,14 +40,14 @@ class Fields(Protocol):
     min_p: float | None
     typical_p: float | None
     length_penalty: float | None
-    early_stopping: Any
+    early_stopping: bool | Literal["never"] | None
     repetition_penalty: float | None
     no_repeat_ngram_size: int | None
     encoder_no_repeat_ngram_size: int | None
     encoder_repetition_penalty: float | None
     min_tokens: int | None
-    logit_bias: Mapping[str, float] | None
-    stop_token_ids: Sequence[int] | None
+    logit_bias: dict[str, float] | None
+    stop_token_ids: list[int] | None
     ignore_eos: bool
     seed: int | None
 

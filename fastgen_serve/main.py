@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from fastgen_serve import keys
 from fastgen_serve.settings import DTYPES, SCHEDULERS, WEIGHT_DTYPES, ServeSettings
+from fastgen_serve.translation.pairs import parse as read_pairs
 
 PROGRAM = "fastgen-serve"
 DONE, SETUP, INTERRUPTED = 0, 2, 130
@@ -55,7 +56,7 @@ def read(words: Sequence[str]) -> ServeSettings:
     parser = _parser()
     given = vars(parser.parse_args(words))
     models, names = given.pop("models"), given.pop("served_model_name")
-    key_file = given.pop("api_key_file")
+    key_file, languages = given.pop("api_key_file"), given.pop("languages") or ()
     if names and len(names) != len(models):
         raise UsageError(f"--served-model-name has {len(names)} names for {len(models)} models")
     named = [_named(model) for model in models]
@@ -63,7 +64,8 @@ def read(words: Sequence[str]) -> ServeSettings:
         named = [(name, path) for name, (_, path) in zip(names, named, strict=True)]
     try:
         api_keys = keys.read(key_file) if key_file else ()
-        return ServeSettings(models=tuple(named), api_keys=api_keys, **given)
+        pairs = dict(_languages(words, named[0][0]) for words in languages)
+        return ServeSettings(models=tuple(named), api_keys=api_keys, languages=pairs, **given)
     except OSError as error:
         raise UsageError(f"cannot read {key_file}: {error.strerror or error}") from error
     except ValueError as error:
@@ -76,6 +78,12 @@ def _named(model: str) -> tuple[str, str]:
     if equals and path and "/" not in name and not os.path.exists(model):
         return name, path
     return (os.path.basename(os.path.abspath(model)) if os.path.exists(model) else model), model
+
+
+def _languages(words: str, first: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    """A model, the first one if none is named, and its pairs of languages, of [NAME=]en:de,en:fr. Raises ValueError."""
+    name, equals, pairs = words.rpartition("=")
+    return name if equals else first, read_pairs(pairs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "that linear layers multiply with: others than fp32 change results",
         choices=WEIGHT_DTYPES,
     )
+    add(models, "warm-up", "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
     add(models, "slots", "rows of a decode step", type=int)
     add(models, "threads", "of each model's process; one on each core by default", type=int)
     add(
@@ -114,6 +123,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(models, "slo-ms", "latency budget of a request, in milliseconds", type=float, metavar="MS")
     add(models, "cache", 'of responses: "256MiB" in memory, or "redis://..."')
+    translation = parser.add_argument_group(
+        "translation (without these the files of the models say what they translate)"
+    )
+    add(translation, "languages", "pairs that a model translates", nargs="+", metavar="[NAME=]en:de,...")
+    add(translation, "translation-prefix", "before each sentence; {source} and {target} are names", metavar="TEXT")
     more = parser.add_argument_group("limits")
     add(more, "max-waiting", "sequences of a model that wait; more get 429", type=int)
     add(more, "max-body-bytes", "of a request", type=int)

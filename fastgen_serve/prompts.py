@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from fastgen.pipeline.encoding.loading import lowered
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
 
+T = TypeVar("T")
+# Characters that take a tokenizer some milliseconds.
+_MANY = 10_000
+# Names that mean something else to `apply_chat_template`, or to what it calls.
+_NO_VARIABLES = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "messages",
+    "conversations",
+}
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
+
+
+async def in_turn(model: ServedModel, size: int, work: Callable[[], T]) -> T:
+    """What `work` returns, which uses the model's tokenizer: one at a time, as it has settings that change.
+
+    Args:
+        size: characters, or tokens, of its input. Many are worked on in a thread, as the server has others to answer.
+    """
+    lock = _lock(model.tokenizer)
+    if size > _MANY or not lock.acquire(blocking=False):
+        return await asyncio.to_thread(_locked, lock, work)
+    try:
+        return work()
+    finally:
+        lock.release()
+
+
+def _locked(lock: threading.Lock, work: Callable[[], T]) -> T:
+    with lock:
+        return work()
+
+
+@lru_cache(maxsize=64)
+def _lock(tokenizer: Any) -> threading.Lock:
+    return threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -71,6 +110,7 @@ def chat_tokens(
     *,
     starts_answer: bool = True,
     continues: bool = False,
+    variables: Mapping[str, Any] | None = None,
     cut: Cut,
     room: int = 0,
 ) -> tuple[int, ...]:
@@ -81,6 +121,7 @@ def chat_tokens(
         messages: role and content of each.
         starts_answer: the template's beginning of an answer comes behind them.
         continues: the last message is left open.
+        variables: what the template may read besides, such as `enable_thinking`.
         cut: how the text is tokenised.
         room: positions that new tokens need.
 
@@ -93,9 +134,17 @@ def chat_tokens(
             f"{model.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
             param="messages",
         )
+    if wrong := sorted(set(variables or ()) & (_NO_VARIABLES | tokenizer.special_tokens_map.keys())):
+        raise BadRequest(f"chat_template_kwargs has {wrong[0]}: leave it out", param="chat_template_kwargs")
+    if "developer" not in str(tokenizer.chat_template):  # which newer clients of OpenAI's call the system
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=starts_answer, continue_final_message=continues
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=starts_answer,
+            continue_final_message=continues,
+            **(variables or {}),
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise BadRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error
@@ -149,20 +198,25 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
     tokenizer = model.tokenizer
     if not hasattr(tokenizer, "src_lang"):
         raise BadRequest(f"{model.name} is not told languages by tokens: leave {param} out", param=param)
-    known = getattr(tokenizer, "lang_code_to_id", None) or {
-        token: tokenizer.convert_tokens_to_ids(token)
-        for token in tokenizer.all_special_tokens
-        if _LANGUAGE.fullmatch(token)
-    }
+    known = language_tokens(tokenizer)
     if language not in known:
         raise BadRequest(f"{param} is no language of {model.name}: it has {', '.join(sorted(known))}", param=param)
     return int(known[language])
+
+
+def language_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens of the languages that a tokenizer tells apart, by its names for these."""
+    if found := getattr(tokenizer, "lang_code_to_id", None):
+        return dict(found)
+    names = [token for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)]
+    return dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
 
 
 def _most(model: ServedModel, cut: Cut, room: int) -> int | None:
     """Tokens to cut to; None for all of them."""
     if cut.truncate != -1:
         return cut.truncate
+    room = room if model.info.kind == "decoder-only" else 0
     return None if model.info.positions is None else max(model.info.positions - room, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -37,6 +38,9 @@ class ServeSettings:
         drain_s: seconds in which requests may end once the server is told to stop.
         api_keys: with one of which clients come; none for anybody.
         cache: of responses: a size such as "256MiB" in memory, or "redis://..."; None for none.
+        languages: by model, the pairs of languages that it translates, where its files do not say that, or say more.
+        translation_prefix: in front of each sentence that such a model translates: {source} and {target} stand for the
+            English names of the languages.
         log_texts: inputs are written to the log.
         warm_up: steps are captured before a model is ready.
 
@@ -62,6 +66,8 @@ class ServeSettings:
     drain_s: float = 30.0
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cache: str | None = field(default=None, repr=False)  # the address of a Redis server may have a password
+    languages: Mapping[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
+    translation_prefix: str = ""
     log_texts: bool = False
     warm_up: bool = True
 
@@ -72,6 +78,9 @@ class ServeSettings:
                 raise ValueError(f"models: {name!r} is no name")
             if names.count(name) > 1:
                 raise ValueError(f"models: two are named {name}: give one another name, NAME=MODEL")
+        for name in self.languages:
+            if name not in names:
+                raise ValueError(f"languages: no model is named {name}")
         for option in ("slots", "max_body_bytes", "max_tokens", "max_beams", "max_batch"):
             _check(option, getattr(self, option), least=1)
         for option in ("max_waiting", "drain_s"):

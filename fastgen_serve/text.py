@@ -30,6 +30,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, behind: Sequence[int] = ()) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else ()
+        self._bytes = _byte_tokens(tokenizer)
         self._tokens = list(behind[-_CONTEXT:])
         # Characters of the text of `_tokens` that have been given out.
         self._given = len(self._decode(self._tokens).rstrip(_INCOMPLETE))
@@ -39,6 +40,8 @@ class Detokenizer:
         self._tokens.extend(tokens)
         text = self._decode(self._tokens)
         end = len(text.rstrip(_INCOMPLETE))
+        if run := self._run_of_bytes():
+            end = min(end, len(self._decode(self._tokens[:-run])))
         given = self._give(text, end - growing(text[:end], self._cleaned))
         if len(self._tokens) > 2 * _WINDOW:
             self._forget(text)
@@ -48,6 +51,11 @@ class Detokenizer:
         """The rest of the text: there are no more tokens."""
         text = self._decode(self._tokens)
         return self._give(text, len(text))
+
+    def _run_of_bytes(self) -> int:
+        """How many of the last tokens are single bytes. All of a run is lost if, in the end, it is no text."""
+        others = (number for number, token in enumerate(reversed(self._tokens)) if token not in self._bytes)
+        return next(others, len(self._tokens))
 
     def _give(self, text: str, end: int) -> str:
         begin, self._given = self._given, max(self._given, end)
@@ -141,6 +149,13 @@ def growing(text: str, strings: Iterable[str]) -> int:
         for each in strings
     )
     return max(longest, default=0)
+
+
+@lru_cache(maxsize=64)
+def _byte_tokens(tokenizer: Any) -> frozenset[int]:
+    """The tokens that stand for bytes where the vocabulary has no characters, as in Llama's."""
+    names = [f"<0x{byte:02X}>" for byte in range(0x100)]
+    return frozenset(tokenizer.convert_tokens_to_ids(names)) if names[0] in tokenizer.get_vocab() else frozenset()
 
 
 @lru_cache(maxsize=100_000)

@@ -31,7 +31,7 @@ from fastgen_serve.text import TextStream
 # New tokens of a completion whose request says nothing.
 _COMPLETION_TOKENS = 16
 _STARTED = int(time.time())
-_ERRORS = {
+_ERRORS: dict[int | str, str] = {
     400: "The request is refused: `param` names the field.",
     401: "There is no API key, or another one.",
     404: "No such model is served.",
@@ -40,6 +40,7 @@ _ERRORS = {
     500: "The request has failed.",
     503: "The model is not ready.",
     504: "The request took too long.",
+    "4XX": "Another mistake of the client, such as a method that the path does not have.",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": answers.ErrorAnswer, "description": text} for status, text in _ERRORS.items()
@@ -240,10 +241,13 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
     given = as_list(body.prompt)
     check_batch(request, given, "prompt")
-    with prompts.source_language(model, body.src_lang):
-        inputs = [
-            prompts.tokens_of(model, each, body.cut(), "prompt", body.limit or _COMPLETION_TOKENS) for each in given
-        ]
+
+    def tokenise() -> list[tuple[int, ...]]:
+        room = body.limit or _COMPLETION_TOKENS
+        with prompts.source_language(model, body.src_lang):
+            return [prompts.tokens_of(model, each, body.cut(), "prompt", room) for each in given]
+
+    inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
     run = _run(model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
 
     def written(pieces: Sequence[Piece]) -> answers.Completion:
@@ -265,17 +269,23 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
 async def chat(body: ChatRequest, request: Request) -> Any:
     """The answer to a conversation."""
     model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
-    with prompts.source_language(model, body.src_lang):
-        tokens = prompts.chat_tokens(
-            model,
-            [message.as_template_reads() for message in body.messages],
-            starts_answer=body.add_generation_prompt,
-            continues=body.continue_final_message,
-            cut=body.cut(),
-            room=body.limit or 1,
-        )
+    messages = [message.as_template_reads() for message in body.messages]
+
+    def tokenise() -> tuple[int, ...]:
+        with prompts.source_language(model, body.src_lang):
+            return prompts.chat_tokens(
+                model,
+                messages,
+                starts_answer=body.add_generation_prompt,
+                continues=body.continue_final_message,
+                variables=body.chat_template_kwargs,
+                cut=body.cut(),
+                room=body.limit or 1,
+            )
+
+    tokens = await prompts.in_turn(model, sum(len(each["content"]) for each in messages), tokenise)
     run = _run(model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
-    prompt = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
+    prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:
         return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **run.head, **more)
@@ -344,7 +354,7 @@ async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingLi
         raise BadRequest(f"dimensions is {body.dimensions}: the model's vectors have {size}", param="dimensions")
     prompt = _prompt(model, body.prompt_name)
     texts = [prompt + each if isinstance(each, str) else each for each in given]
-    inputs = [encoder_tokens(model, each, body.cut(), "input") for each in texts]
+    inputs = await encoder_tokens(model, texts, body.cut(), "input")
     vectors = await model.encode([Encode(tokens) for tokens in inputs])
     write = _as_base64 if body.encoding_format == "base64" else list
     data = [
@@ -366,11 +376,18 @@ def _prompt(model: ServedModel, name: str | None) -> str:
     return model.info.prompts[name]
 
 
-def encoder_tokens(model: ServedModel, text: str | Sequence[int], cut: prompts.Cut, param: str) -> tuple[int, ...]:
-    """The tokens of an input of an encoder. Raises BadRequest, as for one that is too long."""
-    tokens = prompts.tokens_of(model, text, cut, param)
-    prompts.check_length(model, len(tokens), 0, param)
-    return tokens
+async def encoder_tokens(
+    model: ServedModel, texts: Sequence[str | Sequence[int]], cut: prompts.Cut, param: str
+) -> list[tuple[int, ...]]:
+    """The tokens of inputs of an encoder. Raises BadRequest, as for one that is too long."""
+
+    def tokenise() -> list[tuple[int, ...]]:
+        inputs = [prompts.tokens_of(model, text, cut, param) for text in texts]
+        for tokens in inputs:
+            prompts.check_length(model, len(tokens), 0, param)
+        return inputs
+
+    return await prompts.in_turn(model, sum(map(len, texts)), tokenise)
 
 
 def _cut(vector: list[float], dimensions: int | None) -> list[float]:

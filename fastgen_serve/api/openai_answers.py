@@ -31,7 +31,7 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int | None = Field(None, description="Tokens that the model reads at the most.")
+    max_model_len: int | None = Field(default=None, description="Tokens that the model reads at the most.")
 
 
 class ModelList(BaseModel):
@@ -42,9 +42,11 @@ class ModelList(BaseModel):
 class _Choice(BaseModel):
     index: int
     finish_reason: FinishReason | None
-    score: float | None = Field(None, description="Of a beam: the sum of its log-probabilities, by the length penalty.")
-    stop_reason: str | None = Field(None, description="The stop string that ended it.")
-    token_ids: list[int] | None = Field(None, description="New tokens, with return_token_ids.")
+    score: float | None = Field(
+        default=None, description="Of a beam: the sum of its log-probabilities, by the length penalty."
+    )
+    stop_reason: str | None = Field(default=None, description="The stop string that ended it.")
+    token_ids: list[int] | None = Field(default=None, description="New tokens, with return_token_ids.")
 
 
 class CompletionLogprobs(BaseModel):
@@ -57,7 +59,7 @@ class CompletionLogprobs(BaseModel):
 class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_token_ids: list[int] | None = Field(None, description="Tokens of the prompt, with return_token_ids.")
+    prompt_token_ids: list[int] | None = Field(default=None, description="Tokens of the prompt, with return_token_ids.")
 
 
 class Completion(BaseModel):
@@ -104,7 +106,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | None = Field(None, description="Tokens of the prompt, with return_token_ids.")
+    prompt_token_ids: list[int] | None = Field(default=None, description="Tokens of the prompt, with return_token_ids.")
 
 
 class DeltaMessage(BaseModel):
@@ -124,7 +126,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
-    prompt_token_ids: list[int] | None = Field(None, description="Tokens of the prompt, with return_token_ids.")
+    prompt_token_ids: list[int] | None = Field(default=None, description="Tokens of the prompt, with return_token_ids.")
 
 
 class EmbeddingUsage(BaseModel):

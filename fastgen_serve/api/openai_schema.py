@@ -16,13 +16,16 @@ from fastgen_serve.prompts import Cut
 
 _STOPS, _STOP_LENGTH = 16, 256
 _MOST_LOGPROBS = 20
-Probability = Annotated[float, Field(gt=0, le=1)]
+# Numbers beyond these leave no probability that a float32 can hold.
+Probability = Annotated[float, Field(ge=1e-4, le=1)]
+Penalty = Annotated[float, Field(ge=0.01, le=100)]
+_LEAST_TEMPERATURE = 1e-3
 Count = Annotated[int, Field(ge=1)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_STOP_LENGTH)]
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="A last chunk without choices has the usage.")
+    include_usage: bool | None = Field(default=None, description="A last chunk without choices has the usage.")
     include_obfuscation: Any = off(False)
     continuous_usage_stats: Any = off(False)
 
@@ -30,13 +33,14 @@ class StreamOptions(Body):
 class Cutting(Body):
     """How inputs are tokenised."""
 
-    add_special_tokens: bool = Field(True, description="Special tokens, such as BOS, are added to texts.")
+    add_special_tokens: bool = Field(default=True, description="Special tokens, such as BOS, are added to texts.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None,
-        description="Tokens that the input is cut to; -1 for as many as the model reads. Longer ones are refused without it.",
+        default=None,
+        description="Tokens that the input is cut to; -1 for as many as the model reads.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="'left' cuts the beginning off, which is the default of decoder-only models, 'right' the end."
+        default=None,
+        description="'left' cuts the beginning off, which is the default of decoder-only models, 'right' the end.",
     )
 
     @field_validator("truncate_prompt_tokens")
@@ -51,27 +55,30 @@ class Cutting(Body):
 
 
 class Generation(Cutting):
-    """What completions and chat completions have in common. null is the same as no field."""
+    """What completions and chat completions have in common."""
 
-    model: str | None = Field(None, description="Name of a model that is served; the first one without it.")
-    stream: bool | None = Field(None, description="Answers with server-sent events, while tokens become certain.")
-    stream_options: StreamOptions | None = None
-    user: Text | None = Field(None, description="Accepted, and not used.")
-
-    n: Count | None = Field(None, description="Results of an input. With beams, the n best.")
-    best_of: Count | None = Field(
-        None, description="Of so many drawn results the n with the best mean log-probability; with beams, the width."
+    model: str | None = Field(default=None, description="Name of a model that is served; the first one without it.")
+    stream: bool | None = Field(
+        default=None, description="Answers with server-sent events, while tokens become certain."
     )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(None, description="Of what is drawn.")
+    stream_options: StreamOptions | None = None
+    user: Text | None = Field(default=None, description="Accepted, and not used.")
+
+    n: Count | None = Field(default=None, description="Results of an input. With beams, the n best.")
+    best_of: Count | None = Field(
+        default=None,
+        description="Of so many drawn results the n with the best mean log-probability; with beams, the width.",
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(default=None, description="Of what is drawn.")
     stop: Annotated[
         Stop | Annotated[list[Stop], Field(max_length=_STOPS)] | None,
         described(f"is no text of 1 to {_STOP_LENGTH} characters, and no list of up to {_STOPS} such texts"),
-    ] = Field(None, description="Strings that end a result.")
+    ] = Field(default=None, description="Strings that end a result.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        None, description="0 is greedy search, more is sampling."
+        default=None, description="0 is greedy search, more is sampling."
     )
     top_p: Probability | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1 switch it off.")
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="0 and -1 switch it off.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Probability | None = None
     do_sample: bool | None = None
@@ -79,31 +86,46 @@ class Generation(Cutting):
         False, description="Beam search; n is the number of beams, unless num_beams says another."
     )
     num_beams: Count | None = None
-    num_return_sequences: Count | None = Field(None, description="The same as n.")
-    length_penalty: float | None = Field(None, description="Of beams.")
+    num_return_sequences: Count | None = Field(default=None, description="The same as n.")
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = Field(default=None, description="Of beams.")
     early_stopping: Annotated[bool | Literal["never"] | None, described("is not true, false or 'never'")] = Field(
-        None, description="Of beams."
+        default=None, description="Of beams."
     )
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Penalty | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
-    encoder_repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    encoder_repetition_penalty: Penalty | None = None
     encoder_no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, description="By token id.")
-    min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="New tokens, at the least.")
-    ignore_eos: bool = Field(False, description="A result goes on behind EOS, up to max_tokens.")
-    stop_token_ids: list[TokenId] | None = Field(None, description="Tokens that end a result, besides EOS.")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        default=None, description="By token id."
+    )
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(default=None, description="New tokens, at the least.")
+    ignore_eos: bool = Field(default=False, description="A result goes on behind EOS, up to max_tokens.")
+    stop_token_ids: list[TokenId] | None = Field(default=None, description="Tokens that end a result, besides EOS.")
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    return_token_ids: bool | None = Field(None, description="Adds token_ids and prompt_token_ids.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="Tokens of logprobs are written as 'token_id:7'.")
-    src_lang: Text | None = Field(None, description="Language of the source, as the model's tokenizer calls it.")
-    tgt_lang: Text | None = Field(None, description="Language of the result, as the model's tokenizer calls it.")
+    return_token_ids: bool | None = Field(default=None, description="Adds token_ids and prompt_token_ids.")
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Tokens of logprobs are written as 'token_id:7'."
+    )
+    src_lang: Text | None = Field(
+        default=None, description="Language of the source, as the model's tokenizer calls it."
+    )
+    tgt_lang: Text | None = Field(
+        default=None, description="Language of the result, as the model's tokenizer calls it."
+    )
 
     frequency_penalty: Any = off(0)
     presence_penalty: Any = off(0)
     echo: Any = off(False)
     response_format: Any = off({"type": "text"})
     spaces_between_special_tokens: Any = off(True)
+
+    @field_validator("temperature")
+    @classmethod
+    def _draws_or_not(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < _LEAST_TEMPERATURE:
+            raise PydanticCustomError("temperature", "is too close to 0: give 0, or 0.001 or more")
+        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -138,9 +160,10 @@ class CompletionRequest(Generation):
     """A prompt, or several, that the model continues; or sources that an encoder-decoder model turns into targets."""
 
     prompt: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
-    max_tokens: Count | None = Field(None, description="New tokens, at the most: 16 for decoder-only models.")
+    max_tokens: Count | None = Field(default=None, description="New tokens, at the most: 16 for decoder-only models.")
     logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(
-        None, description="Log-probabilities of the new tokens, and of so many of the likeliest at each position."
+        default=None,
+        description="Log-probabilities of the new tokens, and of so many of the likeliest at each position.",
     )
 
     suffix: Any = off("")
@@ -180,17 +203,26 @@ class Message(Body):
         return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
 
 
+TemplateVariable = Annotated[bool | int | float | Text | None, described("is no text, number, true, false or null")]
+
+
 class Chat(Cutting):
     """A conversation, and how the model's chat template writes it."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    add_special_tokens: bool = Field(False, description="Special tokens are added to what the chat template writes.")
-    add_generation_prompt: bool = Field(True, description="The template's beginning of an answer ends the prompt.")
-    continue_final_message: bool = Field(False, description="The last message is left open, and continued.")
+    add_special_tokens: bool = Field(
+        default=False, description="Special tokens are added to what the chat template writes."
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="The template's beginning of an answer ends the prompt."
+    )
+    continue_final_message: bool = Field(default=False, description="The last message is left open, and continued.")
+    chat_template_kwargs: dict[str, TemplateVariable] | None = Field(
+        default=None, description="Variables that the model's chat template reads, such as enable_thinking."
+    )
 
     tools: Any = off([])
     chat_template: Any = off()
-    chat_template_kwargs: Any = off({})
     documents: Any = off([])
 
     @model_validator(mode="after")
@@ -206,15 +238,16 @@ class ChatRequest(Chat, Generation):
     """A conversation that the model answers."""
 
     max_completion_tokens: Count | None = Field(
-        None, description="New tokens, at the most; without it, as many as fit."
+        default=None, description="New tokens, at the most; without it, as many as fit."
     )
-    max_tokens: Count | None = Field(None, description="The same, by its old name.")
-    logprobs: bool | None = Field(None, description="Log-probabilities of the new tokens.")
+    max_tokens: Count | None = Field(default=None, description="The same, by its old name.")
+    logprobs: bool | None = Field(default=None, description="Log-probabilities of the new tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(
-        None, description="Log-probabilities of so many of the likeliest tokens at each position; with logprobs=true."
+        default=None,
+        description="Log-probabilities of so many of the likeliest tokens at each position; with logprobs=true.",
     )
-    safety_identifier: Text | None = Field(None, description="Accepted, and not used.")
-    prompt_cache_key: Text | None = Field(None, description="Accepted, and not used.")
+    safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
+    prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
 
     tool_choice: Any = off("none", "auto")
     parallel_tool_calls: Any = off(True, False)
@@ -254,13 +287,16 @@ class EmbeddingRequest(Cutting):
     """Texts to turn into vectors."""
 
     input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
-    model: str | None = Field(None, description="Name of a model that is served; the first one without it.")
-    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: float32, little-endian.")
+    model: str | None = Field(default=None, description="Name of a model that is served; the first one without it.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="base64: float32, little-endian."
+    )
     prompt_name: Text | None = Field(
-        None, description="Of the model's prompts, as sentence-transformers calls them: it is put before each text."
+        default=None,
+        description="Of the model's prompts, as sentence-transformers calls them: it is put before each text.",
     )
     dimensions: Count | None = Field(
-        None,
+        default=None,
         description="The vector is cut to its first numbers, and gets the length 1: for models trained for that.",
     )
-    user: Text | None = Field(None, description="Accepted, and not used.")
+    user: Text | None = Field(default=None, description="Accepted, and not used.")

@@ -81,5 +81,5 @@ def as_list(inputs: str | list[str] | list[int] | list[list[int]]) -> list[str |
     if isinstance(inputs, str):
         return [inputs]
     if isinstance(inputs[0], int):
-        return [inputs]  # type: ignore[list-item]
-    return list(inputs)  # type: ignore[arg-type]
+        return [inputs]
+    return list(inputs)

@@ -13,6 +13,7 @@ from fastgen_serve import prompts
 from fastgen_serve.api import vllm_schema as schema
 from fastgen_serve.api.openai import ERRORS, check_batch, encoder_tokens, served_model, write_error
 from fastgen_serve.api.schema import as_list
+from fastgen_serve.concurrency import together
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Encode
 from fastgen_serve.prompts import Cut
@@ -29,7 +30,7 @@ async def classify(body: schema.ClassifyRequest, request: Request) -> schema.Cla
     model = served_model(request, body.model, "labels")
     given = as_list(body.input)
     check_batch(request, given, "input")
-    inputs = [encoder_tokens(model, each, body.cut(), "input") for each in given]
+    inputs = await encoder_tokens(model, given, body.cut(), "input")
     rows = await model.encode([Encode(tokens, "labels") for tokens in inputs])
     data = []
     for index, scores in enumerate(rows):
@@ -72,38 +73,45 @@ async def rerank(body: schema.RerankRequest, request: Request) -> schema.RerankA
 async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.TokenizeAnswer:
     """The tokens of a text, or of a conversation as the model's chat template writes it."""
     model = served_model(request, body.model)
-    if body.messages is None:
-        cut = Cut(special=body.add_special_tokens is not False)
-        tokens = prompts.tokens_of(model, body.prompt or "", cut, "prompt", may_be_empty=True)
-    else:
-        tokens = prompts.chat_tokens(
+    messages = [message.as_template_reads() for message in body.messages or ()]
+
+    def tokenise() -> tuple[int, ...]:
+        if not messages:
+            cut = Cut(special=body.add_special_tokens is not False)
+            return prompts.tokens_of(model, body.prompt or "", cut, "prompt", may_be_empty=True)
+        return prompts.chat_tokens(
             model,
-            [message.as_template_reads() for message in body.messages],
+            messages,
             starts_answer=body.add_generation_prompt,
             continues=body.continue_final_message,
+            variables=body.chat_template_kwargs,
             cut=Cut(special=bool(body.add_special_tokens)),
         )
-    names = (
-        [str(name) for name in model.tokenizer.convert_ids_to_tokens(list(tokens))] if body.return_token_strs else None
-    )
-    return schema.TokenizeAnswer(
-        count=len(tokens), max_model_len=model.info.positions, tokens=list(tokens), token_strs=names
-    )
+
+    size = len(body.prompt or "") + sum(len(each["content"]) for each in messages)
+    tokens = list(await prompts.in_turn(model, size, tokenise))
+    names = [str(name) for name in model.tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None
+    return schema.TokenizeAnswer(count=len(tokens), max_model_len=model.info.positions, tokens=tokens, token_strs=names)
 
 
 @router.post("/detokenize")
 async def detokenize(body: schema.DetokenizeRequest, request: Request) -> schema.DetokenizeAnswer:
     """The text of tokens, special ones among them."""
     model = served_model(request, body.model)
-    prompts.check_ids(model, body.tokens, "tokens")
-    return schema.DetokenizeAnswer(prompt=model.tokenizer.decode(body.tokens))
+
+    def decode() -> str:
+        prompts.check_ids(model, body.tokens, "tokens")
+        return str(model.tokenizer.decode(body.tokens))
+
+    return schema.DetokenizeAnswer(prompt=await prompts.in_turn(model, len(body.tokens), decode))
 
 
 async def _scores(
     request: Request, body: schema.Pairing, pairs: list[tuple[str, str]]
 ) -> tuple[ServedModel, list[float], schema.PoolingUsage]:
     """The model, a score for each pair, and what that took."""
-    check_batch(request, pairs, "documents" if isinstance(body, schema.RerankRequest) else "text_2")
+    param = "documents" if isinstance(body, schema.RerankRequest) else "text_2"
+    check_batch(request, pairs, param)
     model = served_model(request, body.model, "labels", "vector")
     if "vector" in model.info.tasks:
         return model, *await _closeness(model, body, pairs)
@@ -113,11 +121,16 @@ async def _scores(
             "makes vectors",
             param="model",
         )
-    jobs = []
-    for pair in pairs:
-        tokens, types = prompts.pair_of(model, pair, body.cut())
-        prompts.check_length(model, len(tokens), 0, "documents" if isinstance(body, schema.RerankRequest) else "text_2")
-        jobs.append(Encode(tokens, "labels", types))
+
+    def tokenise() -> list[Encode]:
+        jobs = []
+        for pair in pairs:
+            tokens, types = prompts.pair_of(model, pair, body.cut())
+            prompts.check_length(model, len(tokens), 0, param)
+            jobs.append(Encode(tokens, "labels", types))
+        return jobs
+
+    jobs = await prompts.in_turn(model, sum(len(text) for pair in pairs for text in pair), tokenise)
     rows = await model.encode(jobs)
     scores = [_activated(model, row, body.use_activation)[0] for row in rows]
     return model, scores, _usage([job.tokens for job in jobs])
@@ -126,14 +139,18 @@ async def _scores(
 async def _closeness(
     model: ServedModel, body: schema.Pairing, pairs: list[tuple[str, str]]
 ) -> tuple[list[float], schema.PoolingUsage]:
-    """The cosine of the vectors of each pair. A text that is in several pairs is encoded once."""
+    """The cosine of the vectors of each pair. A text that is on a side of several pairs is encoded once."""
     if body.use_activation is not None:
         raise BadRequest("use_activation: a cosine has none, leave it out", param="use_activation")
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    inputs = [encoder_tokens(model, model.info.prompt + text, body.cut(), "documents") for text in texts]
-    vectors = await model.encode([Encode(tokens) for tokens in inputs])
-    by_text = dict(zip(texts, vectors, strict=True))
-    return [_cosine(by_text[first], by_text[second]) for first, second in pairs], _usage(inputs)
+    sides = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
+    inputs = [
+        await encoder_tokens(model, [model.info.prompt + text for text in side], body.cut(), "documents")
+        for side in sides
+    ]
+    made = await together(model.encode([Encode(tokens) for tokens in side]) for side in inputs)
+    firsts, seconds = (dict(zip(side, vectors, strict=True)) for side, vectors in zip(sides, made, strict=True))
+    scores = [_cosine(firsts[first], seconds[second]) for first, second in pairs]
+    return scores, _usage([tokens for side in inputs for tokens in side])
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:

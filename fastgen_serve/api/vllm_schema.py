@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from fastgen_serve.api.openai_schema import Cutting, Message
+from fastgen_serve.api.openai_schema import Cutting, Message, TemplateVariable
 from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
 
@@ -24,17 +24,17 @@ class ClassifyRequest(Cutting):
     """Texts to classify."""
 
     input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
-    model: str | None = Field(None, description=_MODEL)
-    use_activation: bool | None = Field(None, description=_ACTIVATION)
-    user: Text | None = Field(None, description="Accepted, and not used.")
+    model: str | None = Field(default=None, description=_MODEL)
+    use_activation: bool | None = Field(default=None, description=_ACTIVATION)
+    user: Text | None = Field(default=None, description="Accepted, and not used.")
 
 
 class Pairing(Cutting):
     """What scores of pairs and rerank have in common. A pair always has the special tokens that the model expects."""
 
-    model: str | None = Field(None, description=_MODEL)
-    use_activation: bool | None = Field(None, description=_ACTIVATION)
-    user: Text | None = Field(None, description="Accepted, and not used.")
+    model: str | None = Field(default=None, description=_MODEL)
+    use_activation: bool | None = Field(default=None, description=_ACTIVATION)
+    user: Text | None = Field(default=None, description="Accepted, and not used.")
     add_special_tokens: Any = off(True)
 
 
@@ -43,11 +43,11 @@ class ScoreRequest(Pairing):
 
     text_1: Texts | None = None
     text_2: Texts | None = None
-    data_1: Texts | None = Field(None, description="The same as text_1.")
-    data_2: Texts | None = Field(None, description="The same as text_2.")
-    queries: Texts | None = Field(None, description="The same as text_1.")
-    documents: Texts | None = Field(None, description="The same as text_2, with queries.")
-    items: Texts | None = Field(None, description="The same as text_2, with queries.")
+    data_1: Texts | None = Field(default=None, description="The same as text_1.")
+    data_2: Texts | None = Field(default=None, description="The same as text_2.")
+    queries: Texts | None = Field(default=None, description="The same as text_1.")
+    documents: Texts | None = Field(default=None, description="The same as text_2, with queries.")
+    items: Texts | None = Field(default=None, description="The same as text_2, with queries.")
 
     @model_validator(mode="after")
     def _has_sides(self) -> ScoreRequest:
@@ -75,8 +75,8 @@ class RerankRequest(Pairing):
 
     query: Text
     documents: Texts
-    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="Results, at the most; 0 for all.")
-    return_documents: bool | None = Field(None, description="false: results have no text.")
+    top_n: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Results, at the most; 0 for all.")
+    return_documents: bool | None = Field(default=None, description="false: results have no text.")
 
     max_tokens_per_doc: Any = off()
 
@@ -88,17 +88,19 @@ class RerankRequest(Pairing):
 class TokenizeRequest(Body):
     """A text, or a conversation."""
 
-    model: str | None = Field(None, description=_MODEL)
+    model: str | None = Field(default=None, description=_MODEL)
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages, if not said.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="true for a prompt, false for messages, if not said."
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: dict[str, TemplateVariable] | None = None
     return_token_strs: bool | None = None
 
     tools: Any = off([])
     chat_template: Any = off()
-    chat_template_kwargs: Any = off({})
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeRequest:
@@ -110,7 +112,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Tokens to turn into text."""
 
-    model: str | None = Field(None, description=_MODEL)
+    model: str | None = Field(default=None, description=_MODEL)
     tokens: list[TokenId]
 
 

@@ -44,12 +44,15 @@ class GenerationWorker:
 
     Args:
         path: of the model.
+        progress: is told what is done, in a few words.
 
     Raises:
         SetupError: the model cannot be loaded.
     """
 
-    def __init__(self, path: str, settings: ServeSettings) -> None:
+    def __init__(
+        self, path: str, settings: ServeSettings, progress: Callable[[str], object] = lambda text: None
+    ) -> None:
         self._model, self._tokenizer = read_generating(path, settings.dtype)
         self._config = self._model.config
         # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
@@ -64,6 +67,8 @@ class GenerationWorker:
             slots=settings.slots,
             defaults={name: value for name, value in generation.to_diff_dict().items() if value is not None},
         )
+        if settings.warm_up:
+            self._warm_up(progress)
 
     # ---- what the model is
 
@@ -85,18 +90,20 @@ class GenerationWorker:
 
     # ---- jobs
 
-    def warm_up(self) -> None:
-        """Has the steps captured that most requests need, for one request and for as many as there are slots."""
+    def _warm_up(self, progress: Callable[[str], object]) -> None:
+        """Has the steps captured that most requests need, for one request, two, four, up to as many as have slots."""
         token = self._option(Generate(()), "bos_token_id") or 0
-        tokens = (int(token),) * 8
         beams = int(self._model.generation_config.num_beams or 1)
-        kinds: list[dict[str, Any]] = [{"num_beams": 1, "do_sample": False}, {"num_beams": 1, "do_sample": True}]
-        kinds += [{}] if beams > 1 else []
-        for options in kinds:
-            rows = beams if not options else 1
-            for count in (1, max(self.info.slots // rows, 1)):
-                jobs = [Generate(tokens, {**options, "max_new_tokens": 4, "min_new_tokens": 4})] * count
-                for future in [self._start(job, None)[0] for job in jobs]:
+        kinds: list[dict[str, Any]] = [{"num_beams": 1, "do_sample": False}]
+        kinds += [{}] if beams > 1 else [{"num_beams": 1, "do_sample": True}]
+        for number, options in enumerate(kinds, 1):
+            progress(f"warming up ({number} of {len(kinds)})")
+            most = max(self.info.slots // (1 if options else beams), 1)
+            job = Generate((int(token),) * 8, {**options, "max_new_tokens": 4, "min_new_tokens": 4})
+            for count in (1 << power for power in range(most.bit_length())):
+                with self._engine.paused():  # so that they begin together
+                    futures = [self._start(job, None)[0] for _ in range(count)]
+                for future in futures:
                     future.result()
 
     def submit(

@@ -5,49 +5,11 @@ Nothing of a checkpoint is executed: `trust_remote_code` is never set.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastgen.pipeline.errors import explained
 from fastgen.pipeline.loading import check_path, file_of, read_json_object, read_model, why_not_loaded
-from fastgen_serve.jobs import ModelInfo
-from fastgen_serve.settings import ServeSettings
-
-
-class Handle(Protocol):
-    """A job that was taken."""
-
-    def cancel(self) -> object:
-        """Nobody wants the result any more. Harmless once there is one."""
-        ...
-
-
-class Runner(Protocol):
-    """What runs the jobs of a model, in its process. What it calls may be called from any thread."""
-
-    info: ModelInfo
-
-    def submit(
-        self,
-        job: Any,
-        on_done: Callable[[Any], object],
-        on_error: Callable[[BaseException], object],
-        on_delta: Callable[[Any], object] | None = None,
-    ) -> Handle:
-        """Takes a job. Just one of `on_done` and `on_error` is called, or none once it is cancelled.
-
-        Raises:
-            ValueError: the job cannot be run.
-            ServeError: as it says.
-        """
-        ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-    def close(self) -> None:
-        """Cancels what has no result."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,21 +23,6 @@ class ModelFiles:
     keep_bits: bool = False
     allow_missing_weights: bool = False
     quiet: bool = True
-
-
-def load(path: str, settings: ServeSettings) -> Runner:
-    """What runs the jobs of the model at a path: one that generates, or encodes, as its configuration says.
-
-    Raises:
-        SetupError: it cannot be loaded.
-    """
-    if generates(path):
-        from fastgen_serve.workers.generation import GenerationWorker
-
-        return GenerationWorker(path, settings)
-    from fastgen_serve.workers.encoding import EncodingWorker
-
-    return EncodingWorker(path, settings)
 
 
 def generates(path: str) -> bool:

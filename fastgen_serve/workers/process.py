@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,7 +23,7 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
     import torch
 
     import fastgen
-    from fastgen.pipeline.errors import PipelineError
+    from fastgen.pipeline.errors import PipelineError, one_line
     from fastgen_serve.workers.pipe import Pipe
     from fastgen_serve.workers.worker import Worker
 
@@ -42,8 +43,12 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
     pipe = Pipe(connection, receive, lambda: _leave(0))
     try:
         worker.load()
-    except PipelineError as error:
-        pipe.send(messages.Broken(str(error)))
+    except Exception as error:
+        reason = one_line(error)
+        if not isinstance(error, PipelineError):  # nobody has thought of it
+            traceback.print_exc()
+            reason = f"model {settings.path(name)} cannot be loaded: {type(error).__name__}: {reason}"
+        pipe.send(messages.Broken(reason))
         pipe.close(_PATIENCE)
         _leave(2)
     threading.Event().wait()

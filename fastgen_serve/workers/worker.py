@@ -7,14 +7,69 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import fastgen
 from fastgen.pipeline.errors import one_line
 from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, Unavailable
+from fastgen_serve.jobs import ModelInfo
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading, messages
-from fastgen_serve.workers.loading import Handle, Runner
+
+
+class Handle(Protocol):
+    """A job that was taken."""
+
+    def cancel(self) -> object:
+        """Nobody wants the result any more. Harmless once there is one."""
+        ...
+
+
+class Runner(Protocol):
+    """What runs the jobs of a model, in its process. What it calls may be called from any thread."""
+
+    info: ModelInfo
+
+    def submit(
+        self,
+        job: Any,
+        on_done: Callable[[Any], object],
+        on_error: Callable[[BaseException], object],
+        on_delta: Callable[[Any], object] | None = None,
+    ) -> Handle:
+        """Takes a job. Just one of `on_done` and `on_error` is called, or none once it is cancelled.
+
+        Raises:
+            ValueError: the job cannot be run.
+            ServeError: as it says.
+        """
+        ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def close(self) -> None:
+        """Cancels what has no result."""
+        ...
+
+
+def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) -> Runner:
+    """What runs the jobs of the model at a path: one that generates, or encodes, as its configuration says.
+
+    It is warmed up, unless the settings say that it need not be.
+
+    Args:
+        progress: is told what is done, in a few words.
+
+    Raises:
+        SetupError: it cannot be loaded.
+    """
+    if loading.generates(path):
+        from fastgen_serve.workers.generation import GenerationWorker
+
+        return GenerationWorker(path, settings, progress)
+    from fastgen_serve.workers.encoding import EncodingWorker
+
+    return EncodingWorker(path, settings)
 
 
 class Worker:
@@ -37,13 +92,12 @@ class Worker:
         Raises:
             SetupError: it cannot be loaded.
         """
-        self._send(messages.Progress("reading the model"))
-        self._runner = runner = loading.load(self._settings.path(self._name), self._settings)
-        if self._settings.warm_up:
-            self._send(messages.Progress("warming up"))
-            warm_up = getattr(runner, "warm_up", None)  # an encoder measures its costs while it is loaded
-            if warm_up is not None:
-                warm_up()
+
+        def tell(text: str) -> None:
+            self._send(messages.Progress(text))
+
+        tell("reading the model")
+        self._runner = runner = load(self._settings.path(self._name), self._settings, tell)
         self._send(messages.Ready(replace(runner.info, name=self._name)))
 
     def receive(self, message: Any) -> None:

@@ -37,6 +37,9 @@ PYTHON_NOT_RUN = {
     'model = AutoModelForCausalLM.from_pretrained("smollm2", gguf_file="model.gguf", quantization_config=keep)': (
         "needs a file of 98 MB"
     ),
+    'client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")': (
+        "needs a server; tests/serve/test_openai.py has one"
+    ),
 }
 NEEDS_FAIRSEQ = {"docs/fairseq.md", "docs/unilm-prophetnet.md"}
 _PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:python|pip|make|fastgen-\S+|cat|head|apt-get|\.venv/\S+) "

@@ -153,6 +153,7 @@ RETURNED: list[dict[str, Any]] = [
     {"num_beams": 2, "stopping_criteria": [_Releases()], "output_scores": True},
     {"do_sample": True, "output_scores": True, "num_return_sequences": 2},
     {"stopping_criteria": [_StopsAt(4)], "output_scores": True},
+    {"num_beams": 2, "stopping_criteria": [_Releases(), _StopsAt(3)], "output_scores": True},
 ]  # fmt: skip
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from openai import OpenAI
 
 import fastgen
 from fastgen.ops import gpu
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen_serve.app import create_app
+from tests.serve import checkpoints
+from tests.serve.servers import in_thread
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,3 +25,24 @@ def enabled() -> Iterator[None]:
         yield
         fastgen.enable()
         graph_cache.drop_all()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints of all kinds, by the names that they are served under."""
+    return checkpoints.folders(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def url(paths: dict[str, str], enabled: None) -> Iterator[str]:
+    """The address of a server with all of them."""
+    settings, models = checkpoints.load(paths, max_batch=8, max_beams=8, max_tokens=200)
+    with in_thread(create_app(settings, models)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[OpenAI]:
+    """OpenAI's client for it."""
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made

@@ -18,11 +18,13 @@ from typing import Any
 import httpx
 import uvicorn
 
+from fastgen_serve.models import Models
+
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "models"
 BART, GPT2 = str(MODELS / "kjv-bart"), str(MODELS / "kjv-gpt2")
 # Seconds until something has happened: far more than it takes.
-WAIT = 120.0
+WAIT = 300.0
 
 
 @contextlib.contextmanager
@@ -39,6 +41,13 @@ def in_thread(app: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(WAIT)
         listening.close()
+
+
+class SharedModels(Models):
+    """Models that go on when a server of several ends."""
+
+    async def stop(self) -> None:
+        """They are another one's to end."""
 
 
 @dataclass

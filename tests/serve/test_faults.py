@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,39 +51,48 @@ def kill(model: RemoteModel) -> None:
 def test_a_process_that_dies_is_started_again_and_its_requests_are_run_again() -> None:
     async def work() -> None:
         async with running() as model:
-            job = Generate((5, 6, 7), LONG)
-            wanted = await model.generate(job)
-            waits = [asyncio.ensure_future(model.generate(Generate((5, 6, 7), LONG))) for _ in range(20)]
-            stream = model.stream(Generate((5, 6, 7), LONG, streams=True))
-            assert isinstance(await anext(stream), Delta)
-            kill(model)
-            with pytest.raises(Unavailable, match="has died"):  # some of it is with the client
-                async for _ in stream:
-                    pass
-            with pytest.raises(Unavailable, match="not ready"):
-                await model.generate(job)
-            assert [result == wanted for result in await asyncio.gather(*waits)] == [True] * 20
-            assert model.is_ready and not model._pending and model._admission.rows == 0
+            await check_what_waits_is_run_again(model)
+            await check_what_kills_each_process_is_not_run_for_ever(model)
+            await check_what_has_no_result_at_the_end_is_unavailable(model)
 
     asyncio.run(work())
 
 
-def test_a_request_that_kills_each_process_is_not_run_for_ever() -> None:
-    async def work() -> None:
-        async with running() as model:
-            doomed = asyncio.ensure_future(model.generate(Generate((5, 6, 7), LONG)))
-            await asyncio.sleep(0)
-            for _ in range(2):
-                await happens(lambda: model.is_ready and model._pending)
-                await asyncio.sleep(0)
-                kill(model)
-                await happens(lambda: not model.is_ready)
-            with pytest.raises(Unavailable, match="has died"):
-                await doomed
-            await happens(lambda: model.is_ready)
-            assert isinstance(await model.generate(Generate((5,), {"num_beams": 1, "max_new_tokens": 2})), Generated)
+async def check_what_waits_is_run_again(model: RemoteModel) -> None:
+    job = Generate((5, 6, 7), LONG)
+    wanted = await model.generate(job)
+    waits = [asyncio.ensure_future(model.generate(job)) for _ in range(20)]
+    stream = model.stream(Generate((5, 6, 7), LONG, streams=True))
+    assert isinstance(await anext(stream), Delta)
+    kill(model)
+    with pytest.raises(Unavailable, match="has died"):  # some of it is with the client
+        async for _ in stream:
+            pass
+    with pytest.raises(Unavailable, match="not ready"):
+        await model.generate(job)
+    assert [result == wanted for result in await asyncio.gather(*waits)] == [True] * 20
+    assert model.is_ready and not model._pending and model._admission.rows == 0
 
-    asyncio.run(work())
+
+async def check_what_kills_each_process_is_not_run_for_ever(model: RemoteModel) -> None:
+    doomed = asyncio.ensure_future(model.generate(Generate((5, 6, 7), LONG)))
+    for _ in range(2):
+        await happens(lambda: model.is_ready and model._pending)
+        kill(model)
+        await happens(lambda: not model.is_ready)
+    with pytest.raises(Unavailable, match="has died"):
+        await doomed
+    await happens(lambda: model.is_ready)
+    assert isinstance(await model.generate(Generate((5,), {"num_beams": 1, "max_new_tokens": 2})), Generated)
+
+
+async def check_what_has_no_result_at_the_end_is_unavailable(model: RemoteModel) -> None:
+    waits = [asyncio.ensure_future(model.generate(Generate((5, 6, 7), LONG))) for _ in range(3)]
+    await happens(lambda: model._pending)
+    ended = model._process
+    await model.stop()
+    assert all(isinstance(each, Unavailable) for each in await asyncio.gather(*waits, return_exceptions=True))
+    assert ended is not None and ended.exitcode == 0
 
 
 def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_again(tmp_path: Path) -> None:
@@ -106,17 +115,11 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_again(tmp_path:
     asyncio.run(work())
 
 
-def test_what_has_no_result_when_the_server_stops_is_unavailable() -> None:
-    async def work() -> None:
-        async with running() as model:
-            waits = [asyncio.ensure_future(model.generate(Generate((5, 6, 7), LONG))) for _ in range(3)]
-            await asyncio.sleep(0.05)
-            ended = model._process
-            await model.stop()
-            assert all(isinstance(each, Unavailable) for each in await asyncio.gather(*waits, return_exceptions=True))
-            assert ended is not None and ended.exitcode == 0
-
-    asyncio.run(work())
+@pytest.fixture(scope="module")
+def local(enabled: None) -> Iterator[LocalModel]:
+    made = LocalModel("bart", SETTINGS)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -127,9 +130,10 @@ def test_what_has_no_result_when_the_server_stops_is_unavailable() -> None:
         (IndexError("beyond"), "IndexError: beyond"),
     ],
 )
-def test_a_request_that_fails_fails_alone(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LocalModel("bart", SETTINGS)
-    runner: Any = model._worker._runner
+def test_a_request_that_fails_fails_alone(
+    local: LocalModel, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = local._worker._runner
     count = runner._sequences
 
     def planted(job: Generate, *rest: Any) -> Any:
@@ -141,12 +145,9 @@ def test_a_request_that_fails_fails_alone(error: Exception, said: str, monkeypat
 
     async def work() -> list[Any]:
         jobs = [Generate(tokens, {"max_new_tokens": 6}) for tokens in ((5, 6, 7), (5, 6), (8, 9))]
-        return await asyncio.gather(*map(model.generate, jobs), return_exceptions=True)
+        return await asyncio.gather(*map(local.generate, jobs), return_exceptions=True)
 
-    try:
-        first, second, third = asyncio.run(work())
-    finally:
-        model.close()
+    first, second, third = asyncio.run(work())
     assert isinstance(first, Generated) and isinstance(third, Generated)
     assert isinstance(second, Failed) and said in second.message
 

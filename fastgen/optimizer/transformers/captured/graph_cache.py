@@ -25,8 +25,10 @@ from fastgen.optimizer.transformers.models import attention_functions
 
 # Steps of all models together; and passes of the encoder of one, of which each is of one shape. A step has the K/V of a
 # whole batch, so there is a limit to their bytes, too: that part of the GPU's memory, or of what is free on the CPU.
-# What is kept is missing elsewhere.
-MOST, MOST_PASSES = 8, 32
+# What is kept is missing elsewhere. On the CPU K and V take no memory between two calls, and an engine has a step for
+# each power of two of its slots, and each kind of options.
+MOST, MOST_PASSES = 24, 32
+MOST_ON_GPU = 8
 MOST_OF_MEMORY = 0.25
 # States of a model.
 _MOST_STATES = 4
@@ -102,21 +104,21 @@ def state(model: Any) -> Hashable:
 
 def give_back(model: Any, found: Kept) -> None:
     """Keeps what was captured for the next call of its key; those that were not used for longest go for it."""
-    most = _most_bytes(found.device)
+    most = _most_bytes(found.device), MOST_ON_GPU if found.device.type == "cuda" else MOST
     with _lock:
         cached = _models.get(model)
         if cached is None or cached.state != found.state:  # it was dropped, or settings or the model have changed
             return
         cached.steps[found.key] = found
         _models[model] = _models.pop(model)  # the last one that was used
-        while (oldest := _superfluous(most)) is not None:
+        while (oldest := _superfluous(*most)) is not None:
             of, key = oldest
             del of.steps[key]
             of.ledger.forget(key)  # or each call would record it again
 
 
-def _superfluous(most: float) -> tuple[_OfModel, Hashable] | None:
-    """What is to go, in so many bytes; None if there is room for all that is kept."""
+def _superfluous(most_bytes: float, most: int) -> tuple[_OfModel, Hashable] | None:
+    """What is to go, of so many steps in so many bytes; None if there is room for all that is kept."""
     steps: list[tuple[_OfModel, Hashable]] = []
     for of in _all():
         passes = [key for key in of.steps if not isinstance(key, Key)]
@@ -124,7 +126,7 @@ def _superfluous(most: float) -> tuple[_OfModel, Hashable] | None:
             return of, passes[0]
         steps += [(of, key) for key in of.steps if isinstance(key, Key)]
     # Of a pass next to nothing is kept.
-    is_too_much = len(steps) > MOST or sum(of.steps[key].nbytes for of, key in steps) > most
+    is_too_much = len(steps) > most or sum(of.steps[key].nbytes for of, key in steps) > most_bytes
     return steps[0] if steps and is_too_much else None
 
 

@@ -1,0 +1,100 @@
+"""Files whose text is translated, by the endings of their names."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fastgen_serve.errors import BadRequest
+from fastgen_serve.translation import markup, office, sentences
+from fastgen_serve.translation.sentences import Piece
+
+# By ending, the media type of the result.
+FORMATS = {
+    ".txt": "text/plain; charset=utf-8",
+    ".srt": "application/x-subrip; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".docx": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
+    ".pptx": "application/vnd.openxmlformats-officedocument.presentationml.presentation",
+    ".odt": "application/vnd.oasis.opendocument.text",
+    ".odp": "application/vnd.oasis.opendocument.presentation",
+}
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# A cue of subtitles: its number and time, and then its text, up to an empty line.
+_CUE = re.compile(r"((?:^\d+[ \t]*\n)?^[\d:,.]+[ \t]*-->.*\n)((?:.*\S.*(?:\n|\Z))*)", re.M)
+
+
+class Document(Protocol):
+    """A file whose sentences are to be replaced: its pieces, and how others are written in their place."""
+
+    pieces: list[Piece]
+
+    def write(self, pieces: Sequence[Piece]) -> bytes:
+        """The file with other pieces: as many."""
+        ...
+
+
+def read(data: bytes, ending: str) -> Document:
+    """The document in a file.
+
+    Args:
+        data: the file.
+        ending: one of `FORMATS`.
+
+    Raises:
+        BadRequest: it has another format, is damaged, or larger than this server unpacks.
+    """
+    if ending in office.KINDS:
+        return office.OfficeDocument(data, office.KINDS[ending])
+    return _OF_TEXT[ending](_decoded(data))
+
+
+class TextDocument:
+    """Plain text."""
+
+    def __init__(self, text: str) -> None:
+        self.pieces = sentences.cut(text)
+
+    def write(self, pieces: Sequence[Piece]) -> bytes:
+        """See `Document`."""
+        return "".join(piece.text for piece in pieces).encode()
+
+
+class HtmlDocument:
+    """A page of HTML."""
+
+    def __init__(self, text: str) -> None:
+        self.pieces = markup.cut(text)
+
+    def write(self, pieces: Sequence[Piece]) -> bytes:
+        """See `Document`."""
+        return markup.join(pieces).encode()
+
+
+class Subtitles(TextDocument):
+    """SubRip. The lines of a cue are one text, which becomes one line; those of a dialogue begin with a dash each."""
+
+    def __init__(self, text: str) -> None:
+        text = text.replace("\r\n", "\n")
+        self.pieces: list[Piece] = []
+        position = 0
+        for match in _CUE.finditer(text):
+            self.pieces.append(Piece(text[position : match.start()] + match[1], False))
+            lines = re.sub(r"\s*\n(?!\s*[-–—])\s*", " ", match[2].rstrip("\n"))
+            self.pieces.extend(sentences.cut(lines))
+            self.pieces.append(Piece("\n" if match[2].endswith("\n") else "", False))
+            position = match.end()
+        self.pieces.append(Piece(text[position:], False))
+
+
+_OF_TEXT: dict[str, Callable[[str], Document]] = {".txt": TextDocument, ".html": HtmlDocument, ".srt": Subtitles}
+
+
+def _decoded(data: bytes) -> str:
+    encoding = "utf-16" if data.startswith(_BYTE_ORDER_MARKS) else "utf-8-sig"
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise BadRequest("the file is not in UTF-8: save it as UTF-8", param="file") from error

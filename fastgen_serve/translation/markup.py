@@ -1,0 +1,117 @@
+"""HTML: the text between tags is translated, all else stays byte for byte.
+
+`html.parser` takes quadratic time for tags that do not end, so markup is read here: each character once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from html import escape, unescape
+
+from fastgen_serve.translation import sentences
+from fastgen_serve.translation.sentences import Piece
+
+# Up to their end tag, what is inside these is text, without tags.
+_RAW = frozenset("script style textarea title xmp iframe noembed noframes noscript".split())
+_KEPT = frozenset("script style textarea xmp iframe noembed noframes code kbd samp var svg math object".split())
+# Elements that have no end.
+_EMPTY = frozenset("area base br col embed hr img input link meta param source track wbr".split())
+_TAG = re.compile(r"<(/?)([A-Za-z][^\s/>]*)")
+_VALUE_OR_END = re.compile(r"""=\s*(["'])|>""")
+_KEEPING = re.compile(
+    r"""\stranslate\s*=\s*["']?no(?=["'\s/>])|\sclass\s*=\s*(?:"[^"]*|'[^']*|)\bnotranslate(?=["'\s/>])""", re.I
+)
+_SPACES = re.compile(r"[ \t\n\r\f]+")
+_LARGE_REFERENCE = re.compile(r"&#(?:[0-9]{8,}|[xX][0-9a-fA-F]{7,});?")
+
+
+def cut(html: str) -> list[Piece]:
+    """The markup as pieces: sentences are plain text, what is kept is markup. `join` puts them together.
+
+    Each run of text between two tags is cut into sentences by itself. Elements with `translate="no"` or the class
+    "notranslate" are kept, as is what is code, a script or a style.
+    """
+    pieces: list[Piece] = []
+    kept, depth, in_pre = "", 0, 0
+    for name, is_end, markup in _parts(html):
+        if name is None:
+            pieces.extend([Piece(markup, False)] if kept else _text(markup, bool(in_pre)))
+            continue
+        pieces.append(Piece(markup, False))
+        if name in _EMPTY or not name:
+            continue
+        change = -1 if is_end else 1
+        if name == "pre":
+            in_pre = max(0, in_pre + change)
+        if kept == name:
+            depth += change
+            kept = kept if depth else ""
+        elif not kept and not is_end and (name in _KEPT or _KEEPING.search(markup)):
+            kept, depth = name, 1
+    return pieces
+
+
+def join(pieces: Iterable[Piece]) -> str:
+    """The markup that pieces make up."""
+    return "".join(_escape(piece.text) if piece.is_sentence else piece.text for piece in pieces)
+
+
+def _parts(html: str) -> Iterator[tuple[str | None, bool, str]]:
+    """Markup as it is read: the name of a tag (None for text, "" for a comment), whether it ends an element, itself."""
+    position = 0
+    while position < len(html):
+        begin = _next_markup(html, position)
+        if begin > position:
+            yield None, False, html[position:begin]
+        if begin == len(html):
+            return
+        tag = _TAG.match(html, begin)
+        position = _end_of_tag(html, tag.end()) if tag else _end_of_comment(html, begin)
+        name = tag[2].lower() if tag else ""
+        is_end = bool(tag and tag[1])
+        yield name, is_end, html[begin:position]
+        if name in _RAW and not is_end:
+            end = re.compile(rf"</{name}(?=[\s/>])", re.I).search(html, position)
+            until = end.start() if end else len(html)
+            if until > position:
+                yield None, False, html[position:until]
+            position = until
+
+
+def _next_markup(html: str, position: int) -> int:
+    """Where the next tag or comment begins: not each "<" does."""
+    while (position := html.find("<", position)) >= 0:
+        following = html[position + 1 : position + 2]
+        if following in ("!", "?", "/") or (following.isascii() and following.isalpha()):
+            return position
+        position += 1
+    return len(html)
+
+
+def _end_of_tag(html: str, position: int) -> int:
+    """Behind the tag: a ">" inside a value in quotes does not end it. One without an end takes the rest."""
+    while match := _VALUE_OR_END.search(html, position):
+        if match[1] is None:
+            return match.end()
+        closing = html.find(match[1], match.end())
+        if closing < 0:
+            break
+        position = closing + 1
+    return len(html)
+
+
+def _end_of_comment(html: str, begin: int) -> int:
+    sign = next((end for start, end in (("<!--", "-->"), ("<![CDATA[", "]]>")) if html.startswith(start, begin)), ">")
+    end = html.find(sign, begin + 2)
+    return len(html) if end < 0 else end + len(sign)
+
+
+def _text(markup: str, in_pre: bool) -> Iterator[Piece]:
+    text = unescape(_LARGE_REFERENCE.sub("\ufffd", markup))
+    for piece in sentences.cut(text if in_pre else _SPACES.sub(" ", text)):
+        yield piece if piece.is_sentence else Piece(_escape(piece.text), False)
+
+
+def _escape(text: str) -> str:
+    return escape(text, quote=False).replace("\xa0", "&nbsp;")

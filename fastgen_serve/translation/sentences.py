@@ -1,0 +1,109 @@
+"""Texts are cut into sentences, by rules that know no language, and put together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+# Signs that end a sentence where white space follows, and those behind which there is none.
+_SIGNS = ".!?…।॥؟۔܀።៕။։᙮᥄‼⁇⁈⁉"
+_END = re.compile(rf"""(?<![{_SIGNS}])[{_SIGNS}]+["'”’»›)\]]*(?=\s)|[。！？｡]+["'”’」』）】》]*""")
+_LINE_BREAK = re.compile(r"([\n\r\u2028\u2029]\s*)")
+_NEXT = re.compile(r"\s*(\S?)")
+_LONGEST_WORD = 32
+_OPENING = "([\"'“„«‹¿¡"
+# Words with a full stop that ends no sentence, and such words before a number.
+_ABBREVIATIONS = frozenset(
+    """
+    mr mrs ms dr prof st sr sra jr rev gen gov capt col sgt lt hon messrs mme mlle vs cf ca etc approx dept est inc ltd
+    bzw usw evtl ggf sog str hr fr dipl ing bspw vgl zzgl av bd ul pl np tzn dhr mevr bv ud uds sig dott avv
+    """.split()
+)
+_BEFORE_NUMBERS = frozenset("no nr nos art abs fig bd kap ch vol pp p s núm n º sec eq tab §".split())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text: a sentence to translate, or what is kept as it is."""
+
+    text: str
+    is_sentence: bool
+
+
+def cut(text: str) -> list[Piece]:
+    """The text as pieces, which make up the text again. Line breaks end sentences, and are kept."""
+    pieces: list[Piece] = []
+    for number, part in enumerate(_LINE_BREAK.split(text)):
+        if number % 2:
+            pieces.append(Piece(part, False))
+        else:
+            pieces.extend(_cut_line(part))
+    return [piece for piece in pieces if piece.text]
+
+
+def shorten(piece: Piece, fits: Callable[[str], bool]) -> list[Piece]:
+    """The piece, or what a sentence is that does not fit, cut in two until all fit: between two words if it can be."""
+    result: list[Piece] = []
+    waiting = [piece]
+    while waiting:
+        piece = waiting.pop()
+        if not piece.is_sentence or len(piece.text) < 2 or fits(piece.text):
+            result.append(piece)
+        else:
+            waiting.extend(_halves(piece.text)[::-1])
+    return result
+
+
+def has_letters(text: str) -> bool:
+    """Whether there is something to translate: numbers, signs and emoji are the same everywhere."""
+    return any(character.isalpha() for character in text)
+
+
+def _cut_line(line: str) -> Iterator[Piece]:
+    begin = 0
+    for end in [*_ends(line), len(line)]:
+        yield from _around_spaces(line[begin:end])
+        begin = end
+
+
+def _ends(line: str) -> Iterator[int]:
+    begin = 0
+    for match in _END.finditer(line):
+        following = _NEXT.match(line, match.end())
+        assert following is not None  # it matches the empty text
+        before = line[max(begin, match.start() - _LONGEST_WORD) : match.start()]
+        if not following[1] or following[1].islower() or _goes_on(before, match[0], following[1]):
+            continue
+        yield match.end()
+        begin = match.end()
+
+
+def _goes_on(sentence: str, sign: str, following: str) -> bool:
+    """Whether a full stop belongs to an abbreviation, an initial or a number."""
+    if sign != ".":
+        return False
+    word = sentence.split()[-1].lstrip(_OPENING).casefold() if sentence.strip() else ""
+    is_initial = len(word) == 1 and word.isalpha() and word != "i"
+    is_ordinal = word.isdigit() and len(word) < 3
+    before_number = word in _BEFORE_NUMBERS and following.isdigit()
+    return is_initial or is_ordinal or "." in word.strip(".") or word in _ABBREVIATIONS or before_number
+
+
+def _around_spaces(text: str) -> Iterator[Piece]:
+    inner = text.strip()
+    if not inner:
+        yield Piece(text, False)
+        return
+    begin = text.index(inner)
+    yield Piece(text[:begin], False)
+    yield Piece(inner, has_letters(inner))
+    yield Piece(text[begin + len(inner) :], False)
+
+
+def _halves(text: str) -> list[Piece]:
+    middle = len(text) // 2
+    spaces = [match.span() for match in re.finditer(r"\s+", text)]
+    begin, end = min(spaces, key=lambda span: abs(span[0] - middle), default=(middle, middle))
+    parts = (text[:begin], text[begin:end], text[end:])
+    return [Piece(part, has_letters(part)) for part in parts if part]

@@ -1,0 +1,232 @@
+"""Sentences on their way through the models: which one translates a pair, what it is asked, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from transformers import AutoConfig
+
+from fastgen_serve.concurrency import together
+from fastgen_serve.errors import BadRequest, TimedOut
+from fastgen_serve.jobs import Generate
+from fastgen_serve.models import Models
+from fastgen_serve.served import ServedModel
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.translation import detection, languages, pairs
+from fastgen_serve.translation.detection import Detected
+from fastgen_serve.translation.pairs import Pairs, Way
+from fastgen_serve.translation.sentences import Piece, shorten
+
+# Tokens of a sentence, and of its translation where the files of a model do not limit it. Models of translation have
+# been trained on sentences: longer ones are cut.
+_MOST_TOKENS = 512
+# Bytes of a character, of which a token is one at the least, and characters that a token is at the most, but for texts
+# that nobody reads: what these say need not be tokenised to be measured.
+_BYTES, _CHARACTERS = 4, 16
+
+
+class TranslatingModel:
+    """A model that is served, as one that translates."""
+
+    def __init__(self, model: ServedModel, settings: ServeSettings, found: Pairs) -> None:
+        self.pairs = found
+        self._model, self._settings = model, settings
+        # Its language is set for each request, and others use theirs at the same time.
+        self._tokenizer = copy.deepcopy(model.tokenizer)
+        self._lock = threading.Lock()
+
+    def shorten(self, pieces: Sequence[Piece], way: Way) -> list[list[Piece]]:
+        """Each piece, cut where it is a sentence that the model could not read."""
+        positions = self._model.info.positions
+        most = min(_MOST_TOKENS, positions or _MOST_TOKENS)
+
+        def fits(sentence: str) -> bool:
+            size = len(way.prefix + sentence)
+            return _BYTES * size < most or (
+                size <= _CHARACTERS * most and len(self._encode([sentence], way)[0]) <= most
+            )
+
+        return [shorten(piece, fits) for piece in pieces]
+
+    async def translate(self, sentences: Sequence[str], way: Way, count: int) -> list[list[str]]:
+        """The best translations of each sentence, so many of them, best first.
+
+        Raises:
+            ServeError: as `ServedModel.generate`.
+        """
+        inputs = await asyncio.to_thread(self._encode, sentences, way)
+        options = {**way.options, **self._options(count)}
+        # A long text leaves room for the requests of others: its sentences do not wait all at once.
+        beams = int(options.get("num_beams") or self._model.info.defaults.get("num_beams") or 1)
+        room = asyncio.Semaphore(max(1, self._settings.slots // beams))
+
+        async def run(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+            async with room:
+                made = await self._model.generate(Generate(tokens, options))
+            return [sequence.tokens for sequence in made.sequences]
+
+        results = await together(run(tokens) for tokens in inputs)
+        return await asyncio.to_thread(self._decode, results)
+
+    def _options(self, count: int) -> dict[str, Any]:
+        defaults = self._model.info.defaults
+        options: dict[str, Any] = {}
+        if defaults.get("max_length") is None and defaults.get("max_new_tokens") is None:
+            options["max_new_tokens"] = min(_MOST_TOKENS, self._settings.max_tokens)
+        if count > 1:
+            options["num_beams"] = max(count, int(defaults.get("num_beams") or 1))
+            options["num_return_sequences"] = count
+        return options
+
+    def _encode(self, texts: Sequence[str], way: Way) -> list[tuple[int, ...]]:
+        if not texts:
+            return []  # which tokenizers refuse
+        with self._lock:
+            if way.source_code is not None:
+                self._tokenizer.src_lang = way.source_code
+            encoded = self._tokenizer([way.prefix + text for text in texts], verbose=False)["input_ids"]
+        return [tuple(tokens) for tokens in encoded]
+
+    def _decode(self, results: Sequence[Sequence[tuple[int, ...]]]) -> list[list[str]]:
+        with self._lock:
+            return [
+                [self._tokenizer.decode(list(tokens), skip_special_tokens=True).strip() for tokens in sequences]
+                for sequences in results
+            ]
+
+
+class Translator:
+    """All models that translate.
+
+    Args:
+        models: those that are served.
+        settings: of the server: `languages` and `translation_prefix` say what the files of models do not.
+    """
+
+    def __init__(self, models: Models, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._models = [made for model in models if (made := _translating(model, settings)) is not None]
+
+    @functools.cached_property
+    def languages(self) -> Mapping[str, list[str]]:
+        """The targets of each source, both in the order of their English names."""
+        found: dict[str, set[str]] = {}
+        for model in self._models:
+            for source in model.pairs.sources():
+                found.setdefault(source, set()).update(model.pairs.targets(source))
+        return {source: sorted(found[source], key=languages.name) for source in sorted(found, key=languages.name)}
+
+    def target(self, code: str) -> str:
+        """The language that a client wants a text in.
+
+        Raises:
+            BadRequest: it is none of the targets.
+        """
+        return _served(code, {target for targets in self.languages.values() for target in targets}, "target")
+
+    def source(self, code: str) -> str:
+        """The language that a client says a text is in.
+
+        Raises:
+            BadRequest: it is none of the sources.
+        """
+        return _served(code, self.languages, "source")
+
+    def detect(self, text: str, target: str | None = None) -> list[Detected]:
+        """The likeliest languages of a text, best first: of those that are translated, or translated to this one.
+
+        Raises:
+            BadRequest: no model translates.
+        """
+        served = [source for source, targets in self.languages.items() if target in (None, source) or target in targets]
+        if not served:
+            raise BadRequest("no model here translates: see /languages")
+        return detection.detect(text, served)
+
+    async def translate(
+        self, texts: Sequence[Sequence[Piece]], sources: Sequence[str], target: str, count: int = 1
+    ) -> list[list[list[Piece]]]:
+        """Versions of each text, best first: as many pieces, with what each sentence is in the other language.
+
+        Args:
+            texts: as pieces.
+            sources: the language of each, as `source` and `detect` return it. A text that is in the target's stays.
+            target: as `target` returns it.
+            count: of versions. Where a sentence has fewer, it is the same in the last ones.
+
+        Raises:
+            BadRequest: no model translates one of the pairs.
+            TimedOut: it took longer than a request may.
+            ServeError: as `ServedModel.generate`.
+        """
+        groups: dict[str, list[int]] = {}
+        for index, source in enumerate(sources):
+            groups.setdefault(source, []).append(index)
+        models = [None if source == target else self._model_for(source, target) for source in groups]
+        seconds = self._settings.request_timeout_s
+        works = together(
+            _versions([texts[index] for index in group], model, count)
+            for group, model in zip(groups.values(), models, strict=True)
+        )
+        try:
+            made = await asyncio.wait_for(works, seconds)
+        except asyncio.TimeoutError:
+            raise TimedOut(f"the text took longer than {seconds:g} s: send less of it at once") from None
+        order = [index for group in groups.values() for index in group]
+        found = dict(zip(order, (versions for group in made for versions in group), strict=True))
+        return [found[index] for index in range(len(texts))]
+
+    def _model_for(self, source: str, target: str) -> tuple[TranslatingModel, Way]:
+        for model in self._models:
+            if (way := model.pairs.way(source, target)) is not None:
+                return model, way
+        names = f"{languages.name(source)} ({source})", f"{languages.name(target)} ({target})"
+        raise BadRequest(f"no model here translates from {names[0]} to {names[1]}: see /languages", param="target")
+
+
+async def _versions(
+    texts: Sequence[Sequence[Piece]], model: tuple[TranslatingModel, Way] | None, count: int
+) -> list[list[list[Piece]]]:
+    """Versions of texts in one language. Their sentences are translated together, each of them once."""
+    if model is None:
+        return [[list(text)] for text in texts]
+    translating, way = model
+    cut = await asyncio.to_thread(lambda: [translating.shorten(text, way) for text in texts])
+    sentences = list(dict.fromkeys(part.text for text in cut for parts in text for part in parts if part.is_sentence))
+    made = await translating.translate(sentences, way, count)
+    translations = dict(zip(sentences, made, strict=True))
+    most = max(map(len, made), default=1)
+
+    def version(number: int, pieces: Sequence[Piece], parts: Sequence[Sequence[Piece]]) -> list[Piece]:
+        return [
+            Piece("".join(_translated(part, translations, number) for part in each), piece.is_sentence)
+            for piece, each in zip(pieces, parts, strict=True)
+        ]
+
+    return [[version(number, text, parts) for number in range(most)] for text, parts in zip(texts, cut, strict=True)]
+
+
+def _translated(part: Piece, translations: dict[str, list[str]], number: int) -> str:
+    versions = translations[part.text] if part.is_sentence else [part.text]
+    return versions[min(number, len(versions) - 1)]
+
+
+def _translating(model: ServedModel, settings: ServeSettings) -> TranslatingModel | None:
+    config = AutoConfig.from_pretrained(settings.path(model.name), trust_remote_code=False)
+    if not config.is_encoder_decoder:
+        return None
+    stated = settings.languages.get(model.name)
+    found = pairs.of_model(model.tokenizer, config, stated, settings.translation_prefix)
+    return TranslatingModel(model, settings, found) if found.sources() else None
+
+
+def _served(code: str, served: Collection[str], param: str) -> str:
+    found = languages.find(code, served)
+    if found is None:
+        raise BadRequest(f"{code[:20]!r} is not supported as a {param} language: see /languages", param=param)
+    return found

@@ -1,0 +1,190 @@
+"""OpenAI's chat completions, log-probabilities and embeddings: what the library makes of each input alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from openai import OpenAI
+
+from tests.serve import checkpoints
+from tests.serve.checkpoints import GREEDY, PROMPT, USER, complete, texts
+from tests.serve.servers import GPT2
+
+
+def test_a_chat_is_written_by_the_models_template(client: OpenAI, paths: dict[str, str]) -> None:
+    _, tokenizer = checkpoints.loaded(paths["chat"])
+    messages = [{"role": "system", "content": "be brief"}, USER]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    answer = client.chat.completions.create(
+        model="chat",
+        messages=messages,
+        temperature=0,
+        max_tokens=8,
+        extra_body={"return_token_ids": True},  # type: ignore[arg-type]
+    )
+    assert answer.prompt_token_ids == tokenizer(prompt)["input_ids"]  # type: ignore[attr-defined]
+    assert answer.choices[0].message.role == "assistant" and answer.object == "chat.completion"
+    expected = texts(GPT2, prompt, num_beams=1, max_new_tokens=8)[0]
+    assert answer.choices[0].message.content == expected.removeprefix(" "), "an answer begins a text"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what is"}, {"type": "text", "text": "the law"}]}]
+    joined = [{"role": "user", "content": "what is\nthe law"}]
+    ask = lambda messages: client.chat.completions.create(model="chat", messages=messages, temperature=0, max_tokens=8)  # noqa: E731
+    assert ask(parts).choices[0].message == ask(joined).choices[0].message
+    assert ask(parts).usage == ask(joined).usage
+
+
+def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer(client: OpenAI) -> None:
+    ask = lambda role: client.chat.completions.create(  # noqa: E731
+        model="chat",
+        messages=[{"role": role, "content": "be brief"}, USER],
+        max_tokens=2,
+        extra_body={"return_token_ids": True},
+    )
+    assert ask("developer").prompt_token_ids == ask("system").prompt_token_ids
+
+
+def test_variables_of_a_template(client: OpenAI, paths: dict[str, str]) -> None:
+    tokenizer = checkpoints.loaded(paths["chat"])[1]
+
+    def ask(variables: dict[str, Any]) -> Any:
+        extra = {"return_token_ids": True, "chat_template_kwargs": variables}
+        return client.chat.completions.create(model="chat", messages=[USER], max_tokens=1, extra_body=extra)  # type: ignore[list-item]
+
+    text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, brief=True)
+    assert text.startswith("be brief")
+    assert ask({"brief": True}).prompt_token_ids == tokenizer(text)["input_ids"]
+    assert ask({"brief": False}).prompt_token_ids == ask({}).prompt_token_ids
+    for name in ("chat_template", "messages", "tokenize", "conversation", "bos_token"):
+        with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs has {name}"):
+            ask({name: "{{ 1 }}"})
+    with pytest.raises(openai.BadRequestError, match="is no text, number, true, false or null"):
+        ask({"brief": ["a"]})
+
+
+def test_the_last_message_is_continued(client: OpenAI, paths: dict[str, str]) -> None:
+    tokenizer = checkpoints.loaded(paths["chat"])[1]
+    messages = [USER, {"role": "assistant", "content": "the law is"}]
+    answer = client.chat.completions.create(
+        model="chat", messages=messages, temperature=0, max_tokens=2,  # type: ignore[arg-type]
+        extra_body={"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True},
+    )  # fmt: skip
+    assert tokenizer.decode(answer.prompt_token_ids).endswith("assistant said the law is")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1, "seed": 3, "n": 2}, {}], ids=str)
+def test_chunks_of_a_chat(client: OpenAI, fields: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"model": "chat", "messages": [USER], "max_tokens": 10, **fields}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+    assert chunks[-1].usage == whole.usage
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert [part.delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part.delta.content for part in parts) == choice.message.content
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+
+
+def test_a_chat_has_as_many_tokens_as_the_model_says_or_as_fit(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="chat", messages=[USER], temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.completion_tokens == 64, "its generation config's max_new_tokens"
+    long = [{"role": "user", "content": "the law " * 240}]
+    answer = client.chat.completions.create(model="chat", messages=long, temperature=0, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
+    assert answer.usage.total_tokens == 512, "what is left"
+
+
+def log_probabilities(tokens: list[int], prompt: list[int]) -> torch.Tensor:
+    """[new, vocabulary], in float64."""
+    model, _ = checkpoints.loaded(GPT2)
+    with torch.no_grad():
+        logits = model.double()(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    model.float()
+    return logits[len(prompt) - 1 : -1]
+
+
+# The model's own no_repeat_ngram_size would forbid some tokens.
+FREE = {**GREEDY, "no_repeat_ngram_size": 0, "return_token_ids": True}
+
+
+def test_logprobs_are_those_before_temperature(client: OpenAI) -> None:
+    drawn = {**FREE, "temperature": 0.5, "top_k": 5, "seed": 1, "logprobs": 2}
+    choice = complete(client, **drawn).choices[0]
+    expected = log_probabilities(choice.token_ids, checkpoints.loaded(GPT2)[1](PROMPT)["input_ids"])
+    of_tokens = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+    assert choice.logprobs.token_logprobs == pytest.approx(of_tokens.tolist(), abs=1e-4)
+
+
+def test_logprobs_of_completions(client: OpenAI) -> None:
+    choice = complete(client, logprobs=3, **FREE).choices[0]
+    tokenizer = checkpoints.loaded(GPT2)[1]
+    expected = log_probabilities(choice.token_ids, tokenizer(PROMPT)["input_ids"])
+    of_tokens = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+    assert choice.logprobs.token_logprobs == pytest.approx(of_tokens.tolist(), abs=1e-4)
+    for top, row in zip(choice.logprobs.top_logprobs, expected, strict=True):
+        assert sorted(top.values(), reverse=True) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    begin = [len("".join(choice.logprobs.tokens[:count])) for count in range(12)]
+    assert choice.logprobs.text_offset == begin
+    named = complete(client, logprobs=0, return_tokens_as_token_ids=True, **FREE).choices[0]
+    assert named.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    assert [len(top) for top in named.logprobs.top_logprobs] == [1] * 12
+
+
+def test_logprobs_of_chats(client: OpenAI, paths: dict[str, str]) -> None:
+    answer = client.chat.completions.create(
+        model="chat", messages=[USER], max_completion_tokens=6, temperature=0, logprobs=True, top_logprobs=2,
+        extra_body={"no_repeat_ngram_size": 0, "return_token_ids": True},
+    )  # fmt: skip
+    choice: Any = answer.choices[0]
+    expected = log_probabilities(choice.token_ids, answer.prompt_token_ids)  # type: ignore[attr-defined]
+    assert [each.logprob for each in choice.logprobs.content] == pytest.approx(
+        [row[token].item() for row, token in zip(expected, choice.token_ids, strict=True)], abs=1e-4
+    )
+    for each, row in zip(choice.logprobs.content, expected, strict=True):
+        assert [top.logprob for top in each.top_logprobs] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+        assert bytes(each.bytes).decode() == each.token
+    assert "".join(each.token for each in choice.logprobs.content).strip() == choice.message.content
+
+
+def test_embeddings(client: OpenAI, paths: dict[str, str]) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    inputs = ["let there be light", "day"]
+    tokenizer = AutoTokenizer.from_pretrained(paths["vectors"])
+    model = AutoModel.from_pretrained(paths["vectors"]).eval()
+    with torch.no_grad():
+        expected = [model(**tokenizer(text, return_tensors="pt"))[0][0].mean(0).numpy() for text in inputs]
+    floats = client.embeddings.create(model="vectors", input=inputs, encoding_format="float")
+    for made, vector in zip(floats.data, expected, strict=True):
+        np.testing.assert_allclose(made.embedding, vector, atol=1e-5)
+    ids = [tokenizer(text)["input_ids"] for text in inputs]
+    assert floats.usage.prompt_tokens == floats.usage.total_tokens == sum(map(len, ids))
+    # The client asks for base64 by itself, and decodes it.
+    for same in (inputs, ids):
+        answer = client.embeddings.create(model="vectors", input=same)
+        for made, other in zip(answer.data, floats.data, strict=True):
+            np.testing.assert_allclose(made.embedding, other.embedding, atol=1e-6)
+    alone = client.embeddings.create(model="vectors", input=inputs[1], dimensions=8)
+    short = np.array(alone.data[0].embedding)
+    np.testing.assert_allclose(short, expected[1][:8] / np.linalg.norm(expected[1][:8]), atol=1e-5)
+
+
+def test_embeddings_behind_a_prompt_of_the_model(client: OpenAI) -> None:
+    by_name = client.embeddings.create(model="vectors", input="light", extra_body={"prompt_name": "query"})
+    assert by_name.data[0].embedding == client.embeddings.create(model="vectors", input="day light").data[0].embedding
+    with pytest.raises(openai.BadRequestError, match="prompt_name is no prompt of vectors: it has query"):
+        client.embeddings.create(model="vectors", input="light", extra_body={"prompt_name": "another"})
+
+
+def test_embeddings_of_long_texts(client: OpenAI) -> None:
+    long = "light " * 100
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens") as refused:
+        client.embeddings.create(model="vectors", input=long)
+    assert refused.value.code == "context_length_exceeded"
+    cut = client.embeddings.create(model="vectors", input=long, extra_body={"truncate_prompt_tokens": -1})
+    assert cut.usage.prompt_tokens == 64

@@ -1,0 +1,208 @@
+"""What OpenAI's interface refuses, and how it says so; what fails before and behind the first chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from fastgen_serve.app import create_app
+from fastgen_serve.errors import Failed
+from fastgen_serve.jobs import Delta, Generated, ModelInfo, Sequence
+from fastgen_serve.models import Models
+from fastgen_serve.settings import ServeSettings
+from tests.serve import checkpoints
+from tests.serve.checkpoints import PROMPT, USER, complete
+from tests.serve.servers import GPT2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"logprobs": 100}, "logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 201}, "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"num_beams": 9}, "num_beams"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": [1, 99999]}, "prompt"),
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"tgt_lang": "de_DE"}, "tgt_lang"),
+        ({"src_lang": "de_DE"}, "src_lang"),
+        ({"model": "vectors"}, "model"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_named(url: str, fields: dict[str, Any], param: str) -> None:
+    body = json.dumps({"model": "gpt2", "prompt": PROMPT, **fields})
+    response = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert param in error["message"] or "new tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [USER, {"role": "system", "content": "late"}]}, "messages"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"model": "gpt2"}, "messages"),
+        ({"seed": 2**63}, "seed"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_of_a_chat_is_named(url: str, fields: dict[str, Any], param: str) -> None:
+    body = {"model": "chat", "messages": [USER], **fields}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "the body is no JSON"), ("[1]", "the body: "), ("", "the body: "), ("NaN", "the body: ")],
+)
+def test_a_body_that_is_no_object(url: str, content: str, message: str) -> None:
+    response = httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, None) and error["message"].startswith(message)
+
+
+def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="chat",
+        messages=[USER],  # type: ignore[list-item]
+        max_tokens=1,
+        temperature=0,
+        presence_penalty=0,
+        frequency_penalty=0,
+        tool_choice="none",
+        response_format={"type": "text"},
+        store=False,
+        service_tier="auto",
+        modalities=["text"],
+        user="me",
+        logit_bias={},
+        parallel_tool_calls=True,
+        extra_body={"tools": [], "metadata": {}, "spaces_between_special_tokens": True},
+    )
+    assert answer.usage.completion_tokens == 1
+
+
+def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, prompt=[5] * 500, max_tokens=13)
+    assert refused.value.code == "context_length_exceeded" and refused.value.param == "prompt"
+    assert str(refused.value.body["message"]).startswith(  # type: ignore[index]
+        "This model's maximum context length is 512 tokens. However, you requested 513 tokens (500 in the prompt, "
+        "13 in the completion)."
+    )
+    assert complete(client, prompt=[5] * 510, temperature=0, ignore_eos=True).usage.completion_tokens == 2, (
+        "what is left"
+    )
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
+        complete(client, "bart", prompt=[5] * 257)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512"):
+        client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "law " * 600}])
+
+
+def test_an_unknown_model(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        complete(client, "no-such-model")
+    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+
+
+class _Fails:
+    """Streams some tokens, and fails; or at once."""
+
+    name, is_ready = "fails", True
+    info = ModelInfo("fails", "decoder-only", ("generate",), 64)
+
+    def __init__(self, tokens: int) -> None:
+        self.tokenizer, self._tokens, self.is_closed = checkpoints.loaded(GPT2)[1], tokens, False
+
+    async def stream(self, job: Any) -> Any:
+        try:
+            for token in range(self._tokens):
+                yield Delta(0, (20 + token,))
+            raise Failed("there was no memory", retry_after=None)
+        finally:
+            self.is_closed = True
+
+    async def generate(self, job: Any) -> Generated:
+        if job.tokens[0] == 5:
+            raise Failed("there was no memory")
+        await asyncio.sleep(60)
+        return Generated((Sequence((), "stop"),))
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def post(model: _Fails, **fields: Any) -> httpx.Response:
+    app = create_app(ServeSettings(models=(("fails", GPT2),)), Models([model]))  # type: ignore[list-item]
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post("/v1/completions", json={"prompt": PROMPT, **fields})
+
+    return asyncio.run(ask())
+
+
+def test_what_fails_before_the_first_chunk_has_a_status() -> None:
+    response = post(_Fails(0), stream=True)
+    assert response.status_code == 500
+    error = {"message": "there was no memory", "type": "server_error", "param": None, "code": "internal_error"}
+    assert response.json() == {"error": error}
+
+
+def test_what_fails_later_is_an_event() -> None:
+    model = _Fails(3)
+    response = post(model, stream=True)
+    *_, error, done, _ = response.text.split("\n\n")
+    assert response.status_code == 200 and done == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "there was no memory"
+    assert model.is_closed
+
+
+def test_a_prompt_that_fails_ends_the_others() -> None:
+    assert post(_Fails(0), prompt=[[6], [5]]).status_code == 500
