@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
-import socket
-import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,9 @@ import httpx
 import pytest
 
 from fastgen.pipeline.errors import SetupError
-from fastgen_serve import metrics
 from fastgen_serve.app import create_app
 from fastgen_serve.cache import (
-    Cache,
     CachedModel,
-    CacheDown,
     Identity,
     MemoryCache,
     RedisCache,
@@ -30,68 +23,12 @@ from fastgen_serve.cache import (
     keep_responses,
     make_cache,
 )
-from fastgen_serve.jobs import Encode, Generate, Generated, ModelInfo, TokenLogprob
-from fastgen_serve.jobs import Sequence as Written
+from fastgen_serve.jobs import Encode, Generate, Generated
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
+from tests.serve.caches import GREEDY, Model, asked, cached, counts, settled
 from tests.serve.servers import BART, in_thread, until
-
-GREEDY = {"do_sample": False, "num_beams": 4}
-
-
-class Model:
-    """Counts what it is asked for."""
-
-    name, tokenizer, is_ready = "m", "its tokenizer", True
-    info = ModelInfo("m", "decoder-only", ("generate",), 64)
-
-    def __init__(self) -> None:
-        self.generated, self.encoded, self.events = list[Generate](), list[Encode](), list[str]()
-
-    async def generate(self, job: Generate) -> Generated:
-        self.generated.append(job)
-        logprobs = (TokenLogprob(3, -0.1, ((3, -0.1), (4, float("-inf")))),)
-        return Generated((Written((3, 4), "stop", -0.25, None, 3), Written((3,), "length", None, logprobs, 1)))
-
-    async def stream(self, job: Generate) -> AsyncIterator[Any]:
-        self.generated.append(job)
-        yield Generated(())
-
-    async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
-        self.encoded.extend(jobs)
-        return [[0.1 * sum(job.tokens), -1e-30] for job in jobs]
-
-    async def stats(self) -> dict[str, Any]:
-        return {"waiting": 0}
-
-    async def start(self) -> None:
-        self.events.append("start")
-
-    async def stop(self) -> None:
-        self.events.append("stop")
-
-
-async def cached(cache: Cache, model: Model, digest: str = "d", samples: bool = False) -> CachedModel:
-    found = CachedModel(model, cache, lambda: Identity(digest, samples))
-    await found.identify()
-    return found
-
-
-async def settled(model: CachedModel) -> None:
-    """What is to be kept is."""
-    await asyncio.gather(*model._tasks)
-
-
-async def asked(model: CachedModel, job: Generate) -> Generated:
-    found = await model.generate(job)
-    await settled(model)
-    return found
-
-
-def counts() -> dict[str, float]:
-    names = ("hit", "miss", "down")
-    return {name: metrics.REGISTRY.get_sample_value("fastgen_cache_total", {"outcome": name}) or 0 for name in names}
 
 
 @pytest.fixture
@@ -329,141 +266,9 @@ def test_the_identity_of_a_model_is_the_content_of_its_files(tmp_path: Path) -> 
     assert not identity_of(str(copied), settings).samples
 
 
-# ---- in Redis
-
-
-class Redis:
-    """A Redis server of this test's own."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self._folder = folder
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", self.port, "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
-        self.process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline and self.process.poll() is None
-                time.sleep(0.02)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[Redis]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("there is no redis-server, which a package of the system has")
-    pytest.importorskip("redis")
-    server = Redis(tmp_path)
-    yield server
-    server.stop()
-
+# ---- what is damaged
 
 JOB = Generate((1, 2), GREEDY)
-
-
-def test_servers_share_what_redis_keeps(redis: Redis) -> None:
-    async def run() -> None:
-        one, two = Model(), Model()
-        first, second = [await cached(RedisCache(redis.url, 5.0), own) for own in (one, two)]
-        assert await asked(first, JOB) == await asked(second, JOB)
-        assert (len(one.generated), len(two.generated)) == (1, 0)
-        await first.encode([Encode((1,)), Encode((2,))])
-        await settled(first)
-        assert await second.encode([Encode((2,)), Encode((3,))]) == [[0.2, -1e-30], [0.1 * 3, -1e-30]]
-        assert two.encoded == [Encode((3,))]
-        await first.stop()
-        await second.stop()
-
-    asyncio.run(run())
-
-
-def test_redis_stops_in_the_middle(redis: Redis, counted: Callable[[], dict[str, float]]) -> None:
-    async def run() -> None:
-        now, own = [0.0], Model()
-        cache = RedisCache(redis.url, 5.0, lambda: now[0])
-        model = await cached(cache, own)
-        expected = await asked(model, JOB)
-        assert await asked(model, JOB) == expected and len(own.generated) == 1
-        redis.stop()
-        for number in range(4):
-            assert await asked(model, JOB) == expected and len(own.generated) == 2 + number
-        redis.start()
-        assert await asked(model, JOB) == expected  # it is not asked again yet
-        assert len(own.generated) == 6
-        now[0] += 60
-        await asked(model, JOB)  # and has forgotten
-        await asked(model, JOB)
-        assert len(own.generated) == 7
-        await model.stop()
-
-    asyncio.run(run())
-    found = counted()
-    # Of each of five responses that could not be looked up, it could not be kept either.
-    assert found == {"hit": 2, "miss": 2, "down": 10}
-
-
-def test_redis_that_hangs_is_not_waited_for(redis: Redis) -> None:
-    async def run() -> None:
-        cache = RedisCache(redis.url, 0.3)
-        await cache.put({"a": b"1"})
-        redis.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(CacheDown):
-            await cache.get(["a"])
-        with pytest.raises(CacheDown, match="some seconds ago"):
-            await cache.get(["a"])
-        redis.process.send_signal(signal.SIGCONT)
-        cache._asks_from = 0.0
-        assert await cache.get(["b", "a"]) == [None, b"1"]  # not the answer to an earlier question
-        await cache.close()
-
-    asyncio.run(run())
-
-
-def test_the_pause_grows_while_redis_is_down(redis: Redis) -> None:
-    async def run() -> None:
-        now = [0.0]
-        cache = RedisCache(redis.url, 5.0, lambda: now[0])
-        redis.stop()
-        pauses = []
-        for _ in range(9):
-            with pytest.raises(CacheDown):
-                await cache.get(["a"])
-            pauses.append(cache._asks_from - now[0])
-            now[0] = cache._asks_from
-        assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-1] == 30.0
-
-    asyncio.run(run())
-
-
-def test_redis_that_is_full_is_asked_all_the_same(redis: Redis) -> None:
-    async def run() -> None:
-        cache = RedisCache(redis.url, 5.0)
-        await cache.put({"a": b"1"})
-        await cache._client.config_set("maxmemory", "1")
-        with pytest.raises(CacheDown):
-            await cache.put({"b": b"2"})
-        assert await cache.get(["a", "b"]) == [b"1", None]
-        await cache.close()
-
-    asyncio.run(run())
-
-
 DAMAGED = [b"", b"{", b"null", b"[]", b"3", b'{"sequences": 1}', b'{"sequences": [{"tokens": ["a"]}]}', b"\xff"]
 
 
