@@ -97,12 +97,12 @@ class EngineStats:
         family: Metric = kind(f"fastgen_engine_{name}", about, labels=["model"])
         for model, stats in self.latest.items():
             if isinstance(stats.get(name), (int, float)):
-                family.add_metric([model], stats[name])
+                family.add_metric([model], stats[name])  # type: ignore[attr-defined]
         return family
 
 
 ENGINES = EngineStats()
-REGISTRY.register(ENGINES)  # type: ignore[arg-type]
+REGISTRY.register(ENGINES)
 
 
 def text() -> bytes:

@@ -7,7 +7,7 @@ import copy
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +142,7 @@ class ClientModel(ABC):
 
     # ---- inside
 
-    async def _generation(self, job: Generate) -> AsyncIterator[Any]:
+    async def _generation(self, job: Generate) -> AsyncGenerator[Any, None]:
         limits.check(job, self._settings)
         tasks = self.info.tasks
         if self.is_ready and "generate" not in tasks:
@@ -202,7 +202,7 @@ class ClientModel(ABC):
         finally:
             self._admission.leave(rows)
 
-    async def _answers(self, job: Generate | Encode) -> AsyncIterator[Any]:
+    async def _answers(self, job: Generate | Encode) -> AsyncGenerator[Any, None]:
         """What comes of a job: deltas, and the result. It is cancelled if this ends before."""
         pending, outcome = self._add(job), "cancelled"
         late = TimedOut(f"the request took longer than {self._settings.request_timeout_s:g} s")
