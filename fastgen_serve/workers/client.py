@@ -7,7 +7,7 @@ import copy
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +84,7 @@ class ClientModel(ABC):
                     return answer
         raise AssertionError("answers end with a result, or raise")
 
-    def stream(self, job: Generate) -> AsyncGenerator[Delta | Generated, None]:
+    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
         """See `ServedModel`."""
         return self._generation(job)
 

@@ -45,12 +45,12 @@ def generates(path: str) -> bool:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if file_of(path, "modules.json"):  # of sentence-transformers
         return False
-    kind: Any = type(config)
-    kinds: list[Any] = [
-        each[kind] for each in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING) if kind in each
-    ]
+    kind = type(config)
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+    found: list[Any] = [mapping[kind] for mapping in mappings if kind in mapping]
+    kinds = [each for one in found for each in (one if isinstance(one, tuple) else (one,))]
     if config.architectures:
-        names = {each.__name__ for each in kinds}
+        names = {each.__name__ for each in kinds if each is not None}
         return any(name in names for name in config.architectures)
     return bool(kinds) and (config.is_encoder_decoder or kind not in MODEL_FOR_MASKED_LM_MAPPING)
 
