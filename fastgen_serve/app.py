@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import ModuleType
@@ -16,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import fastgen
+from fastgen_serve.api import libretranslate, openai, operations, page, vllm
 from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, Failed, ServeError
 from fastgen_serve.guard import Guard, Traffic
@@ -23,7 +22,7 @@ from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 
 # In this order: what is asked for first. The shape of an error for an unknown path is OpenAI's.
-_INTERFACES = ("openai", "vllm", "libretranslate", "page", "operations")
+_INTERFACES = (openai, vllm, libretranslate, page, operations)
 
 
 def create_app(
@@ -93,12 +92,7 @@ class Interfaces:
     """The interfaces, by the paths of their routers."""
 
     def __init__(self) -> None:
-        self.modules: list[ModuleType] = [
-            importlib.import_module(f"fastgen_serve.api.{name}")
-            for name in _INTERFACES
-            if importlib.util.find_spec(f"fastgen_serve.api.{name}") is not None
-        ]
-        self._shape = self.modules[0]
+        self.modules: tuple[ModuleType, ...] = _INTERFACES
 
     def _found(self, path: str) -> tuple[ModuleType, str] | None:
         """The interface that has this path, and how it is declared."""
@@ -123,7 +117,7 @@ class Interfaces:
     def write_error(self, path: str, error: ServeError) -> JSONResponse:
         """An error in the shape of the interface that the path belongs to."""
         found = self._found(path)
-        response: JSONResponse = (self._shape if found is None else found[0]).write_error(error)
+        response: JSONResponse = (openai if found is None else found[0]).write_error(error)
         if error.retry_after is not None:
             response.headers["Retry-After"] = str(error.retry_after)
         return response

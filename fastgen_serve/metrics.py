@@ -97,7 +97,7 @@ class EngineStats:
         family: Any = kind(f"fastgen_engine_{name}", about, labels=["model"])
         for model, stats in self.latest.items():
             if isinstance(stats.get(name), (int, float)):
-                family.add_metric([model], stats[name])  # type: ignore[attr-defined]
+                family.add_metric([model], stats[name])
         return family
 
 

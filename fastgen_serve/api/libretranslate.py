@@ -102,7 +102,7 @@ class FrontendSettings(BaseModel):
     supportedFilesFormat: list[str]
 
 
-class ErrorAnswer(BaseModel):
+class Refusal(BaseModel):
     error: str
 
 
@@ -117,7 +117,7 @@ _ERRORS = {
 }
 router = APIRouter(
     tags=["LibreTranslate"],
-    responses={status: {"model": ErrorAnswer, "description": text} for status, text in _ERRORS.items()},
+    responses={status: {"model": Refusal, "description": text} for status, text in _ERRORS.items()},
 )
 # The key is in the body, or what is asked for is no secret. A download's name is one.
 WITHOUT_HEADER = frozenset(
@@ -218,7 +218,7 @@ async def translate_file(request: Request) -> TranslatedFile:
 @router.get(
     "/download_file/{name}",
     response_class=Response,
-    responses={200: {"content": {"application/octet-stream": {}}}, 404: {"model": ErrorAnswer}},
+    responses={200: {"content": {"application/octet-stream": {}}}, 404: {"model": Refusal}},
 )
 async def download_file(name: str, request: Request) -> Response:
     """A file that was translated."""
@@ -257,9 +257,9 @@ async def frontend_settings(request: Request) -> FrontendSettings:
 
 
 @router.post("/suggest", status_code=403)
-async def suggest() -> ErrorAnswer:
+async def suggest() -> Refusal:
     """Suggestions for translations are not taken."""
-    return ErrorAnswer(error="this server takes no suggestions")
+    return Refusal(error="this server takes no suggestions")
 
 
 # ---- inside

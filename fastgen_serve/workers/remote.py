@@ -26,6 +26,8 @@ _log = logging.getLogger("fastgen_serve")
 _MOST_RUNS = 2
 # Seconds before a process is started again, the first time and at the most: they double until one lives long.
 _FIRST_DELAY, _LONGEST_DELAY, _LONG_LIFE = 0.1, 30.0, 60.0
+# A model of which so many processes have died before it was ready is given up.
+_MOST_STARTS = 3
 # Seconds in which a process ends when it is told to.
 _PATIENCE = 5.0
 
@@ -51,6 +53,7 @@ class RemoteModel(ClientModel):
         self._begin = 0.0  # of the process
         self._delay = _FIRST_DELAY
         self._was_ready = self._is_stopping = False
+        self._starts = 0
 
     # ---- its life
 
@@ -75,6 +78,7 @@ class RemoteModel(ClientModel):
     def _start_process(self) -> None:
         if self._is_stopping:
             return
+        self._starts += 1
         context, self._begin = multiprocessing.get_context("spawn"), time.monotonic()
         own, others = context.Pipe()
         # What is secret is not its business.
@@ -141,6 +145,10 @@ class RemoteModel(ClientModel):
         for pending in list(self._pending.values()):
             if pending.job is None or pending.has_streamed or pending.runs >= _MOST_RUNS:
                 pending.put(messages.Failure(pending.number, copy.copy(died)))
+        if not self._was_ready and self._starts >= _MOST_STARTS:
+            self._is_stopping = True
+            self._on_broken(f"the process of model {self.name} dies while it is loaded ({ended.exitcode})")
+            return
         lived = time.monotonic() - self._begin
         self._delay = _FIRST_DELAY if self._was_ready and lived > _LONG_LIFE else min(self._delay * 2, _LONGEST_DELAY)
         _log.error(

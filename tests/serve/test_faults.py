@@ -152,5 +152,22 @@ def test_a_request_that_fails_fails_alone(
     assert isinstance(second, Failed) and said in second.message
 
 
+def test_a_model_whose_processes_die_while_they_load_is_given_up() -> None:
+    async def work() -> None:
+        reasons: list[str] = []
+        model = RemoteModel("gpt2", SETTINGS, reasons.append)
+        await model.start()
+        killed: set[int | None] = set()
+        while not reasons:
+            if model._process is not None and model._process.pid not in killed:
+                killed.add(model._process.pid)
+                kill(model)
+            await asyncio.sleep(0.02)
+        assert len(killed) == 3 and "gpt2 dies while it is loaded" in reasons[0]
+        await model.stop()
+
+    asyncio.run(work())
+
+
 def test_what_a_request_has_failed_with_has_a_status() -> None:
     assert [worker.as_serve_error(error).status for error in (ValueError("x"), RuntimeError("x"))] == [400, 500]
