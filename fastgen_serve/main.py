@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.ray is not None:
             from fastgen_serve import on_ray
 
+            if settings.ray == on_ray.LOCAL:
+                _listen(settings).close()
             return on_ray.run(settings)
         listening = _listen(settings)
         return asyncio.run(_serve(settings, listening))

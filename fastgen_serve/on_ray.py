@@ -56,7 +56,7 @@ def run(settings: ServeSettings) -> int:
     Returns the exit status of the command.
 
     Raises:
-        SetupError: Ray is not installed or not there, the address is taken, or a model cannot be loaded.
+        SetupError: Ray is not installed or not there, its proxies cannot listen, or a model cannot be loaded.
         KeyboardInterrupt: at a signal before there is a cluster, or a second one.
     """
     check_installed("ray", "--ray", _INSTALL)
@@ -192,7 +192,7 @@ def _deploy(settings: ServeSettings) -> None:
         _log.warning("the cluster has %g CPUs, and the replicas take %d: they wait for more", there, needed)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     quiet = {"log_level": "ERROR", "enable_access_log": False}
-    with explained(f"cannot listen at {settings.host}:{settings.port} (--host, --port)", _last_line):
+    with explained(f"Ray's proxies do not begin at {settings.url()} (--host, --port)", _last_line):
         serve.start(http_options={"host": settings.host, "port": settings.port}, logging_config=quiet)
     with explained("the replicas cannot begin", _reason):
         serve.run(application(settings), name=NAME, route_prefix="/", logging_config=quiet)

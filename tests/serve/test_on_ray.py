@@ -186,5 +186,11 @@ def test_without_ray_it_says_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SetupError, match=r"--ray needs the package ray, .* pip install '.*\[ray\]'"):
         on_ray.run(ServeSettings(models=(("gpt2", GPT2),), ray="local"))
-    assert main([GPT2, "--ray", "local"]) == 2
+    assert main([GPT2, "--ray", "local", "--port", free_port()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_told_before_anything_begins(capsys: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main([GPT2, "--ray", "local", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen at 127.0.0.1" in capsys.readouterr().err
