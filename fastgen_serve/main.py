@@ -18,6 +18,7 @@ from fastgen_serve.translation.pairs import parse as read_pairs
 PROGRAM = "fastgen-serve"
 DONE, SETUP, INTERRUPTED = 0, 2, 130
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+_say = logging.getLogger("fastgen_serve")
 
 
 class UsageError(Exception):
@@ -38,7 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format=f"{PROGRAM}: %(message)s", level=logging.INFO, stream=sys.stderr)
     from fastgen.pipeline.errors import PipelineError
 
+    if settings.host not in _LOCAL and not settings.api_keys:
+        _say.warning("anybody who reaches %s may use it: --api-key-file asks for keys", settings.host)
     try:
+        if settings.ray is not None:
+            from fastgen_serve import on_ray
+
+            if settings.ray == on_ray.LOCAL:
+                _listen(settings).close()
+            return on_ray.run(settings)
         listening = _listen(settings)
         return asyncio.run(_serve(settings, listening))
     except (PipelineError, OSError) as error:
@@ -136,6 +145,14 @@ def _parser() -> argparse.ArgumentParser:
     add(more, "max-batch", "inputs of a request", type=int)
     add(more, "request-timeout-s", "seconds that a request may take", type=float, metavar="SECONDS")
     add(more, "drain-s", "seconds in which requests may end on SIGTERM", type=float, metavar="SECONDS")
+    machines = parser.add_argument_group("many machines")
+    add(
+        machines, "ray", "serve on a Ray cluster: its address, or local for one on this machine", nargs="?",
+        const="local", metavar="ADDRESS",
+    )  # fmt: skip
+    add(machines, "replicas", "of the server, on Ray", type=int)
+    add(machines, "max-replicas", "that there may be when there are many requests", type=int)
+    add(machines, "requests-per-replica", "above which there are more replicas; --slots by default", type=int)
     log = parser.add_argument_group("log")
     add(log, "log-texts", "write inputs to the log", action="store_true")
     return parser
@@ -163,11 +180,7 @@ async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
 
     app = create_app(settings, on_broken=lambda reason: server.give_up(reason))
     log.to_standard_error()
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    say = logging.getLogger("fastgen_serve")
-    say.info("http://%s:%d (models are loading)", host, listening.getsockname()[1])
-    if settings.host not in _LOCAL and not settings.api_keys:
-        say.warning("anybody who reaches %s may use it: --api-key-file asks for keys", host)
+    _say.info("%s (models are loading)", settings.url(listening.getsockname()[1]))
     server = Server(app, settings)
     await server.serve(sockets=[listening])
     return SETUP if server.has_given_up else DONE

@@ -43,6 +43,10 @@ class ServeSettings:
             English names of the languages.
         log_texts: inputs are written to the log.
         warm_up: steps are captured before a model is ready.
+        ray: address of the Ray cluster to serve on, "local" for one on this machine; None to serve without Ray.
+        replicas: of the application, on Ray.
+        max_replicas: that there may be when there are many requests; None for no more.
+        requests_per_replica: that wait or run, above which there are more replicas; None for as many as `slots`.
 
     Raises:
         ValueError: an option has a value that it cannot have.
@@ -70,6 +74,10 @@ class ServeSettings:
     translation_prefix: str = ""
     log_texts: bool = False
     warm_up: bool = True
+    ray: str | None = None
+    replicas: int = 1
+    max_replicas: int | None = None
+    requests_per_replica: int | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.models]
@@ -81,14 +89,19 @@ class ServeSettings:
         for name in self.languages:
             if name not in names:
                 raise ValueError(f"languages: no model is named {name}")
-        for option in ("slots", "max_body_bytes", "max_tokens", "max_beams", "max_batch"):
+        for option in ("slots", "max_body_bytes", "max_tokens", "max_beams", "max_batch", "replicas"):
             _check(option, getattr(self, option), least=1)
         for option in ("max_waiting", "drain_s"):
             _check(option, getattr(self, option), least=0)
         if self.cache is not None and not self.cache.startswith(REDIS):
             bytes_of(self.cache)
-        if self.threads is not None:
-            _check("threads", self.threads, least=1)
+        for option, least in (("threads", 1), ("max_replicas", self.replicas), ("requests_per_replica", 1)):
+            if getattr(self, option) is not None:
+                _check(option, getattr(self, option), least)
+        if self.ray is None and (self.replicas > 1 or self.max_replicas is not None):
+            raise ValueError("replicas are Ray's: give --ray, too")
+        if self.ray is not None and self.port == 0:
+            raise ValueError("port is 0: give the one that Ray listens at on each machine")
         for option in ("slo_ms", "request_timeout_s"):
             value = getattr(self, option)
             if value is not None and not value > 0:
@@ -100,6 +113,11 @@ class ServeSettings:
                 raise ValueError(f"{option} is {getattr(self, option)!r}; known: {', '.join(known)}")
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ValueError("api_keys: a key has characters of ASCII only, and one at least")
+
+    def url(self, port: int | None = None) -> str:
+        """Where the server is; at another port than `port`, where 0 stood for a free one."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port if port is None else port}"
 
     def path(self, name: str) -> str:
         """The directory, or the hub name, of the model that is served under this name. Raises KeyError."""

@@ -81,7 +81,7 @@ def command(*words: str) -> Iterator[Command]:
     """`fastgen-serve` with these words, on a free port, if they name none."""
     port = () if "--port" in words else ("--port", "0")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, "-m", "fastgen_serve.main", *words, *port], stderr=subprocess.PIPE, text=True, env=environment
     )

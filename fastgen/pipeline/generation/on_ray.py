@@ -113,15 +113,20 @@ class Worker:
 
 
 @contextlib.contextmanager
-def cluster(address: str, workers: int) -> Iterator[None]:
-    """Inside this block Ray is connected to a cluster, unless the program has done so before."""
+def cluster(address: str, workers: int, log_to_driver: bool = False) -> Iterator[None]:
+    """Inside this block Ray is connected to a cluster, unless the program has done so before.
+
+    Args:
+        workers: CPUs that one on this machine has at the least.
+        log_to_driver: what processes of the cluster write to standard error shows here.
+    """
     import ray
 
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
     if address == LOCAL:
         options |= {"num_cpus": max(workers, os.cpu_count() or 1), "include_dashboard": False}
     with explained(f"cannot connect to the Ray cluster {address}"):
