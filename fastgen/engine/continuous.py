@@ -121,7 +121,7 @@ class ContinuousBatches:
     @property
     def busy(self) -> int:
         """Slots that are taken."""
-        return sum(step.rows for step in self._in_use.values())
+        return sum(step.rows for step in list(self._in_use.values()))  # other threads ask, too
 
     def stats(self) -> dict[str, int]:
         """`counts`, and "kv_bytes", the most K and V that requests have stored at a time; "shared_positions", those of
