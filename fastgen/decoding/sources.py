@@ -37,7 +37,7 @@ class Sources:
         Args:
             run: encodes some rows: their tokens, and their mask, with padding on the right.
             ids: [batch, longest], int64.
-            mask: [batch, longest], 0 where there is padding, on either side.
+            mask: [batch, longest], 1, and 0 where there is padding, behind them.
         """
         real = mask.bool()
         keys = [tuple(row[is_real].tolist()) for row, is_real in zip(ids, real, strict=True)]

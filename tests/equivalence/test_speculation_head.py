@@ -63,7 +63,7 @@ def test_models_in_half_precision_have_no_estimates() -> None:
     model = copy.deepcopy(KNOWN["llama"].build()).bfloat16()
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, model.get_output_embeddings())
     weights.copy_head(for_argmax=True)
-    assert weights._used_head is None and model.get_output_embeddings() in weights._products
+    assert weights._used_head is None and model.get_output_embeddings() in weights._overrides
 
 
 def test_the_copy_of_the_output_layer() -> None:
@@ -72,11 +72,11 @@ def test_the_copy_of_the_output_layer() -> None:
     head = model.get_output_embeddings()
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, head)
     weights.copy()
-    assert head not in weights._products
+    assert head not in weights._overrides
     weights.copy_head(for_argmax=True)
     x = torch.randn(5, 1, head.in_features)
     with weights.used(), torch.no_grad():
-        assert head not in weights._products
+        assert head not in weights._overrides
         estimated = weights._used_head.logits(x)
     exact = (x.flatten(0, 1) @ head.weight.detach().t()).argmax(dim=1)
     assert (weights.argmax(estimated[:, -1]) == exact).all()
@@ -84,7 +84,7 @@ def test_the_copy_of_the_output_layer() -> None:
     with pytest.raises(OtherLogits):
         weights.argmax(estimated[:, -1] + 0.0)
     weights.copy_head(for_argmax=True)
-    assert head in weights._products and weights._used_head is None
+    assert head in weights._overrides and weights._used_head is None
     logits = torch.randn(3, 7)
     assert torch.equal(weights.argmax(logits), logits.argmax(dim=1))
 

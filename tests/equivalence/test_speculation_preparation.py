@@ -91,7 +91,7 @@ def test_weights_are_not_copied_where_checks_take_too_long(monkeypatch: pytest.M
     for _ in range(9):
         same(model, family.make_inputs(2), OPTIONS)
     weights = DraftWeights.of(model, LINEAR_LAYERS, "int8", 64)
-    assert parts(model) == {4} and not weights._products
+    assert parts(model) == {4} and not weights._overrides
     reasons = fastgen.stats()[ENTRY_POINT]["not used"]
     assert reasons["drafts would gain nothing"] == 2
     assert reasons["drafts have gained nothing in the calls before"] == 3
@@ -124,10 +124,10 @@ def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64)
     packed, pack = [], quantized_linear.pack
     monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(None), pack(*given))[1])
-    assert not weights.copy(0.0) and not weights._products
+    assert not weights.copy(0.0) and not weights._overrides
     assert weights.copy() and weights.copy(0.0)
     number = len(packed)
-    assert 0 < number <= len(weights._products)
+    assert 0 < number <= len(weights._overrides)
     assert weights.copy() and len(packed) == number
 
 

@@ -67,6 +67,8 @@ def _encode(
     with call.decides():
         is_text = model_input_name == "input_ids" and isinstance(ids, Tensor) and not ids.is_floating_point()
         sources = None if call.entering is None or call.model.training else call.entering.sources
+        if sources is not None and mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            sources = None  # padding in front counts for positions
         if mask is None and sources is not None and len(ids) == 1:
             mask = torch.ones_like(ids)
         reads_rows = is_text and _is_all(model_kwargs) and _reads_rows_alone(call, ids, mask, config)
