@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -17,6 +18,19 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return await asyncio.gather(*tasks)
     finally:
         await _cancelled(tasks)
+
+
+async def in_turns(work: Callable[[Item], Awaitable[T]], items: Sequence[Item], at_once: int) -> list[T]:
+    """The results of all items, in order, so many of which are worked on at a time. It fails as `together` does."""
+    waiting = iter(enumerate(items))
+    results: dict[int, T] = {}
+
+    async def run() -> None:
+        for index, item in waiting:
+            results[index] = await work(item)
+
+    await together(run() for _ in range(min(at_once, len(items))))
+    return [results[index] for index in range(len(items))]
 
 
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:

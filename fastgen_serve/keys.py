@@ -15,7 +15,7 @@ def check(key: str | None, keys: Sequence[str]) -> None:
     Raises:
         Unauthorized: it is none of them.
     """
-    given = (key or "").encode()
+    given = (key or "").encode("utf-8", "surrogatepass")  # JSON may have half of a character
     found = [hmac.compare_digest(given, each.encode()) for each in keys]  # all of them, whichever it is
     if keys and not any(found):
         what = "no API key: send the header Authorization: Bearer KEY" if not key else "another API key"

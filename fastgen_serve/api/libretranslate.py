@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from starlette.datastructures import UploadFile
@@ -115,8 +116,18 @@ _ERRORS = {
     503: "The model is not ready.",
     504: "The request took too long.",
 }
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """The models are looked at before the first request comes."""
+    await _translator(app)
+    yield
+
+
 router = APIRouter(
     tags=["LibreTranslate"],
+    lifespan=_lifespan,
     responses={status: {"model": Refusal, "description": text} for status, text in _ERRORS.items()},
 )
 # The key is in the body, or what is asked for is no secret. A download's name is one.
@@ -156,7 +167,7 @@ _JSON, _FORM, _MULTIPART = "application/json", "application/x-www-form-urlencode
 async def translate(request: Request) -> Translation:
     """Translates a text, or several."""
     body = await _read(request, TranslateRequest)
-    settings, translator = request.app.state.settings, _translator(request)
+    settings, translator = request.app.state.settings, await _translator(request.app)
     texts = [body.q] if isinstance(body.q, str) else body.q
     if not any(texts):
         raise BadRequest("q: is empty, send a text", param="q")
@@ -169,10 +180,10 @@ async def translate(request: Request) -> Translation:
     detected = await _languages_of(translator, texts, body.source, target)
     is_html = body.format == "html"
     cut, join = (markup.cut, markup.join) if is_html else (sentences.cut, _joined)
-    pieces = await asyncio.to_thread(lambda: [cut(text) for text in texts])
+    pieces = await asyncio.to_thread(_cut, texts, cut)
     sources = [each.language for each in detected]
     versions = await translator.translate(pieces, sources, target, body.alternatives + 1)
-    results = [list(dict.fromkeys(join(version) for version in each)) for each in versions]
+    results = await asyncio.to_thread(lambda: [list(dict.fromkeys(map(join, each))) for each in versions])
     is_list, is_detected = isinstance(body.q, list), body.source == AUTO
     best, others, found = [each[0] for each in results], [each[1:] for each in results], list(map(_detection, detected))
     return Translation(
@@ -189,21 +200,21 @@ async def detect(request: Request) -> list[Detection]:
     text = body.q if isinstance(body.q, str) else "\n".join(body.q)
     if not text:
         raise BadRequest("q: is empty, send a text", param="q")
-    found = await asyncio.to_thread(_translator(request).detect, text)
+    found = await asyncio.to_thread((await _translator(request.app)).detect, text)
     return [_detection(each) for each in found]
 
 
 @router.get("/languages")
 async def list_languages(request: Request) -> list[Language]:
     """The languages that are translated here, and to which."""
-    found = _translator(request).languages
+    found = (await _translator(request.app)).languages
     return [Language(code=source, name=languages.name(source), targets=targets) for source, targets in found.items()]
 
 
 @router.post("/translate_file", openapi_extra=_body(FileRequest, _MULTIPART))
 async def translate_file(request: Request) -> TranslatedFile:
     """Translates a file. The address of the result works for 20 minutes."""
-    body, translator = await _read(request, FileRequest), _translator(request)
+    body, translator = await _read(request, FileRequest), await _translator(request.app)
     ending = _ending(body.file)
     upload = await body.file.read()
     target = translator.target(body.target)
@@ -239,7 +250,7 @@ async def download_file(name: str, request: Request) -> Response:
 @router.get("/frontend/settings")
 async def frontend_settings(request: Request) -> FrontendSettings:
     """What LibreTranslate's page would show."""
-    found, has_keys = _translator(request).languages, bool(request.app.state.settings.api_keys)
+    found, has_keys = (await _translator(request.app)).languages, bool(request.app.state.settings.api_keys)
     target = next(iter(next(iter(found.values()), [])), "")
     return FrontendSettings(
         apiKeys=has_keys,
@@ -319,16 +330,15 @@ def _checked(request: Request, model: type[Read], fields: dict[str, Any]) -> Rea
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        name = str(first["loc"][0])
-        raise BadRequest(f"{name}: {first['msg']}", param=name) from error
+        name = str(first["loc"][0]) if first["loc"] else None  # of a name that is no text, there is none
+        raise BadRequest(f"{name or 'the body'}: {first['msg']}", param=name) from error
 
 
-def _translator(request: Request) -> Translator:
-    """The models that translate, which are looked at once."""
-    state = request.app.state
-    if not hasattr(state, "translator"):
-        state.translator = Translator(state.models, state.settings)
-    return state.translator
+async def _translator(app: FastAPI) -> Translator:
+    """The models that translate, which are looked at once: in a thread, as their files are read."""
+    if not hasattr(app.state, "translator"):
+        app.state.translator = await asyncio.to_thread(Translator, app.state.models, app.state.settings)
+    return app.state.translator
 
 
 def _downloads(request: Request) -> Downloads:
@@ -343,6 +353,15 @@ async def _languages_of(translator: Translator, texts: Sequence[str], source: st
     if source == AUTO:
         return await asyncio.to_thread(lambda: [translator.detect(text, target)[0] for text in texts])
     return [Detected(translator.source(source), 100.0)] * len(texts)
+
+
+def _cut(texts: Sequence[str], cut: Callable[[str, int], list[Piece]]) -> list[list[Piece]]:
+    """The pieces of each text, so many of all. Raises BadRequest for more."""
+    found, room = [], sentences.MOST_PIECES
+    for text in texts:
+        found.append(cut(text, room))
+        room -= len(found[-1])
+    return found
 
 
 def _detection(detected: Detected) -> Detection:

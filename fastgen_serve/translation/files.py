@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from fastgen_serve.errors import BadRequest
@@ -24,6 +24,7 @@ FORMATS = {
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # A cue of subtitles: its number and time, and then its text, up to an empty line.
 _CUE = re.compile(r"((?:^\d+[ \t]*\n)?^[\d:,.]+[ \t]*-->.*\n)((?:.*\S.*(?:\n|\Z))*)", re.M)
+_DASHES = ("-", "–", "—")
 
 
 class Document(Protocol):
@@ -44,7 +45,7 @@ def read(data: bytes, ending: str) -> Document:
         ending: one of `FORMATS`.
 
     Raises:
-        BadRequest: it has another format, is damaged, or larger than this server unpacks.
+        BadRequest: it has another format, is damaged, larger than this server unpacks, or has too many sentences.
     """
     if ending in office.KINDS:
         return office.OfficeDocument(data, office.KINDS[ending])
@@ -77,16 +78,24 @@ class Subtitles(TextDocument):
     """SubRip. The lines of a cue are one text, which becomes one line; those of a dialogue begin with a dash each."""
 
     def __init__(self, text: str) -> None:
-        text = text.replace("\r\n", "\n")
-        self.pieces: list[Piece] = []
-        position = 0
-        for match in _CUE.finditer(text):
-            self.pieces.append(Piece(text[position : match.start()] + match[1], False))
-            lines = re.sub(r"\s*\n(?!\s*[-–—])\s*", " ", match[2].rstrip("\n"))
-            self.pieces.extend(sentences.cut(lines))
-            self.pieces.append(Piece("\n" if match[2].endswith("\n") else "", False))
-            position = match.end()
-        self.pieces.append(Piece(text[position:], False))
+        self.pieces = sentences.limited(_cues(text.replace("\r\n", "\n")))
+
+
+def _cues(text: str) -> Iterator[Piece]:
+    position = 0
+    for match in _CUE.finditer(text):
+        yield Piece(text[position : match.start()] + match[1], False)
+        yield from sentences.cut(_spoken(match[2]))
+        yield Piece("\n" if match[2].endswith("\n") else "", False)
+        position = match.end()
+    yield Piece(text[position:], False)
+
+
+def _spoken(lines: str) -> str:
+    """The lines of a cue as one, but for those that begin with a dash."""
+    stripped = [line.strip() for line in lines.rstrip("\n").split("\n")]
+    parts = [("\n" if line.startswith(_DASHES) else " ") + line for line in stripped]
+    return "".join(parts)[1:]
 
 
 _OF_TEXT: dict[str, Callable[[str], Document]] = {".txt": TextDocument, ".html": HtmlDocument, ".srt": Subtitles}

@@ -26,19 +26,30 @@ _SPACES = re.compile(r"[ \t\n\r\f]+")
 _LARGE_REFERENCE = re.compile(r"&#(?:[0-9]{8,}|[xX][0-9a-fA-F]{7,});?")
 
 
-def cut(html: str) -> list[Piece]:
+def cut(html: str, most: int = sentences.MOST_PIECES) -> list[Piece]:
     """The markup as pieces: sentences are plain text, what is kept is markup. `join` puts them together.
 
     Each run of text between two tags is cut into sentences by itself. Elements with `translate="no"` or the class
     "notranslate" are kept, as is what is code, a script or a style.
+
+    Raises:
+        BadRequest: there are more pieces.
     """
-    pieces: list[Piece] = []
+    return sentences.limited(_cut(html, most), most)
+
+
+def join(pieces: Iterable[Piece]) -> str:
+    """The markup that pieces make up."""
+    return "".join(_escape(piece.text) if piece.is_sentence else piece.text for piece in pieces)
+
+
+def _cut(html: str, most: int) -> Iterator[Piece]:
     kept, depth, in_pre = "", 0, 0
     for name, is_end, markup in _parts(html):
         if name is None:
-            pieces.extend([Piece(markup, False)] if kept else _text(markup, bool(in_pre)))
+            yield from [Piece(markup, False)] if kept else _text(markup, bool(in_pre), most)
             continue
-        pieces.append(Piece(markup, False))
+        yield Piece(markup, False)
         if name in _EMPTY or not name:
             continue
         change = -1 if is_end else 1
@@ -49,12 +60,6 @@ def cut(html: str) -> list[Piece]:
             kept = kept if depth else ""
         elif not kept and not is_end and (name in _KEPT or _KEEPING.search(markup)):
             kept, depth = name, 1
-    return pieces
-
-
-def join(pieces: Iterable[Piece]) -> str:
-    """The markup that pieces make up."""
-    return "".join(_escape(piece.text) if piece.is_sentence else piece.text for piece in pieces)
 
 
 def _parts(html: str) -> Iterator[tuple[str | None, bool, str]]:
@@ -107,9 +112,9 @@ def _end_of_comment(html: str, begin: int) -> int:
     return len(html) if end < 0 else end + len(sign)
 
 
-def _text(markup: str, in_pre: bool) -> Iterator[Piece]:
+def _text(markup: str, in_pre: bool, most: int) -> Iterator[Piece]:
     text = unescape(_LARGE_REFERENCE.sub("\ufffd", markup))
-    for piece in sentences.cut(text if in_pre else _SPACES.sub(" ", text)):
+    for piece in sentences.cut(text if in_pre else _SPACES.sub(" ", text), most):
         yield piece if piece.is_sentence else Piece(_escape(piece.text), False)
 
 

@@ -16,9 +16,12 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.translation import sentences
 from fastgen_serve.translation.sentences import Piece
 
-# Bytes of an archive when it is unpacked, and files in it.
+# Bytes of an archive when it is unpacked, those of its XML with text, and files in it.
 MOST_BYTES = 64 * 2**20
+MOST_XML_BYTES = 8 * 2**20
 MOST_FILES = 4096
+# Elements, and lines of text, of all files with text: real ones have some dozens of bytes each.
+MOST_EVENTS = 500_000
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _DAMAGES = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError)
 _SPACES = re.compile(r"[ \t\r\n]+")
@@ -81,15 +84,24 @@ class OfficeDocument:
         pieces: of all its text.
 
     Raises:
-        BadRequest: it is damaged, or larger than this server unpacks.
+        BadRequest: it is damaged, larger than this server unpacks, or has too many sentences.
     """
 
     def __init__(self, data: bytes, kind: Kind) -> None:
         self._data, self._kind = data, kind
         self._runs: dict[str, list[_Run]] = {}
+        room, events = sentences.MOST_PIECES, MOST_EVENTS
         with _opened(data) as archive:
-            for name in filter(kind.members.fullmatch, archive.namelist()):
-                self._runs[name] = _Reader(archive.read(name), kind).runs
+            members = [member for member in archive.infolist() if kind.members.fullmatch(member.filename)]
+            if sum(member.file_size for member in members) > MOST_XML_BYTES:
+                raise BadRequest(f"the text of the file has more than {MOST_XML_BYTES} bytes unpacked", param="file")
+            for member in members:
+                reader = _Reader(archive.read(member), kind, events)
+                runs, events = reader.runs, reader.room
+                for run in runs:
+                    run.cut(kind, room)
+                    room -= len(run.pieces)
+                self._runs[member.filename] = [run for run in runs if any(piece.is_sentence for piece in run.pieces)]
         self.pieces: list[Piece] = [piece for runs in self._runs.values() for run in runs for piece in run.pieces]
 
     def write(self, pieces: Sequence[Piece]) -> bytes:
@@ -124,11 +136,11 @@ class OfficeDocument:
 
 @dataclass
 class _Span:
-    """Text in XML: the bytes where its element, it itself, and what follows begin."""
+    """Text in XML, as it is read in parts: the bytes where its element, it itself, and what follows begin."""
 
     tag: int
     begin: int
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     end: int = -1
 
 
@@ -140,11 +152,17 @@ class _Run:
     spans: list[_Span] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
+    def cut(self, kind: Kind, most: int) -> None:
+        """Finds its pieces. Raises BadRequest for more of them."""
+        text = "".join(part for span in self.spans for part in span.parts)
+        self.pieces = sentences.cut(text if kind.texts else _SPACES.sub(" ", text), most)
+
 
 class _Reader:
     """Finds the runs of text in XML. Expat tells at which byte each thing is, so that all others stay."""
 
-    def __init__(self, xml: bytes, kind: Kind) -> None:
+    def __init__(self, xml: bytes, kind: Kind, most: int) -> None:
+        self.room = most  # for elements, and lines of text
         self.runs: list[_Run] = []
         self._xml, self._kind = xml, kind
         self._elements: list[tuple[str, int]] = []  # that what is read is in
@@ -154,10 +172,6 @@ class _Reader:
         self._is_in_cdata = False
         self._look, self._look_begin = b"", -1
         self._parse()
-        for run in self.runs:
-            text = "".join(span.text for span in run.spans)
-            run.pieces = sentences.cut(text if kind.texts else _SPACES.sub(" ", text))
-        self.runs = [run for run in self.runs if any(piece.is_sentence for piece in run.pieces)]
 
     def _parse(self) -> None:
         parser = self._parser = expat.ParserCreate(encoding="utf-8")
@@ -171,7 +185,13 @@ class _Reader:
         except (UnicodeDecodeError, expat.ExpatError) as error:
             raise BadRequest(f"the file is damaged: {error}", param="file") from error
 
+    def _count(self) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise BadRequest(f"the file has more than {MOST_EVENTS} elements and lines: send less of it", param="file")
+
     def _start(self, name: str, attributes: dict[str, str]) -> None:
+        self._count()
         position = self._close()
         self._elements.append((name, position))
         kind = self._kind
@@ -199,12 +219,13 @@ class _Reader:
         return name in kind.texts or name in kind.runs or name in kind.unseen or self._look_begin >= 0
 
     def _characters(self, text: str) -> None:
+        self._count()
         name, tag = self._elements[-1]
         if not self._paragraphs or self._is_in_cdata or (self._kind.texts and name not in self._kind.texts):
             return
         if self._span is None:
             self._span = _Span(tag, self._parser.CurrentByteIndex)
-        self._span.text += text
+        self._span.parts.append(text)
 
     def _close(self) -> int:
         """Ends the text that has been read. Returns where the parser is."""
@@ -218,6 +239,7 @@ class _Reader:
         return position
 
     def _other(self, *_: object) -> None:
+        self._count()
         self._close()
         self._is_new = True
 

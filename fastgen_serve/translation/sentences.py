@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
+from fastgen_serve.errors import BadRequest
+
+# Pieces of a request: as many as 4 MiB of ordinary text has.
+MOST_PIECES = 100_000
 # Signs that end a sentence where white space follows, and those behind which there is none.
 _SIGNS = ".!?…।॥؟۔܀።៕။։᙮᥄‼⁇⁈⁉"
 _END = re.compile(rf"""(?<![{_SIGNS}])[{_SIGNS}]+["'”’»›)\]]*(?=\s)|[。！？｡]+["'”’」』）】》]*""")
-_LINE_BREAK = re.compile(r"([\n\r\u2028\u2029]\s*)")
+_LINE_BREAK = re.compile(r"[\n\r\u2028\u2029]\s*")
 _NEXT = re.compile(r"\s*(\S?)")
 _LONGEST_WORD = 32
 _OPENING = "([\"'“„«‹¿¡"
@@ -31,15 +36,27 @@ class Piece:
     is_sentence: bool
 
 
-def cut(text: str) -> list[Piece]:
-    """The text as pieces, which make up the text again. Line breaks end sentences, and are kept."""
-    pieces: list[Piece] = []
-    for number, part in enumerate(_LINE_BREAK.split(text)):
-        if number % 2:
-            pieces.append(Piece(part, False))
-        else:
-            pieces.extend(_cut_line(part))
-    return [piece for piece in pieces if piece.text]
+def cut(text: str, most: int = MOST_PIECES) -> list[Piece]:
+    """The text as pieces, which make up the text again. Line breaks end sentences, and are kept.
+
+    Raises:
+        BadRequest: there are more of them.
+    """
+    return limited(_cut(text), most)
+
+
+def limited(pieces: Iterable[Piece], most: int = MOST_PIECES) -> list[Piece]:
+    """The pieces, of which no more are made than there may be.
+
+    Raises:
+        BadRequest: there are more of them.
+    """
+    found = list(islice(pieces, most + 1))
+    if len(found) > most:
+        raise BadRequest(
+            f"a request may have {MOST_PIECES} pieces, sentences and what is between two: send less of it at once"
+        )
+    return found
 
 
 def shorten(piece: Piece, fits: Callable[[str], bool]) -> list[Piece]:
@@ -60,9 +77,18 @@ def has_letters(text: str) -> bool:
     return any(character.isalpha() for character in text)
 
 
+def _cut(text: str) -> Iterator[Piece]:
+    begin = 0
+    for match in _LINE_BREAK.finditer(text):
+        yield from _cut_line(text[begin : match.start()])
+        yield Piece(match[0], False)
+        begin = match.end()
+    yield from _cut_line(text[begin:])
+
+
 def _cut_line(line: str) -> Iterator[Piece]:
     begin = 0
-    for end in [*_ends(line), len(line)]:
+    for end in chain(_ends(line), [len(line)]):
         yield from _around_spaces(line[begin:end])
         begin = end
 
@@ -92,13 +118,9 @@ def _goes_on(sentence: str, sign: str, following: str) -> bool:
 
 def _around_spaces(text: str) -> Iterator[Piece]:
     inner = text.strip()
-    if not inner:
-        yield Piece(text, False)
-        return
     begin = text.index(inner)
-    yield Piece(text[:begin], False)
-    yield Piece(inner, has_letters(inner))
-    yield Piece(text[begin + len(inner) :], False)
+    parts = (text[:begin], inner, text[begin + len(inner) :])
+    yield from (Piece(part, has_letters(part)) for part in parts if part)
 
 
 def _halves(text: str) -> list[Piece]:

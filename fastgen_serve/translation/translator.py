@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
+import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transformers import AutoConfig
-
-from fastgen_serve.concurrency import together
-from fastgen_serve.errors import BadRequest, TimedOut
-from fastgen_serve.jobs import Generate
+from fastgen.pipeline.errors import one_line
+from fastgen_serve.concurrency import in_turns, together
+from fastgen_serve.errors import BadRequest, Busy, TimedOut
+from fastgen_serve.jobs import Generate, Generated
 from fastgen_serve.models import Models
 from fastgen_serve.served import ServedModel
 from fastgen_serve.settings import ServeSettings
@@ -21,13 +20,41 @@ from fastgen_serve.translation import detection, languages, pairs
 from fastgen_serve.translation.detection import Detected
 from fastgen_serve.translation.pairs import Pairs, Way
 from fastgen_serve.translation.sentences import Piece, shorten
+from fastgen_serve.workers import loading
 
+_log = logging.getLogger("fastgen_serve")
 # Tokens of a sentence, and of its translation where the files of a model do not limit it. Models of translation have
 # been trained on sentences: longer ones are cut.
 _MOST_TOKENS = 512
 # Bytes of a character, of which a token is one at the least, and characters that a token is at the most, but for texts
 # that nobody reads: what these say need not be tokenised to be measured.
 _BYTES, _CHARACTERS = 4, 16
+# Seconds until a sentence that has found no room tries again.
+_PAUSE = 0.5
+
+
+class _Jobs:
+    """The sentences of one request, on their way to the models."""
+
+    def __init__(self) -> None:
+        self._admitted = 0
+
+    async def generate(self, model: ServedModel, job: Generate) -> Generated:
+        """As the model does. Once one sentence was let in, the others wait for room: no text fails in its middle.
+
+        Raises:
+            Busy: none of them was let in.
+            ServeError: as `ServedModel.generate`.
+        """
+        while True:
+            self._admitted += 1
+            try:
+                return await model.generate(job)
+            except Busy:
+                self._admitted -= 1
+                if not self._admitted:
+                    raise
+            await asyncio.sleep(_PAUSE)
 
 
 class TranslatingModel:
@@ -53,7 +80,7 @@ class TranslatingModel:
 
         return [shorten(piece, fits) for piece in pieces]
 
-    async def translate(self, sentences: Sequence[str], way: Way, count: int) -> list[list[str]]:
+    async def translate(self, sentences: Sequence[str], way: Way, count: int, jobs: _Jobs) -> list[list[str]]:
         """The best translations of each sentence, so many of them, best first.
 
         Raises:
@@ -63,14 +90,13 @@ class TranslatingModel:
         options = {**way.options, **self._options(count)}
         # A long text leaves room for the requests of others: its sentences do not wait all at once.
         beams = int(options.get("num_beams") or self._model.info.defaults.get("num_beams") or 1)
-        room = asyncio.Semaphore(max(1, self._settings.slots // beams))
+        at_once = max(1, self._settings.slots // beams)
 
         async def run(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
-            async with room:
-                made = await self._model.generate(Generate(tokens, options))
+            made = await jobs.generate(self._model, Generate(tokens, options))
             return [sequence.tokens for sequence in made.sequences]
 
-        results = await together(run(tokens) for tokens in inputs)
+        results = await in_turns(run, inputs, at_once)
         return await asyncio.to_thread(self._decode, results)
 
     def _options(self, count: int) -> dict[str, Any]:
@@ -101,7 +127,10 @@ class TranslatingModel:
 
 
 class Translator:
-    """All models that translate.
+    """All models that translate. Their files are read: not in an event loop.
+
+    Attributes:
+        languages: the targets of each source, both in the order of their English names.
 
     Args:
         models: those that are served.
@@ -111,10 +140,9 @@ class Translator:
     def __init__(self, models: Models, settings: ServeSettings) -> None:
         self._settings = settings
         self._models = [made for model in models if (made := _translating(model, settings)) is not None]
+        self.languages = self._languages()
 
-    @functools.cached_property
-    def languages(self) -> Mapping[str, list[str]]:
-        """The targets of each source, both in the order of their English names."""
+    def _languages(self) -> Mapping[str, list[str]]:
         found: dict[str, set[str]] = {}
         for model in self._models:
             for source in model.pairs.sources():
@@ -168,9 +196,9 @@ class Translator:
         for index, source in enumerate(sources):
             groups.setdefault(source, []).append(index)
         models = [None if source == target else self._model_for(source, target) for source in groups]
-        seconds = self._settings.request_timeout_s
+        seconds, jobs = self._settings.request_timeout_s, _Jobs()
         works = together(
-            _versions([texts[index] for index in group], model, count)
+            _versions([texts[index] for index in group], model, count, jobs)
             for group, model in zip(groups.values(), models, strict=True)
         )
         try:
@@ -190,17 +218,28 @@ class Translator:
 
 
 async def _versions(
-    texts: Sequence[Sequence[Piece]], model: tuple[TranslatingModel, Way] | None, count: int
+    texts: Sequence[Sequence[Piece]], model: tuple[TranslatingModel, Way] | None, count: int, jobs: _Jobs
 ) -> list[list[list[Piece]]]:
     """Versions of texts in one language. Their sentences are translated together, each of them once."""
     if model is None:
         return [[list(text)] for text in texts]
     translating, way = model
     cut = await asyncio.to_thread(lambda: [translating.shorten(text, way) for text in texts])
-    sentences = list(dict.fromkeys(part.text for text in cut for parts in text for part in parts if part.is_sentence))
-    made = await translating.translate(sentences, way, count)
-    translations = dict(zip(sentences, made, strict=True))
-    most = max(map(len, made), default=1)
+    sentences = await asyncio.to_thread(_sentences, cut)
+    made = await translating.translate(sentences, way, count, jobs)
+    return await asyncio.to_thread(_put_together, texts, cut, dict(zip(sentences, made, strict=True)))
+
+
+def _sentences(cut: Sequence[Sequence[Sequence[Piece]]]) -> list[str]:
+    return list(dict.fromkeys(part.text for text in cut for parts in text for part in parts if part.is_sentence))
+
+
+def _put_together(
+    texts: Sequence[Sequence[Piece]],
+    cut: Sequence[Sequence[Sequence[Piece]]],
+    translations: Mapping[str, list[str]],
+) -> list[list[list[Piece]]]:
+    most = max(map(len, translations.values()), default=1)
 
     def version(number: int, pieces: Sequence[Piece], parts: Sequence[Sequence[Piece]]) -> list[Piece]:
         return [
@@ -211,18 +250,23 @@ async def _versions(
     return [[version(number, text, parts) for number in range(most)] for text, parts in zip(texts, cut, strict=True)]
 
 
-def _translated(part: Piece, translations: dict[str, list[str]], number: int) -> str:
+def _translated(part: Piece, translations: Mapping[str, list[str]], number: int) -> str:
     versions = translations[part.text] if part.is_sentence else [part.text]
     return versions[min(number, len(versions) - 1)]
 
 
 def _translating(model: ServedModel, settings: ServeSettings) -> TranslatingModel | None:
-    config = AutoConfig.from_pretrained(settings.path(model.name), trust_remote_code=False)
-    if not config.is_encoder_decoder:
+    """The model, if it translates. One whose files say nothing that can be read leaves the others as they are."""
+    try:
+        config = loading.read_config(settings.path(model.name))
+        if not config.is_encoder_decoder:
+            return None
+        stated = settings.languages.get(model.name)
+        found = pairs.of_model(model.tokenizer, config, stated, settings.translation_prefix)
+        return TranslatingModel(model, settings, found) if found.sources() else None
+    except Exception as error:  # files may say anything
+        _log.warning("LibreTranslate's paths go without model %s: %s", model.name, one_line(error))
         return None
-    stated = settings.languages.get(model.name)
-    found = pairs.of_model(model.tokenizer, config, stated, settings.translation_prefix)
-    return TranslatingModel(model, settings, found) if found.sources() else None
 
 
 def _served(code: str, served: Collection[str], param: str) -> str:

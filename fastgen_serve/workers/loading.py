@@ -25,6 +25,21 @@ class ModelFiles:
     quiet: bool = True
 
 
+def read_config(path: str) -> Any:
+    """The configuration of a model, in whichever process.
+
+    Raises:
+        SetupError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
+
+    check_path(path)
+    with explained(f"model {path} cannot be loaded", why_not_loaded(path)):
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
 def generates(path: str) -> bool:
     """Whether a model generates, by the architecture that its configuration names, or else by its type.
 
@@ -35,14 +50,9 @@ def generates(path: str) -> bool:
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_MASKED_LM_MAPPING,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        AutoConfig,
     )
 
-    import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
-
-    check_path(path)
-    with explained(f"model {path} cannot be loaded", why_not_loaded(path)):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = read_config(path)
     if file_of(path, "modules.json"):  # of sentence-transformers
         return False
     kind = type(config)

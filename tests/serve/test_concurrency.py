@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from fastgen_serve.concurrency import merged, together
+from fastgen_serve.concurrency import in_turns, merged, together
 
 
 class Stream:
@@ -81,3 +81,23 @@ def test_results_are_in_order_and_end_with_the_first_failure() -> None:
     with pytest.raises(ValueError, match="it fails"):
         asyncio.run(together(work(number) for number in (2, 3)))
     assert ended == [2, 3]
+
+
+def test_items_are_worked_on_so_many_at_a_time() -> None:
+    running, most, tasks = 0, 0, 0
+
+    async def work(number: int) -> int:
+        nonlocal running, most, tasks
+        running += 1
+        most, tasks = max(most, running), max(tasks, len(asyncio.all_tasks()))
+        await asyncio.sleep(0.001 * (number % 3))
+        running -= 1
+        if number == 1000:
+            raise ValueError("it fails")
+        return number
+
+    assert asyncio.run(in_turns(work, range(100), 3)) == list(range(100))
+    assert (most, tasks) == (3, 4)
+    assert asyncio.run(in_turns(work, [], 3)) == []
+    with pytest.raises(ValueError, match="it fails"):
+        asyncio.run(in_turns(work, [0, 1000, 1], 2))

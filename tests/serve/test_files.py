@@ -56,6 +56,11 @@ def docx(body: str) -> bytes:
             b"1\n00:00:01,000 --> 00:00:02,000\none\ntwo\n\n2\n00:00:03,000 --> 00:00:04,500\n- Yes. Or?\n- no\n",
             b"1\n00:00:01,000 --> 00:00:02,000\nONE TWO\n\n2\n00:00:03,000 --> 00:00:04,500\n- YES. OR?\n- NO\n",
         ),
+        (
+            ".srt",
+            b"00:01 --> 00:02\n  one \t\n two  \n \xe2\x80\x93 three\n",
+            b"00:01 --> 00:02\nONE TWO\n\xe2\x80\x93 THREE\n",
+        ),
         (".srt", b"1\r\n00:00:01,000 --> 00:00:02,000\r\none", b"1\n00:00:01,000 --> 00:00:02,000\nONE"),
     ],
 )
@@ -186,3 +191,41 @@ def test_downloads_go_after_a_while_and_have_a_limit():
     now = 10.0
     assert downloads.get(name) is None
     assert downloads.get(downloads.add(b"123", ".txt")) == b"123"
+
+
+def test_no_file_takes_quadratic_time():
+    spaces = b"1\n00:00:01,000 --> 00:00:02,000\na" + b" " * 400_000 + b"b\n"
+    assert in_capitals(spaces, ".srt") == spaces.replace(b"a", b"A").replace(b"b", b"B")  # within a test's time limit
+    lines = docx("<w:p><w:r><w:t>one" + "\n" * 400_000 + "two</w:t></w:r></w:p>")
+    assert [piece.text for piece in files.read(lines, ".docx").pieces if piece.is_sentence] == ["one", "two"]
+
+
+@pytest.mark.parametrize("ending", [".txt", ".html", ".srt"])
+def test_files_with_more_sentences_than_a_request_may_have_are_refused(ending):
+    cue = "00:00:01,000 --> 00:00:02,000\n" if ending == ".srt" else ""
+    with pytest.raises(BadRequest, match="100000 pieces"):
+        files.read((cue + "Yes. " * 50_001).encode(), ending)
+
+
+PARAGRAPH = "<w:p><w:r><w:t>Yes. No.</w:t></w:r></w:p>"
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"word/document.xml": "<w:p>" + " " * 8 * 2**20}, "8388608 bytes unpacked"),
+        (dict.fromkeys(("word/document.xml", "word/footnotes.xml"), " " * 5 * 2**20), "8388608 bytes unpacked"),
+        # What follows is damaged: it is not read.
+        ({"word/document.xml": "<w:p>" + "<a/>" * 500_000 + "</w:p"}, "500000 elements"),
+        ({"word/document.xml": "<w:p><w:t>" + "a\n" * 260_000 + "</w:p"}, "500000 elements"),
+        (
+            dict.fromkeys(
+                ("word/document.xml", "word/header1.xml"), f"<w:document {WORD}>{PARAGRAPH * 20_000}</w:document>"
+            ),
+            "100000 pieces",
+        ),
+    ],
+)
+def test_documents_with_more_text_than_a_request_may_have_are_refused(parts, reason):
+    with pytest.raises(BadRequest, match=reason):
+        files.read(archive(parts), ".docx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -27,13 +28,17 @@ from schemathesis.specs.openapi.checks import (
 )
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from fastgen_serve.api import libretranslate
 from fastgen_serve.app import create_app
+from fastgen_serve.errors import BadRequest
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
+from fastgen_serve.translation import sentences
 from fastgen_serve.workers.local import LocalModel
 from tests.serve import servers, tiny_translators
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+IS_JSON = {"Content-Type": "application/json"}
 TEXT = "The man went to the city. He saw a light!"
 
 
@@ -205,11 +210,12 @@ GOOD = {"q": "He saw a light!", "source": "en", "target": "de"}
         ({"alternatives": "many"}, "alternatives"),
         ({"alternatives": 4}, "alternatives"),
         ({"secret": "x"}, "secret"),
+        ({"\ud800": "x"}, "the body"),
     ],
 )
 def test_fields_that_are_wrong_are_named(client, change, field):
     body = {name: value for name, value in {**GOOD, **change}.items() if value is not None}
-    answer = client.post("/translate", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    answer = client.post("/translate", content=json.dumps(body), headers=IS_JSON)
     assert answer.status_code == 400, answer.text
     assert list(answer.json()) == ["error"]
     assert answer.json()["error"].startswith(f"{field}") or field in answer.json()["error"]
@@ -218,7 +224,7 @@ def test_fields_that_are_wrong_are_named(client, change, field):
 @pytest.mark.parametrize("path", ["/translate", "/detect"])
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_00, '{"q": 1' + "0" * 5000 + "}", b"\xff"])
 def test_bodies_that_are_none(client, path, content):
-    answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
+    answer = client.post(path, content=content, headers=IS_JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]
     assert client.post(path, content=content).status_code == 400
@@ -331,6 +337,8 @@ def test_keys_are_in_the_body_or_the_header(models, settings):
         servers.in_thread(create_app(locked, servers.SharedModels(list(models)))) as url,
         httpx.Client(base_url=url) as client,
     ):
+        half = httpx.post(f"{url}/detect", content='{"q": "12", "api_key": "\\ud800"}', headers=IS_JSON)
+        assert half.status_code == 403
         for key, status in (("right", 200), ("wrong", 403), (None, 403)):
             more = {} if key is None else {"api_key": key}
             header = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -361,3 +369,28 @@ def test_a_server_without_translators(settings, models):
             assert answer.status_code == 400, answer.text
             assert "/languages" in answer.json()["error"]
         assert httpx.get(f"{url}/frontend/settings").status_code == 200
+
+
+def test_models_are_looked_at_in_a_thread_before_the_first_request(monkeypatch):
+    made: list[bool] = []
+
+    class Translator:
+        def __init__(self, models: Models, settings: ServeSettings) -> None:
+            made.append(threading.current_thread() is threading.main_thread())
+
+    monkeypatch.setattr(libretranslate, "Translator", Translator)
+    app = create_app(ServeSettings(), Models([]))
+
+    async def start() -> None:
+        async with app.router.lifespan_context(app):
+            assert made == [False]
+
+    asyncio.run(start())
+    assert made == [False]
+
+
+def test_texts_of_one_request_have_so_many_pieces_together():
+    half = "Yes. " * 30_000
+    assert len(libretranslate._cut([half, ""], sentences.cut)[0]) == 60_000
+    with pytest.raises(BadRequest, match="100000 pieces"):
+        libretranslate._cut([half, half], sentences.cut)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastgen_serve.errors import BadRequest
 from fastgen_serve.translation import markup
 from fastgen_serve.translation.sentences import Piece
 
@@ -78,3 +79,9 @@ def test_no_markup_takes_quadratic_time():
         "<p x=",
     ):
         assert markup.cut(part * 20_000)  # within the time limit of a test
+
+
+@pytest.mark.parametrize("html", ["<p>" * 100_001, "<p>" + "Yes. " * 50_001, "<p>Yes.</p>" * 40_000])
+def test_no_more_pieces_are_made_than_there_may_be(html):
+    with pytest.raises(BadRequest, match="100000 pieces"):
+        markup.cut(html)

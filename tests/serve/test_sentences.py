@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastgen_serve.errors import BadRequest
 from fastgen_serve.translation import sentences
 from fastgen_serve.translation.sentences import Piece
 
@@ -64,4 +67,14 @@ def test_words_stay_whole_where_they_fit():
 @pytest.mark.parametrize("part", [".", " ", "\n", "a. ", "A. ", 'a!"', ". a", "。", "aaaa"])
 def test_no_text_takes_quadratic_time(part):
     text = part * (400_000 // len(part))
-    assert "".join(piece.text for piece in sentences.cut(text)) == text  # within the time limit of a test
+    pieces = sentences.cut(text, most=len(text))
+    assert "".join(piece.text for piece in pieces) == text  # within the time limit of a test
+
+
+def test_no_more_pieces_are_made_than_there_may_be():
+    text = "Yes. " * (sentences.MOST_PIECES // 2)
+    assert len(sentences.cut(text)) == sentences.MOST_PIECES
+    with pytest.raises(BadRequest, match="100000 pieces"):
+        sentences.cut(text + "No.")
+    with pytest.raises(BadRequest):
+        sentences.limited(itertools.repeat(Piece("Yes.", True)))  # which has no end

@@ -68,7 +68,7 @@ def test_keys_are_read_one_a_line_and_stay_out_of_what_is_printed(tmp_path: Path
 def test_a_key_is_one_of_those_that_there_are() -> None:
     keys.check(None, ())
     keys.check("b", ("a", "b"))
-    for wrong in (None, "", "c", "ab", "ä"):
+    for wrong in (None, "", "c", "ab", "ä", "\ud800"):
         with pytest.raises(Unauthorized):
             keys.check(wrong, ("a", "b"))
     assert keys.of_header("Bearer  key ") == "key" and keys.of_header("bearer key") == "key"
