@@ -12,15 +12,15 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import fastgen
 from fastgen.pipeline.errors import SetupError, one_line
-from fastgen.pipeline.loading import file_of, is_gguf, read_json_object
+from fastgen.pipeline.loading import is_gguf
 from fastgen_serve import log, metrics
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
@@ -180,28 +180,14 @@ def keep_responses(models: Models, settings: ServeSettings) -> Models:
 # ---- which model
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What a model gives depends on.
-
-    Attributes:
-        digest: of its files, and of the settings that change its numbers.
-        samples: it draws tokens, if a request says nothing about it.
-    """
-
-    digest: str
-    samples: bool
-
-
-def identity_of(path: str, settings: ServeSettings) -> Identity:
-    """Reads all files of a model.
+def identity_of(path: str, settings: ServeSettings) -> str:
+    """What a model gives depends on: the digest of all its files, and of the settings that change its numbers.
 
     Args:
         path: its directory, its GGUF file, or a hub name whose files have been downloaded.
 
     Raises:
         OSError: one cannot be read.
-        SetupError: its generation config is damaged.
     """
     found = hashlib.sha256(json.dumps([settings.dtype, settings.weight_dtype]).encode())
     folder = _folder(path)
@@ -211,9 +197,7 @@ def identity_of(path: str, settings: ServeSettings) -> Identity:
         with file.open("rb") as content:
             while part := content.read(_READ):
                 found.update(part)
-    generation = file_of(path, "generation_config.json")
-    samples = bool(generation and read_json_object(generation, "the generation config").get("do_sample"))
-    return Identity(found.hexdigest(), samples)
+    return found.hexdigest()
 
 
 def _folder(path: str) -> Path:
@@ -232,12 +216,14 @@ class CachedModel:
 
     Args:
         model: is asked what is not known yet.
-        identify: reads the files of the model, once it is ready, in a thread. Where it raises, nothing is kept.
+        identify: reads the files of the model, once it is ready, in a thread. Where it raises, nothing is kept. It is
+            called again when a process of the model has died, as the next one reads files that may have changed.
     """
 
-    def __init__(self, model: ServedModel, cache: Cache, identify: Callable[[], Identity]) -> None:
+    def __init__(self, model: ServedModel, cache: Cache, identify: Callable[[], str]) -> None:
         self._model, self._cache, self._identify = model, cache, identify
-        self._identity: Identity | None = None
+        self._identity: str | None = None
+        self._identified: ModelInfo | None = None  # what the process has said of itself whose files were read
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -258,31 +244,33 @@ class CachedModel:
 
     async def generate(self, job: Generate) -> Generated:
         """As the model's own, or what it returned for such a job before."""
-        if self._identity is None or not _is_determined(job, self._identity):
-            return await self._model.generate(job)
-        key = self._key(job, self._identity)
-        (found,) = await self._look([key], _read_generated)
-        if found is None:
-            found = await self._model.generate(job)
-            self._keep({key: asdict(found)})
-        return found
+        (made,) = await self.generate_all([job])
+        return made
+
+    async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
+        """As the model's own, or what it returned for such jobs before."""
+        keys = [self._key(job) if self._is_determined(job) else None for job in jobs]
+
+        async def make(missing: Sequence[int]) -> list[Generated]:
+            return await self._model.generate_all([jobs[number] for number in missing])
+
+        return await self._filled(keys, _read_generated, make, asdict)
 
     def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
         """The model's own."""
         return self._model.stream(job)
 
+    def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
+        """The model's own."""
+        return self._model.stream_all(jobs)
+
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         """As the model's own; it is asked for those that are not known yet."""
-        if self._identity is None:
-            return await self._model.encode(jobs)
-        keys = [self._key(job, self._identity) for job in jobs]
-        found = await self._look(keys, _read_vector)
-        missing = [number for number, each in enumerate(found) if each is None]
-        made = await self._model.encode([jobs[number] for number in missing]) if missing else []
-        for number, vector in zip(missing, made, strict=True):
-            found[number] = vector
-        self._keep({keys[number]: vector for number, vector in zip(missing, made, strict=True)})
-        return found
+
+        async def make(missing: Sequence[int]) -> list[list[float]]:
+            return await self._model.encode([jobs[number] for number in missing])
+
+        return await self._filled([self._key(job) for job in jobs], _read_vector, make, list)
 
     async def stats(self) -> dict[str, Any]:
         """The model's own."""
@@ -305,14 +293,55 @@ class CachedModel:
         """Waits until the model is ready, and finds out what its responses depend on."""
         while not self._model.is_ready:
             await asyncio.sleep(_LOOKS)
+        info = self._identified = self._model.info
+        self._identity = None
         try:
-            self._identity = await asyncio.to_thread(self._identify)
+            found = await asyncio.to_thread(self._identify)
         except Exception as error:
             _log.warning("%s: no response is kept, as its files cannot be read: %s", self.name, one_line(error))
+            return
+        if self._identified is info:
+            self._identity = found
 
-    def _key(self, job: Generate | Encode, identity: Identity) -> str:
-        values = [fastgen.__version__, self.name, identity.digest, type(job).__name__, asdict(job)]
+    def _key(self, job: Generate | Encode) -> str | None:
+        """Under which the response is kept; None while it is not known what it depends on."""
+        if self._identified is not None and self._identified is not self._model.info:  # it has a new process
+            self._identified, self._identity = self._model.info, None
+            self._begin(self.identify())
+        if self._identity is None:
+            return None
+        values = [fastgen.__version__, self.name, self._identity, type(job).__name__, asdict(job)]
         return "fastgen:" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def _is_determined(self, job: Generate) -> bool:
+        """Whether each run of a job gives the same."""
+        draws = job.options.get("do_sample")
+        return job.seed is not None or not (self._model.info.defaults.get("do_sample") if draws is None else draws)
+
+    async def _filled(
+        self,
+        keys: Sequence[str | None],
+        read: Callable[[Any], Any],
+        make: Callable[[Sequence[int]], Awaitable[Sequence[Any]]],
+        write: Callable[[Any], Any],
+    ) -> list[Any]:
+        """What is kept under these keys, and what is made in place of the rest, which is kept then.
+
+        Args:
+            keys: of the responses; None for one that is not kept.
+            read: makes a response of a value.
+            make: the responses of these indices.
+            write: makes a value of a response.
+        """
+        info, known = self._model.info, [key for key in keys if key is not None]
+        kept = dict(zip(known, await self._look(known, read), strict=True)) if known else {}
+        found = [None if key is None else kept[key] for key in keys]
+        missing = [number for number, each in enumerate(found) if each is None]
+        made = dict(zip(missing, await make(missing), strict=True)) if missing else {}
+        if self._model.info is info:  # otherwise a process has died, and the next one may have read other files
+            new = [(key, made[number]) for number in missing if (key := keys[number]) is not None]
+            self._keep({key: write(each) for key, each in new})
+        return [made.get(number, each) for number, each in enumerate(found)]
 
     async def _look(self, keys: Sequence[str], read: Callable[[Any], Any]) -> list[Any]:
         """What is kept under these keys; None for what is not."""
@@ -344,12 +373,6 @@ class CachedModel:
             await self._cache.put(values)
         except CacheDown:
             metrics.CACHE.labels("down").inc(len(values))
-
-
-def _is_determined(job: Generate, identity: Identity) -> bool:
-    """Whether each run of a job gives the same."""
-    draws = job.options.get("do_sample")
-    return job.seed is not None or not (identity.samples if draws is None else draws)
 
 
 def _parsed(value: bytes | None, read: Callable[[Any], Any]) -> Any:

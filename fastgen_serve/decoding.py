@@ -101,10 +101,10 @@ def decoding(fields: Fields, info: ModelInfo) -> Decoding:
     elif fields.temperature == 0:
         found = Decoding({"num_beams": 1, "do_sample": False}, results, candidates, 1)
     else:
-        found = _left_to_model(fields, results, candidates, own_beams)
+        found = _left_to_model(fields, info, results, candidates, own_beams)
     _check_sequences(found)
     options = {**found.options, **_beam_options(fields, found), **_other_options(fields, info)}
-    if found.candidates > 1:
+    if found.candidates != (info.defaults.get("num_return_sequences") or 1):
         options["num_return_sequences"] = found.candidates
     return Decoding(options, found.results, found.candidates, found.beams)
 
@@ -158,8 +158,10 @@ def _beams(fields: Fields, results: int, width: int) -> Decoding:
     return Decoding({"num_beams": width, "do_sample": False}, results, results, width)
 
 
-def _left_to_model(fields: Fields, results: int, candidates: int, own_beams: int) -> Decoding:
-    options = {} if fields.do_sample is None else {"do_sample": fields.do_sample}
+def _left_to_model(fields: Fields, info: ModelInfo, results: int, candidates: int, own_beams: int) -> Decoding:
+    options: dict[str, Any] = {} if fields.do_sample is None else {"do_sample": fields.do_sample}
+    if info.defaults.get("do_sample") and fields.do_sample is None:
+        options = _given(fields)  # a value that switches an option off may replace one of the model's files
     if own_beams == 1:
         return Decoding(options, results, candidates, 1)
     width = max(own_beams, candidates)
@@ -183,10 +185,15 @@ def _is_drawn(fields: Fields, info: ModelInfo, candidates: int, own_beams: int) 
 
 
 def _draws(fields: Fields) -> dict[str, Any]:
+    return {"do_sample": True, **_given(fields)}
+
+
+def _given(fields: Fields) -> dict[str, Any]:
+    """The options of sampling that the request gives."""
     given = {name: value for name in ("temperature", *_DRAWING) if (value := getattr(fields, name)) is not None}
     if "top_k" in given:
         given["top_k"] = max(given["top_k"], 0)
-    return {"do_sample": True, **given}
+    return given
 
 
 def _drawing(fields: Fields, info: ModelInfo) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Tokens of an input to a model that has no limit of its own: memory has one.
+MOST_TOKENS = 4096
+
 
 @dataclass(frozen=True)
 class Generate:

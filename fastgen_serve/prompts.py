@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fastgen.pipeline.encoding.loading import lowered
+from fastgen.pipeline.errors import one_line
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
 
 T = TypeVar("T")
 # Characters that take a tokenizer some milliseconds.
 _MANY = 10_000
+# Characters that take as long as what the template does with a message.
+_MESSAGE = 16
 # Names that mean something else to `apply_chat_template`, or to what it calls.
 _NO_VARIABLES = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
@@ -56,6 +58,11 @@ def _lock(tokenizer: Any) -> threading.Lock:
     return threading.Lock()
 
 
+def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of a conversation; each message counts, as the template reads also those without a text."""
+    return sum(len(each["content"]) + _MESSAGE for each in messages)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a request wants its inputs tokenised.
@@ -73,7 +80,7 @@ class Cut:
 
 
 def tokens_of(
-    model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0, may_be_empty: bool = False
+    model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0, any_length: bool = False
 ) -> tuple[int, ...]:
     """The tokens of a text; ids are taken as they are.
 
@@ -83,25 +90,37 @@ def tokens_of(
         cut: how it is tokenised.
         param: field that it is from.
         room: positions that new tokens need, where the model goes on behind the prompt.
-        may_be_empty: no tokens are all right.
+        any_length: no tokens are all right, and more than the model has positions: nobody runs it.
 
     Raises:
+        TooLong: a text has so many characters that its tokens are too many, whatever they are.
         BadRequest: there are none, or some that the tokenizer does not have, or `cut` leaves no room for special ones.
     """
     most = _most(model, cut, room)
     if isinstance(prompt, str):
+        if most is None and not any_length:
+            _check_characters(model, (prompt,), param)
         tokens = _encoded(model, (prompt,), cut, most)[0]
     else:
         check_ids(model, prompt, param)
         tokens = tuple(prompt if most is None else (prompt[-most:] if _side(model, cut) == "left" else prompt[:most]))
-    if not tokens and not may_be_empty:
+    if not tokens and not any_length:
         raise BadRequest(f"{param} has no tokens: give a text, or one token at the least", param=param)
     return tokens
 
 
-def pair_of(model: ServedModel, texts: tuple[str, str], cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The tokens of a pair of texts, and which of the two each is of, where the model is told that."""
-    return _encoded(model, texts, cut, _most(model, cut, 0))
+def pair_of(
+    model: ServedModel, texts: tuple[str, str], cut: Cut, param: str
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The tokens of a pair of texts, and which of the two each is of, where the model is told that.
+
+    Raises:
+        TooLong: as for `tokens_of`.
+    """
+    most = _most(model, cut, 0)
+    if most is None:
+        _check_characters(model, texts, param)
+    return _encoded(model, texts, cut, most)
 
 
 def chat_tokens(
@@ -113,6 +132,7 @@ def chat_tokens(
     variables: Mapping[str, Any] | None = None,
     cut: Cut,
     room: int = 0,
+    any_length: bool = False,
 ) -> tuple[int, ...]:
     """The tokens of a conversation, by the template of the checkpoint, which runs in Transformers' sandbox.
 
@@ -124,6 +144,7 @@ def chat_tokens(
         variables: what the template may read besides, such as `enable_thinking`.
         cut: how the text is tokenised.
         room: positions that new tokens need.
+        any_length: as for `tokens_of`.
 
     Raises:
         BadRequest: the model has no template, or the template refuses the messages.
@@ -146,9 +167,11 @@ def chat_tokens(
             continue_final_message=continues,
             **(variables or {}),
         )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise BadRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error
-    return tokens_of(model, text, cut, "messages", room)
+    except Exception as error:  # the template is a program: with these variables it may raise whatever it can
+        raise BadRequest(
+            f"the model's chat template refuses the messages: {one_line(error)}", param="messages"
+        ) from error
+    return tokens_of(model, text, cut, "messages", room, any_length)
 
 
 def check_ids(model: ServedModel, tokens: Sequence[int], param: str) -> None:
@@ -169,6 +192,26 @@ def check_length(model: ServedModel, prompt: int, new_tokens: int, param: str) -
         "completion.",
         param=param,
     )
+
+
+def _check_characters(model: ServedModel, texts: Sequence[str], param: str) -> None:
+    """Raises TooLong where texts have more characters than as many tokens as the model has positions. It is told
+    before they are tokenised, while others wait for the tokenizer.
+    """
+    size, positions = sum(map(len, texts)), model.info.positions
+    if positions is None or size <= _MANY or size <= positions * (longest := _longest_token(model.tokenizer)):
+        return
+    raise TooLong(
+        f"This model's maximum context length is {positions} tokens. However, the {param} has {size} characters, and "
+        f"{positions} tokens have {positions * longest} at the most. Please reduce the length of the {param}.",
+        param=param,
+    )
+
+
+@lru_cache(maxsize=64)
+def _longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 @contextmanager

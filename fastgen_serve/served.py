@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
@@ -35,12 +35,24 @@ class ServedModel(Protocol):
         """
         ...
 
+    async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
+        """The results of the jobs of one request, in order. All of them are let in, or none; if one fails, all do.
+
+        Raises:
+            ServeError: as `generate`.
+        """
+        ...
+
     def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
         """New tokens as they are certain, and the results at the end. It is cancelled if the iterator is closed.
 
         Raises:
             ServeError: as `generate`.
         """
+        ...
+
+    def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
+        """The streams of the jobs of one request, as it comes, with the index of the job. See `generate_all`."""
         ...
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:

@@ -21,7 +21,6 @@ from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 from fastgen_serve.api.schema import as_list
-from fastgen_serve.concurrency import merged, together
 from fastgen_serve.decoding import Decoding, decoding, make_job
 from fastgen_serve.errors import BadRequest, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
@@ -152,7 +151,7 @@ class _Run:
 
     async def whole(self) -> tuple[list[Piece], answers.Usage]:
         """The choices, each in one piece."""
-        results = await together(self.model.generate(job) for job in self.jobs)
+        results = await self.model.generate_all(self.jobs)
         pieces = [
             piece
             for index, result in enumerate(results)
@@ -163,7 +162,7 @@ class _Run:
     async def stream(self) -> AsyncGenerator[Piece | answers.Usage, None]:
         """The pieces of the choices, and at the end the usage."""
         generated = 0
-        async with aclosing(merged([self.model.stream(job) for job in self.jobs])) as events:
+        async with aclosing(self.model.stream_all(self.jobs)) as events:
             async for index, event in events:
                 if isinstance(event, Generated):
                     generated += sum(each.generated for each in event.sequences)
@@ -283,7 +282,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
                 room=body.limit or 1,
             )
 
-    tokens = await prompts.in_turn(model, sum(len(each["content"]) for each in messages), tokenise)
+    tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
     run = _run(model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
     prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 

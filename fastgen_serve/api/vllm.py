@@ -78,7 +78,7 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
     def tokenise() -> tuple[int, ...]:
         if not messages:
             cut = Cut(special=body.add_special_tokens is not False)
-            return prompts.tokens_of(model, body.prompt or "", cut, "prompt", may_be_empty=True)
+            return prompts.tokens_of(model, body.prompt or "", cut, "prompt", any_length=True)
         return prompts.chat_tokens(
             model,
             messages,
@@ -86,9 +86,10 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
             continues=body.continue_final_message,
             variables=body.chat_template_kwargs,
             cut=Cut(special=bool(body.add_special_tokens)),
+            any_length=True,
         )
 
-    size = len(body.prompt or "") + sum(len(each["content"]) for each in messages)
+    size = len(body.prompt or "") + prompts.size_of(messages)
     tokens = list(await prompts.in_turn(model, size, tokenise))
     names = [str(name) for name in model.tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None
     return schema.TokenizeAnswer(count=len(tokens), max_model_len=model.info.positions, tokens=tokens, token_strs=names)
@@ -125,7 +126,7 @@ async def _scores(
     def tokenise() -> list[Encode]:
         jobs = []
         for pair in pairs:
-            tokens, types = prompts.pair_of(model, pair, body.cut())
+            tokens, types = prompts.pair_of(model, pair, body.cut(), param)
             prompts.check_length(model, len(tokens), 0, param)
             jobs.append(Encode(tokens, "labels", types))
         return jobs

@@ -8,11 +8,12 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen_serve import limits, log, metrics
+from fastgen_serve.concurrency import merged, together
 from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
 from fastgen_serve.settings import ServeSettings
@@ -78,15 +79,27 @@ class ClientModel(ABC):
 
     async def generate(self, job: Generate) -> Generated:
         """See `ServedModel`."""
-        async with aclosing(self._generation(job)) as answers:
-            async for answer in answers:
-                if isinstance(answer, Generated):
-                    return answer
-        raise AssertionError("answers end with a result, or raise")
+        (made,) = await self.generate_all([job])
+        return made
 
-    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
+    async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
         """See `ServedModel`."""
-        return self._generation(job)
+        with self._let_in(jobs) as places:
+            return await together(self._whole(job, place) for job, place in zip(jobs, places, strict=True))
+
+    async def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
+        """See `ServedModel`."""
+        async with aclosing(self.stream_all([job])) as events:
+            async for _, event in events:
+                yield event
+
+    async def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
+        """See `ServedModel`."""
+        with self._let_in(jobs) as places:
+            streams = [self._generation(job, place) for job, place in zip(jobs, places, strict=True)]
+            async with aclosing(merged(streams)) as events:
+                async for event in events:
+                    yield event
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         """See `ServedModel`."""
@@ -95,7 +108,7 @@ class ClientModel(ABC):
                 f"{len(jobs)} inputs: this server takes {self._settings.max_batch} at the most", param="input"
             )
         self._log(jobs)
-        with self._admitted(len(jobs)):
+        with self._admitted([len(jobs)]):
             tasks = [asyncio.ensure_future(self._encoded(job)) for job in jobs]
             try:
                 return list(await asyncio.gather(*tasks))
@@ -142,16 +155,33 @@ class ClientModel(ABC):
 
     # ---- inside
 
-    async def _generation(self, job: Generate) -> AsyncGenerator[Any, None]:
-        limits.check(job, self._settings)
+    @contextmanager
+    def _let_in(self, jobs: Sequence[Generate]) -> Iterator[list[ExitStack]]:
+        """The block of a request that may generate, with the place of each of its jobs."""
+        for job in jobs:
+            limits.check(job, self._settings)
         tasks = self.info.tasks
         if self.is_ready and "generate" not in tasks:
             raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")
+        self._log(jobs)
+        with self._admitted([self._rows(job) for job in jobs]) as places:
+            yield places
+
+    def _rows(self, job: Generate) -> int:
         options = {**self.info.defaults, **job.options}
-        rows = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
+        return max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
+
+    async def _whole(self, job: Generate, place: ExitStack) -> Generated:
+        async with aclosing(self._generation(job, place)) as answers:
+            async for answer in answers:
+                if isinstance(answer, Generated):
+                    return answer
+        raise AssertionError("answers end with a result, or raise")
+
+    async def _generation(self, job: Generate, place: ExitStack) -> AsyncGenerator[Delta | Generated, None]:
+        """What comes of a job, which has its place until the end."""
         begin, has_begun = time.perf_counter(), False
-        self._log([job])
-        with self._admitted(rows):
+        with place:
             metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
             async with aclosing(self._answers(job)) as answers:
                 async for answer in answers:
@@ -188,19 +218,24 @@ class ClientModel(ABC):
         raise AssertionError("answers end with a result, or raise")
 
     @contextmanager
-    def _admitted(self, rows: int) -> Iterator[None]:
-        """The block of a request that is let in. Raises Busy, or Unavailable, if it is not."""
+    def _admitted(self, rows: Sequence[int]) -> Iterator[list[ExitStack]]:
+        """The block of a request that is let in. Raises Busy, or Unavailable, if it is not.
+
+        Args:
+            rows: of each of its parts. Each part has a place, which is free once it, or the block, is closed.
+        """
         try:
             if not self.is_ready:
                 raise Unavailable(f"model {self.name} is not ready: {self.progress}", retry_after=5)
-            self._admission.enter(rows)
+            self._admission.enter(sum(rows))
         except (Busy, Unavailable):
             metrics.JOBS.labels(self.name, "refused").inc()
             raise
-        try:
-            yield
-        finally:
-            self._admission.leave(rows)
+        with ExitStack() as all_places:
+            places = [all_places.enter_context(ExitStack()) for _ in rows]
+            for place, count in zip(places, rows, strict=True):
+                place.callback(self._admission.leave, count)
+            yield places
 
     async def _answers(self, job: Generate | Encode) -> AsyncGenerator[Any, None]:
         """What comes of a job: deltas, and the result. It is cancelled if this ends before."""

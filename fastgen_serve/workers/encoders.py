@@ -30,12 +30,10 @@ from fastgen.pipeline.loading import check_path, file_of, why_not_loaded
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.settings import STANDARD_STREAM
 from fastgen_serve.errors import BadRequest, Failed
-from fastgen_serve.jobs import Encode, ModelInfo
+from fastgen_serve.jobs import MOST_TOKENS, Encode, ModelInfo
 from fastgen_serve.settings import ServeSettings
 
 VECTOR, LABELS = "vector", "labels"
-# Tokens of an input to a model that has no limit of its own.
-MOST_TOKENS = 4096
 
 
 def load_encoder(path: str, settings: ServeSettings) -> Encoder:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 import fastgen
 from fastgen_serve.errors import BadRequest
-from fastgen_serve.jobs import Delta, Generate, Generated, ModelInfo, Sequence
+from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, ModelInfo, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.loading import read_generating
 from fastgen_serve.workers.watching import (
@@ -35,6 +35,8 @@ _TOKEN_OPTIONS = (
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
 )  # fmt: skip
 _OPTIONS = GenerationConfig().to_dict().keys() - {"transformers_version", "_from_model_config"}
+# What the requests of the warm-up have in common.
+_WARM_UP = {"num_return_sequences": 1, "max_new_tokens": 4, "min_new_tokens": 4}
 # New tokens if neither the request nor the model says anything: the library's default.
 _DEFAULT_LENGTH = 20
 
@@ -72,9 +74,9 @@ class GenerationWorker:
 
     # ---- what the model is
 
-    def _positions(self, names: tuple[str, ...]) -> int | None:
+    def _positions(self, names: tuple[str, ...]) -> int:
         config = self._config.get_text_config(decoder=not self._config.is_encoder_decoder)
-        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), MOST_TOKENS)
 
     def _default_new_tokens(self) -> int:
         generation = self._model.generation_config
@@ -99,7 +101,7 @@ class GenerationWorker:
         for number, options in enumerate(kinds, 1):
             progress(f"warming up ({number} of {len(kinds)})")
             most = max(self.info.slots // (1 if options else beams), 1)
-            job = Generate((int(token),) * 8, {**options, "max_new_tokens": 4, "min_new_tokens": 4})
+            job = Generate((int(token),) * 8, {**options, **_WARM_UP})
             for count in (1 << power for power in range(most.bit_length())):
                 with self._engine.paused():  # so that they begin together
                     futures = [self._start(job, None)[0] for _ in range(count)]
@@ -181,7 +183,8 @@ class GenerationWorker:
         return frozenset(_flat(self._option(job, "eos_token_id")))
 
     def _ends(self, job: Generate) -> Ends:
-        return Ends(self._eos(job), StopTexts(self._tokenizer, job.stop) if job.stop else None)
+        stops = StopTexts(self._tokenizer, job.stop, self._prompt(job)) if job.stop else None
+        return Ends(self._eos(job), stops)
 
     def _settle(
         self,

@@ -17,31 +17,40 @@ from transformers.generation.streamers import BaseStreamer
 from fastgen_serve.jobs import Delta, TokenLogprob
 
 OnDelta = Callable[[Delta], object]
+# Tokens of a prompt that are decoded with what is behind it.
+_CONTEXT = 8
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a sequence when one of these texts ends in its last token, as the library's `stop_strings` do.
+    """Ends a sequence when one of these texts ends in its last token. All of it is new, and nothing of the prompt.
 
     The library's own criterion goes through the whole vocabulary in each call, which takes a part of a second.
 
     Args:
         tokenizer: of the model.
         texts: one at least, none of them empty.
+        prompt: tokens that the sequences begin with.
     """
 
-    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
-        self._tokenizer, self._texts = tokenizer, texts
+    def __init__(self, tokenizer: Any, texts: Sequence[str], prompt: int) -> None:
+        self._tokenizer, self._texts, self._prompt = tokenizer, texts, prompt
         # A character has up to four tokens, where these are bytes.
         self._window = 4 * max(map(len, texts)) + 4
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ended = [self._ends(row) for row in input_ids[:, -self._window :].tolist()]
-        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
+        # Some of the prompt is decoded with them, as it decides about a space in front of the first new token.
+        begin = max(input_ids.shape[1] - self._window, self._prompt - _CONTEXT, 0)
+        rows = input_ids[:, begin:].tolist()
+        prompt = self._characters(rows[0][: max(self._prompt - begin, 0)])
+        return torch.tensor([self._ends(row, prompt) for row in rows], dtype=torch.bool, device=input_ids.device)
 
-    def _ends(self, tokens: list[int]) -> bool:
-        before = len(self._decoded(tokens[:-1]).rstrip("\ufffd"))  # without a part of a character
-        text = self._decoded(tokens)
-        return any(stop in text[max(before - len(stop) + 1, 0) :] for stop in self._texts)
+    def _ends(self, tokens: list[int], prompt: int) -> bool:
+        before, text = self._characters(tokens[:-1]), self._decoded(tokens)
+        return any(stop in text[max(before - len(stop) + 1, prompt) :] for stop in self._texts)
+
+    def _characters(self, tokens: list[int]) -> int:
+        """Characters of the text of tokens, without a part of one at the end."""
+        return len(self._decoded(tokens).rstrip("\ufffd"))
 
     def _decoded(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))

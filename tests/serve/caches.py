@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastgen_serve import metrics
-from fastgen_serve.cache import Cache, CachedModel, Identity
+from fastgen_serve.cache import Cache, CachedModel
 from fastgen_serve.jobs import Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
 
@@ -28,9 +29,17 @@ class Model:
         logprobs = (TokenLogprob(3, -0.1, ((3, -0.1), (4, float("-inf")))),)
         return Generated((Written((3, 4), "stop", -0.25, None, 3), Written((3,), "length", None, logprobs, 1)))
 
+    async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
+        return [await self.generate(job) for job in jobs]
+
     async def stream(self, job: Generate) -> AsyncIterator[Any]:
         self.generated.append(job)
         yield Generated(())
+
+    async def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Any], None]:
+        for index, job in enumerate(jobs):
+            async for each in self.stream(job):
+                yield index, each
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         self.encoded.extend(jobs)
@@ -47,7 +56,8 @@ class Model:
 
 
 async def cached(cache: Cache, model: Model, digest: str = "d", samples: bool = False) -> CachedModel:
-    found = CachedModel(model, cache, lambda: Identity(digest, samples))
+    model.info = dataclasses.replace(model.info, defaults={"do_sample": True} if samples else {})
+    found = CachedModel(model, cache, lambda: digest)
     await found.identify()
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from fastgen.pipeline.errors import SetupError
 from fastgen_serve.app import create_app
 from fastgen_serve.cache import (
     CachedModel,
-    Identity,
     MemoryCache,
     RedisCache,
     identity_of,
@@ -118,7 +118,9 @@ def test_streams_are_the_models_own(counted: Callable[[], dict[str, float]]) -> 
         model = await cached(MemoryCache(2**20), own)
         for _ in range(2):
             assert [each async for each in model.stream(Generate((1, 2), GREEDY, streams=True))] == [Generated(())]
-        assert len(own.generated) == 2
+        jobs = [Generate((1, 2), GREEDY, streams=True)] * 2
+        assert [index async for index, _ in model.stream_all(jobs)] == [0, 1]
+        assert len(own.generated) == 4
 
     asyncio.run(run())
     assert not any(counted().values())
@@ -140,6 +142,21 @@ def test_vectors_that_are_not_known_are_made_together(counted: Callable[[], dict
 
     asyncio.run(run())
     assert counted() == {"hit": 4, "miss": 3, "down": 0}
+
+
+def test_of_several_inputs_those_that_are_not_known_are_generated(counted: Callable[[], dict[str, float]]) -> None:
+    async def run() -> None:
+        own = Model()
+        model = await cached(MemoryCache(2**20), own)
+        known, new, drawn = Generate((1,), GREEDY), Generate((2,), GREEDY), Generate((3,), {"do_sample": True})
+        await asked(model, known)
+        for _ in range(2):
+            assert len(set(await model.generate_all([drawn, known, new]))) == 1
+            await settled(model)
+        assert own.generated == [known, drawn, new, drawn]
+
+    asyncio.run(run())
+    assert counted() == {"hit": 3, "miss": 2, "down": 0}
 
 
 def test_what_fails_is_not_kept() -> None:
@@ -176,7 +193,7 @@ def test_nothing_is_kept_before_the_model_is_known(caplog: pytest.LogCaptureFixt
     async def run() -> None:
         own, job = Model(), Generate((1, 2), GREEDY)
         own.is_ready = False
-        model = CachedModel(own, MemoryCache(2**20), lambda: Identity("d", False))
+        model = CachedModel(own, MemoryCache(2**20), lambda: "d")
         await model.start()
         for _ in range(2):
             await model.generate(job)
@@ -199,6 +216,38 @@ def test_nothing_is_kept_before_the_model_is_known(caplog: pytest.LogCaptureFixt
 
     asyncio.run(run())
     asyncio.run(fails())
+
+
+def test_the_files_are_read_again_for_each_process() -> None:
+    async def run() -> None:
+        own, job, digests = Model(), Generate((1, 2), GREEDY), iter("de")
+        cache = MemoryCache(2**20)
+        model = CachedModel(own, cache, lambda: next(digests))
+        await model.identify()
+        for _ in range(2):
+            await asked(model, job)
+        assert len(own.generated) == 1
+        own.info = dataclasses.replace(own.info)  # as another process says it
+        for _ in range(3):
+            await asked(model, job)
+        # While the files are read nothing is kept, and then there is nothing under the new name.
+        assert len(own.generated) == 3 and next(digests, None) is None
+
+    asyncio.run(run())
+
+
+def test_a_response_of_a_process_that_began_meanwhile_is_not_kept() -> None:
+    class Restarts(Model):
+        async def generate(self, job: Generate) -> Generated:
+            self.info = dataclasses.replace(self.info)
+            return await super().generate(job)
+
+    async def run() -> None:
+        cache = MemoryCache(2**20)
+        await asked(await cached(cache, Restarts()), Generate((1, 2), GREEDY))
+        assert not cache.bytes
+
+    asyncio.run(run())
 
 
 # ---- in memory
@@ -253,17 +302,13 @@ def test_the_identity_of_a_model_is_the_content_of_its_files(tmp_path: Path) -> 
     (model / "1_Pooling").mkdir(parents=True)
     (model / "config.json").write_text("{}")
     (model / "1_Pooling" / "config.json").write_text("{}")
-    (model / "generation_config.json").write_text('{"do_sample": true}')
     settings = ServeSettings()
     first = identity_of(str(model), settings)
-    assert first.samples
     copied = Path(shutil.copytree(model, tmp_path / "copy"))
     assert identity_of(str(copied), settings) == first
-    assert identity_of(str(model), ServeSettings(weight_dtype="int8")).digest != first.digest
+    assert identity_of(str(model), ServeSettings(weight_dtype="int8")) != first
     (copied / "1_Pooling" / "config.json").write_text("{ }")
-    assert identity_of(str(copied), settings).digest != first.digest
-    (copied / "generation_config.json").unlink()
-    assert not identity_of(str(copied), settings).samples
+    assert identity_of(str(copied), settings) != first
 
 
 # ---- what is damaged
@@ -277,7 +322,9 @@ def test_a_value_that_is_none_of_ours_is_no_response(value: bytes) -> None:
     async def run() -> None:
         cache, own = MemoryCache(2**30), Model()
         model = await cached(cache, own)
-        await cache.put({model._key(JOB, Identity("d", False)): value})
+        key = model._key(JOB)
+        assert key is not None
+        await cache.put({key: value})
         expected = await asked(model, JOB)
         assert len(own.generated) == 1
         assert await asked(model, JOB) == expected and len(own.generated) == 1  # it is replaced

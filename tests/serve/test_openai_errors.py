@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from fastgen_serve.app import create_app
 from fastgen_serve.errors import Failed
-from fastgen_serve.jobs import Delta, Generated, ModelInfo, Sequence
+from fastgen_serve.jobs import Delta, Generated, ModelInfo
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from tests.serve import checkpoints
@@ -159,19 +159,16 @@ class _Fails:
     def __init__(self, tokens: int) -> None:
         self.tokenizer, self._tokens, self.is_closed = checkpoints.loaded(GPT2)[1], tokens, False
 
-    async def stream(self, job: Any) -> Any:
+    async def stream_all(self, jobs: Any) -> Any:
         try:
             for token in range(self._tokens):
-                yield Delta(0, (20 + token,))
+                yield 0, Delta(0, (20 + token,))
             raise Failed("there was no memory", retry_after=None)
         finally:
             self.is_closed = True
 
-    async def generate(self, job: Any) -> Generated:
-        if job.tokens[0] == 5:
-            raise Failed("there was no memory")
-        await asyncio.sleep(60)
-        return Generated((Sequence((), "stop"),))
+    async def generate_all(self, jobs: Any) -> list[Generated]:
+        raise Failed("there was no memory")
 
     async def start(self) -> None: ...
 
@@ -202,7 +199,3 @@ def test_what_fails_later_is_an_event() -> None:
     assert response.status_code == 200 and done == "data: [DONE]"
     assert json.loads(error.removeprefix("data: "))["error"]["message"] == "there was no memory"
     assert model.is_closed
-
-
-def test_a_prompt_that_fails_ends_the_others() -> None:
-    assert post(_Fails(0), prompt=[[6], [5]]).status_code == 500

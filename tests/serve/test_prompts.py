@@ -114,6 +114,45 @@ def test_what_is_no_prompt(prompt: Any) -> None:
     assert refused.value.param == "prompt"
 
 
+def test_what_is_far_too_long_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = served(tiny.tokenizer(False)), "the day " * 2000
+    all_tokens = tuple(model.tokenizer(text)["input_ids"])
+    assert prompts.tokens_of(model, text, Cut(), "prompt", any_length=True) == all_tokens
+    assert prompts.tokens_of(model, text, Cut(truncate=4), "prompt") == all_tokens[:4]
+    assert prompts.tokens_of(served(model.tokenizer, positions=len(all_tokens)), text, Cut(), "prompt") == all_tokens
+
+    def encoded(*arguments: Any) -> Any:
+        raise AssertionError("it takes the tokenizer")
+
+    monkeypatch.setattr(prompts, "_encoded", encoded)
+    with pytest.raises(TooLong, match="context length is 8 tokens. However, the input has 16000 characters") as refused:
+        prompts.tokens_of(model, text, Cut(), "input")
+    assert refused.value.param == "input"
+    with pytest.raises(TooLong, match="the text_2 has 16001 characters"):
+        prompts.pair_of(model, (text, "a"), Cut(), "text_2")
+
+
+@pytest.mark.parametrize(
+    ("template", "size"),
+    [
+        ("{{ raise_exception('no') }}", 0),
+        ("{{ 1 // size }}", 0),
+        ("{{ 10.0 ** size }}", 400),
+        ("{{ {'a': 1}.pop(size) }}", 0),
+    ],
+)
+def test_whatever_a_template_raises_is_the_requests(template: str, size: int) -> None:
+    tokenizer = tiny.tokenizer(False)
+    tokenizer.chat_template = template
+    with pytest.raises(BadRequest, match="chat template refuses the messages: ") as refused:
+        prompts.chat_tokens(served(tokenizer), [{"role": "user", "content": "a"}], variables={"size": size}, cut=Cut())
+    assert refused.value.param == "messages"
+
+
+def test_messages_without_a_text_count() -> None:
+    assert prompts.size_of([{"role": "user", "content": ""}] * 1000) > prompts._MANY
+
+
 def test_work_on_a_tokenizer_is_done_one_at_a_time() -> None:
     model, has_begun, may_end, order = served(tiny.tokenizer(False)), threading.Event(), threading.Event(), list[str]()
 

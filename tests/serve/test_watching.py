@@ -15,7 +15,7 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Delta, Generate, Generated
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
-from fastgen_serve.workers.watching import BeamWatcher, Ends, RowWatcher
+from fastgen_serve.workers.watching import BeamWatcher, Ends, RowWatcher, StopTexts
 from tests.serve.servers import BART, GPT2
 
 TEXTS = (
@@ -187,6 +187,18 @@ def test_log_probabilities_of_beams_are_refused(model: LocalModel) -> None:
     with pytest.raises(BadRequest) as refused:
         asyncio.run(model.generate(job))
     assert refused.value.param == "logprobs"
+
+
+def test_a_stop_text_is_new(model: LocalModel) -> None:
+    tokens = tuple(model.tokenizer("the lord said the lord", add_special_tokens=False).input_ids)
+    row, twice = torch.tensor([tokens]), torch.tensor([[*tokens, *tokens]])
+
+    def ends(stop: str, prompt: int, rows: torch.Tensor = row) -> bool:
+        return bool(StopTexts(model.tokenizer, (stop,), prompt)(rows, None))
+
+    assert ends("the lord", 0) and ends("the lord", len(tokens), twice)
+    assert not ends("the lord", len(tokens) - 1), "it has begun in the prompt"
+    assert ends(model.tokenizer.decode(tokens[-1:]), len(tokens) - 1)
 
 
 # ---- without a model

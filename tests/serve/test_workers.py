@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
+from fastgen_serve.api.openai_schema import CompletionRequest
+from fastgen_serve.decoding import decoding, make_job
 from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavailable
-from fastgen_serve.jobs import Delta, Encode, Generate, Generated, Sequence
+from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.client import ClientModel
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
+from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2, WAIT
 
 MODELS = (("bart", BART), ("gpt2", GPT2))
@@ -202,6 +208,59 @@ def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
     loop.run(leave())
     loop.run(asyncio.wait_for(is_idle(), WAIT))
     assert not remote._pending and remote._admission.rows == 0
+
+
+def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> None:
+    settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
+    model = LocalModel(name, settings)
+    jobs = [Generate((5, 6, 7 + number), {"num_beams": 2, "max_new_tokens": 8}, streams=True) for number in range(6)]
+
+    async def streamed() -> dict[int, Any]:
+        found = {index: event async for index, event in model.stream_all(jobs)}
+        assert model._admission.rows == 0
+        return found
+
+    async def crowd() -> list[Any]:
+        wholes = (model.generate_all(jobs), model.generate_all(jobs))
+        return await asyncio.gather(*wholes, return_exceptions=True)
+
+    try:
+        first, second = loop.run(crowd())
+        assert len(first) == len(jobs) and isinstance(second, Busy)
+        last = loop.run(streamed())
+        for index, made in enumerate(first):
+            assert [each.tokens for each in last[index].sequences] == [each.tokens for each in made.sequences]
+        with pytest.raises(BadRequest):  # one that fails ends the others
+            loop.run(model.generate_all([Generate((5, 6), {"max_new_tokens": 100, "num_beams": 1}), Generate((-1,))]))
+        assert model._admission.rows == 0
+    finally:
+        model.close()
+
+
+def test_a_model_without_positions_has_a_limit(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer(True)
+    sizes = dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=1, pad_token_id=1)
+    T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = LocalModel("t5", ServeSettings(models=(("t5", str(tmp_path)),), slots=2, warm_up=False))
+    try:
+        assert model.info.positions == MOST_TOKENS
+    finally:
+        model.close()
+
+
+def test_a_model_whose_files_ask_for_several_results_gives_one(loop: Loop, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GPT2, tmp_path / "several"))
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**config, "num_beams": 2, "num_return_sequences": 2}))
+    model = LocalModel("several", ServeSettings(models=(("several", str(path)),), slots=2))  # it warms up, too
+    try:
+        for fields in ({}, {"temperature": 0}, {"temperature": 1}):
+            how = decoding(CompletionRequest.model_validate({"prompt": "a", **fields}), model.info)
+            job = make_job(how, (5, 6), max_tokens=3, stop=(), logprobs=None, seed=None, options={})
+            assert len(loop.run(model.generate(job)).sequences) == 1
+    finally:
+        model.close()
 
 
 def test_more_than_may_wait_are_refused_and_the_others_served(loop: Loop, name: str) -> None:
