@@ -16,7 +16,7 @@ from starlette.responses import Response
 import fastgen
 from fastgen_serve.api import libretranslate, openai, operations, page, vllm
 from fastgen_serve.cache import keep_responses
-from fastgen_serve.errors import BadRequest, Failed, ServeError
+from fastgen_serve.errors import BadRequest, ServeError
 from fastgen_serve.guard import Guard, Traffic
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
@@ -72,10 +72,6 @@ def create_app(
         response = interfaces.write_error(request.url.path, failure)
         response.headers.update(error.headers or {})
         return response
-
-    @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> Response:  # which is written to the log all the same
-        return interfaces.write_error(request.url.path, Failed("the server has failed: its log says why"))
 
     app.add_middleware(
         Guard,

@@ -7,6 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 T = TypeVar("T")
 Item = TypeVar("Item")
 
@@ -31,6 +34,17 @@ async def in_turns(work: Callable[[Item], Awaitable[T]], items: Sequence[Item], 
 
     await together(run() for _ in range(min(at_once, len(items))))
     return [results[index] for index in range(len(items))]
+
+
+class ClosedStream(StreamingResponse):
+    """A response whose generator is closed when it ends, also where it ends before the generator does."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Response`."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
 
 
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -6,6 +6,7 @@ In ASGI, below FastAPI: a body is measured before it is in memory, and a client 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -16,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from fastgen_serve import keys, log, metrics
-from fastgen_serve.errors import ServeError, TooLarge, Unavailable
+from fastgen_serve.errors import Failed, ServeError, TimedOut, TooLarge, Unavailable
 from fastgen_serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
@@ -24,10 +25,14 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
+_log = logging.getLogger("fastgen_serve")
+
 # What a client may call its request.
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # The status, in the log, of a request whose client has left.
 _GONE = 499
+# Seconds that a request has beyond its limit, so that a job that takes too long can say so in its stream first.
+_GRACE = 5.0
 
 
 @dataclass
@@ -92,8 +97,10 @@ class Guard:
         try:
             await self._answer(scope, headers, receive, send_with_id)
         except Exception:
-            status = 500 if status == _GONE else status
-            raise
+            if status != _GONE:  # it has begun: the connection is cut, and uvicorn says why in the log
+                raise
+            _log.exception("request %s has failed", entry.id)
+            await self._refuse(scope, receive, send_with_id, Failed("the server has failed: its log says why"))
         finally:
             self._traffic.running -= 1
             metrics.REQUESTS.labels(entry.path, str(status)).inc()
@@ -110,13 +117,19 @@ class Guard:
                 raise Unavailable("the server stops: try another one", retry_after=10)
             await self._run(scope, body, send)
         except ServeError as error:
-            # The client may be sending still: the connection ends behind the answer.
-            response = self._write_error(path, error)
-            response.headers["Connection"] = "close"
-            await response(scope, receive, send)
+            await self._refuse(scope, receive, send, error)
+
+    async def _refuse(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, error: ServeError) -> None:
+        response = self._write_error(scope["path"], error)
+        response.headers["Connection"] = "close"  # the client may be sending still
+        await response(scope, receive, send)
 
     async def _run(self, scope: MutableMapping[str, Any], body: _Body, send: Send) -> None:
-        """Runs the application, as long as the client is there."""
+        """Runs the application, as long as the client is there and the request may take.
+
+        Raises:
+            TimedOut: there is no response by then. One that has begun is cut: its client does not read it.
+        """
         has_begun = is_complete = False
 
         async def note(message: Message) -> None:
@@ -128,14 +141,20 @@ class Guard:
         running = asyncio.ensure_future(self._app(scope, body.receive, note))
         reading = asyncio.ensure_future(body.read())
         try:
-            await asyncio.wait({running, reading}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done() or is_complete:  # behind a response, everybody has left
+            seconds = self._settings.request_timeout_s
+            done, _ = await asyncio.wait(
+                {running, reading}, timeout=seconds + _GRACE, return_when=asyncio.FIRST_COMPLETED
+            )
+            if running.done() or (done and is_complete):  # behind a response, everybody has left
                 await running
                 return
             running.cancel()
             await asyncio.wait({running})
-            if not has_begun:
-                await reading  # raises, if the body is too large
+            if has_begun:
+                return
+            if not done:
+                raise TimedOut(f"the request took longer than {seconds:g} s")
+            await reading  # raises, if the body is too large
         finally:
             for task in (running, reading):
                 task.cancel()

@@ -6,9 +6,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from fastgen_serve.errors import BadRequest, Busy
-from fastgen_serve.jobs import Generate
+from fastgen_serve.jobs import Generate, ModelInfo
 from fastgen_serve.settings import ServeSettings
 
 # Requests whose ends say how fast the others will get their turn.
@@ -17,21 +18,27 @@ _LAST = 64
 _LONGEST_RETRY = 60
 
 
-def check(job: Generate, settings: ServeSettings) -> None:
-    """Refuses a job that asks for more than the server gives.
+def bounded(job: Generate, info: ModelInfo, settings: ServeSettings) -> Generate:
+    """The job, with no more new tokens than the server gives where it leaves their number to the model.
 
     Raises:
-        BadRequest: it does.
+        BadRequest: it asks for more than the server gives, or the model's files do.
     """
     tokens = job.options.get("max_new_tokens")
     if tokens is not None and tokens > settings.max_tokens:
         raise BadRequest(
             f"{tokens} new tokens: this server gives {settings.max_tokens} at the most", param="max_tokens"
         )
-    most = min(settings.max_beams, settings.slots)
+    options, most = {**info.defaults, **job.options}, min(settings.max_beams, settings.slots)
     for name in ("num_beams", "num_return_sequences"):
-        if (job.options.get(name) or 1) > most:
-            raise BadRequest(f"{name} is {job.options[name]}: this server takes {most} at the most", param=name)
+        if (options.get(name) or 1) > most:
+            raise BadRequest(f"{name} is {options[name]}: this server takes {most} at the most", param=name)
+    own = info.max_new_tokens
+    if info.kind == "decoder-only" and info.defaults.get("max_new_tokens") is None:  # a length with the prompt
+        own -= len(job.tokens)
+    if tokens is not None or own <= settings.max_tokens:
+        return job
+    return replace(job, options={**job.options, "max_new_tokens": settings.max_tokens})
 
 
 class Admission:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -18,6 +19,8 @@ from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavail
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading, messages
+
+_log = logging.getLogger("fastgen_serve")
 
 # Seconds in which a process says what it has done.
 _STATS_PATIENCE = 2.0
@@ -84,8 +87,8 @@ class ClientModel(ABC):
 
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
         """See `ServedModel`."""
-        with self._let_in(jobs) as places:
-            return await together(self._whole(job, place) for job, place in zip(jobs, places, strict=True))
+        with self._let_in(jobs) as admitted:
+            return await together(self._whole(job, place) for job, place in admitted)
 
     async def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
         """See `ServedModel`."""
@@ -95,8 +98,8 @@ class ClientModel(ABC):
 
     async def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
         """See `ServedModel`."""
-        with self._let_in(jobs) as places:
-            streams = [self._generation(job, place) for job, place in zip(jobs, places, strict=True)]
+        with self._let_in(jobs) as admitted:
+            streams = [self._generation(job, place) for job, place in admitted]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
                     yield event
@@ -128,6 +131,8 @@ class ClientModel(ABC):
             return {}
         finally:
             self._pending.pop(pending.number, None)
+        if isinstance(answer, messages.Failure):
+            _log.warning("%s does not say what it has done: %s", self.name, answer.error)
         return answer.values if isinstance(answer, messages.Stats) else {}
 
     @abstractmethod
@@ -156,16 +161,14 @@ class ClientModel(ABC):
     # ---- inside
 
     @contextmanager
-    def _let_in(self, jobs: Sequence[Generate]) -> Iterator[list[ExitStack]]:
-        """The block of a request that may generate, with the place of each of its jobs."""
-        for job in jobs:
-            limits.check(job, self._settings)
-        tasks = self.info.tasks
+    def _let_in(self, jobs: Sequence[Generate]) -> Iterator[list[tuple[Generate, ExitStack]]]:
+        """The block of a request that may generate: its jobs, within the server's limits, and the place of each."""
+        jobs, tasks = [limits.bounded(job, self.info, self._settings) for job in jobs], self.info.tasks
         if self.is_ready and "generate" not in tasks:
             raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")
         self._log(jobs)
         with self._admitted([self._rows(job) for job in jobs]) as places:
-            yield places
+            yield list(zip(jobs, places, strict=True))
 
     def _rows(self, job: Generate) -> int:
         options = {**self.info.defaults, **job.options}

@@ -6,21 +6,22 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from fastgen_serve import limits
+from fastgen_serve import guard, limits
 from fastgen_serve.app import create_app
+from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Busy, Failed
-from fastgen_serve.jobs import Generate
+from fastgen_serve.jobs import Generate, ModelInfo
 from fastgen_serve.limits import Admission
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
-from tests.serve.servers import in_thread, until
+from tests.serve.servers import WAIT, in_thread, until
 
 SETTINGS = ServeSettings(max_body_bytes=1000, api_keys=("key",))
 KEY = {"Authorization": "Bearer key"}
@@ -109,16 +110,35 @@ def test_with_a_budget_a_request_waits_no_longer() -> None:
 
 
 def test_a_request_asks_for_no_more_than_there_is() -> None:
-    settings = ServeSettings(max_tokens=100, max_beams=8, slots=4)
-    limits.check(Generate((1,), {"max_new_tokens": 100, "num_beams": 4}), settings)
+    settings, info = ServeSettings(max_tokens=100, max_beams=8, slots=4), ModelInfo("m", "decoder-only", (), None)
+    job = Generate((1,), {"max_new_tokens": 100, "num_beams": 4})
+    assert limits.bounded(job, info, settings) is job
     for options, param in (
         ({"max_new_tokens": 101}, "max_tokens"),
         ({"num_beams": 5}, "num_beams"),
         ({"num_return_sequences": 9}, "num_return_sequences"),
     ):
         with pytest.raises(BadRequest) as refused:
-            limits.check(Generate((1,), options), settings)
+            limits.bounded(Generate((1,), options), info, settings)
         assert refused.value.param == param
+
+
+def test_what_a_model_sets_is_no_more_than_the_server_gives() -> None:
+    settings = ServeSettings(max_tokens=100, max_beams=4)
+    kinds = {
+        "target": ModelInfo("m", "encoder-decoder", (), None, max_new_tokens=200, defaults={"max_length": 201}),
+        "new": ModelInfo("m", "decoder-only", (), None, max_new_tokens=101, defaults={"max_new_tokens": 101}),
+        "whole": ModelInfo("m", "decoder-only", (), None, max_new_tokens=101, defaults={"max_length": 101}),
+        "beams": ModelInfo("m", "encoder-decoder", (), None, max_new_tokens=20, defaults={"num_beams": 5}),
+    }
+    job = Generate((1, 2), {"do_sample": True})
+    for name in ("target", "new"):
+        assert limits.bounded(job, kinds[name], settings).options == {"do_sample": True, "max_new_tokens": 100}
+    assert limits.bounded(job, kinds["whole"], settings) is job  # of which two are the prompt's
+    with pytest.raises(BadRequest, match="num_beams is 5"):
+        limits.bounded(job, kinds["beams"], settings)
+    fewer = Generate((1,), {"num_beams": 4})
+    assert limits.bounded(fewer, kinds["beams"], settings) is fewer
 
 
 # ---- a request
@@ -133,6 +153,7 @@ class Probe:
         self.app.add_api_route("/echo", self.echo, methods=["POST"])
         self.app.add_api_route("/wait", self.wait, methods=["POST"])
         self.app.add_api_route("/fail", self.fail, methods=["POST"])
+        self.app.add_api_route("/flood", self.flood, methods=["POST"], response_class=ClosedStream)
 
     async def echo(self, request: Request) -> dict[str, int]:
         return {"size": len(await request.body())}
@@ -145,6 +166,18 @@ class Probe:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    async def flood(self) -> ClosedStream:
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                self.began += 1
+                while True:
+                    yield b"x" * 2**20
+                    await asyncio.sleep(0)
+            finally:
+                self.cancelled += 1
+
+        return ClosedStream(parts())
 
     async def fail(self, kind: str) -> None:
         raise Failed("on purpose") if kind == "known" else RuntimeError("a secret")
@@ -193,6 +226,33 @@ def test_a_client_that_leaves_ends_what_runs_for_it(url: str, probe: Probe) -> N
     until(lambda: probe.app.state.traffic.running == 0)
 
 
+@pytest.fixture
+def short(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests have no time beyond what they may take, which is little."""
+    monkeypatch.setattr(guard, "_GRACE", 0.0)
+    monkeypatch.setitem(vars(SETTINGS), "request_timeout_s", 0.3)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_body_that_never_comes_is_not_waited_for(url: str, probe: Probe) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
+        client.settimeout(WAIT)
+        assert client.recv(100).startswith(b"HTTP/1.1 504")
+    assert httpx.post(f"{url}/wait", content=b"{}").json()["error"]["message"] == "the request took longer than 0.3 s"
+
+
+@pytest.mark.usefixtures("short")
+def test_a_client_that_does_not_read_its_response_holds_nothing(url: str, probe: Probe) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    before = probe.cancelled
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /flood HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        until(lambda: probe.cancelled == before + 1)
+        until(lambda: probe.app.state.traffic.running == 0)
+
+
 def test_keys_are_asked_for_where_they_are_needed(url: str) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/ready").status_code == 200
@@ -220,6 +280,7 @@ def test_what_fails_says_so_and_not_why(url: str) -> None:
     assert known.status_code == 500 and "on purpose" in known.text
     unknown = httpx.post(f"{url}/fail?kind=unknown")
     assert unknown.status_code == 500 and "secret" not in unknown.text
+    assert len(unknown.headers["X-Request-Id"]) == 32
     assert httpx.post(f"{url}/fail").status_code == 400  # a field is missing
     assert httpx.get(f"{url}/nothing").status_code == 404
     assert httpx.get(f"{url}/echo").status_code == 405
