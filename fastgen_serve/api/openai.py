@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import math
 import struct
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from fastgen_serve import prompts
@@ -21,14 +22,16 @@ from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 from fastgen_serve.api.schema import as_list
+from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.decoding import Decoding, decoding, make_job
-from fastgen_serve.errors import BadRequest, ServeError, Unavailable
+from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
 from fastgen_serve.served import ServedModel
 from fastgen_serve.text import TextStream
 
 # New tokens of a completion whose request says nothing.
 _COMPLETION_TOKENS = 16
+_log = logging.getLogger("fastgen_serve")
 _STARTED = int(time.time())
 _ERRORS: dict[int | str, str] = {
     400: "The request is refused: `param` names the field.",
@@ -303,7 +306,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
     return answers.ChatCompletion(object="chat.completion", choices=choices, usage=usage, **run.head, **prompt)
 
 
-async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> StreamingResponse:
+async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> ClosedStream:
     """The response that sends chunks. What fails before the first one is raised here, and has a status of its own."""
     events = _events(run, write, last)
     try:
@@ -320,9 +323,12 @@ async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: 
                     yield event
             except ServeError as error:  # the status is sent already: the error is an event
                 yield _event(_error_object(error))
+            except Exception:
+                _log.exception("%s has failed", run.id)
+                yield _event(_error_object(Failed("the server has failed: its log says why")))
             yield "data: [DONE]\n\n"
 
-    return StreamingResponse(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return ClosedStream(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def _events(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncGenerator[str, None]:

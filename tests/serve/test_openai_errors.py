@@ -156,14 +156,15 @@ class _Fails:
     name, is_ready = "fails", True
     info = ModelInfo("fails", "decoder-only", ("generate",), 64)
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, error: Exception | None = None) -> None:
+        self._error = error or Failed("there was no memory", retry_after=None)
         self.tokenizer, self._tokens, self.is_closed = checkpoints.loaded(GPT2)[1], tokens, False
 
     async def stream_all(self, jobs: Any) -> Any:
         try:
             for token in range(self._tokens):
                 yield 0, Delta(0, (20 + token,))
-            raise Failed("there was no memory", retry_after=None)
+            raise self._error
         finally:
             self.is_closed = True
 
@@ -199,3 +200,9 @@ def test_what_fails_later_is_an_event() -> None:
     assert response.status_code == 200 and done == "data: [DONE]"
     assert json.loads(error.removeprefix("data: "))["error"]["message"] == "there was no memory"
     assert model.is_closed
+
+
+def test_what_nobody_has_thought_of_is_an_event_as_well() -> None:
+    *_, error, done, _ = post(_Fails(3, KeyError("a secret")), stream=True).text.split("\n\n")
+    assert done == "data: [DONE]" and "secret" not in error
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
