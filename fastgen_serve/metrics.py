@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -43,6 +44,9 @@ WAITING = Gauge("fastgen_waiting", "Sequences that wait for a slot.", ["model"],
 CACHE = Counter("fastgen_cache", "Responses looked up in the cache: hit, miss, down.", ["outcome"], registry=REGISTRY)
 RESTARTS = Counter("fastgen_restarts", "Processes of a model that had died.", ["model"], registry=REGISTRY)
 
+# Characters of a reason that is a label.
+_LONGEST_REASON = 80
+
 # What `Engine.stats()` calls its numbers, and what they are.
 _GAUGES = {"busy": "Slots that are taken.", "slots": "Slots.", "kv_bytes": "The most K and V of requests at a time."}
 _COUNTS = {
@@ -76,9 +80,9 @@ class EngineStats:
         )
         for model, stats in self.latest.items():
             for entry, counts in (stats.get("fastgen") or {}).items():
-                for reason, calls in (counts.get("fallback") or {}).items():
+                for reason, calls in _by_kind(counts.get("fallback")):
                     reasons.add_metric([model, entry, reason], calls)
-            for reason, calls in (stats.get("alone") or {}).items():
+            for reason, calls in _by_kind(stats.get("alone")):
                 alone.add_metric([model, reason], calls)
         yield from (reasons, alone, self._batch_sizes())
 
@@ -99,6 +103,14 @@ class EngineStats:
             if isinstance(stats.get(name), (int, float)):
                 family.add_metric([model], stats[name])
         return family
+
+
+def _by_kind(counts: Mapping[str, int] | None) -> Iterable[tuple[str, int]]:
+    """Counts by what their reasons begin with: behind a colon these quote errors, of which there is no end."""
+    found: Counts[str] = Counts()
+    for reason, calls in (counts or {}).items():
+        found[reason.partition(":")[0][:_LONGEST_REASON]] += calls
+    return found.items()
 
 
 ENGINES = EngineStats()

@@ -87,6 +87,19 @@ def test_texts_are_logged_only_if_asked_for(
     assert entry.more == {"model": "counted", "prompt_tokens": 2 * len(tokens), "tokens": 6, **texts}
 
 
+def test_reasons_are_told_up_to_their_colon() -> None:
+    before = metrics.ENGINES.latest
+    reasons = {"the model failed: one thing": 2, "the model failed: another": 3, "hooks": 1}
+    metrics.ENGINES.latest = {"m": {"fastgen": {"generate": {"fallback": reasons}}, "alone": reasons}}
+    try:
+        lines = metrics.text().decode().splitlines()
+    finally:
+        metrics.ENGINES.latest = before
+    assert 'fastgen_fallbacks_total{entry="generate",model="m",reason="the model failed"} 5.0' in lines
+    assert 'fastgen_alone_total{model="m",reason="the model failed"} 5.0' in lines
+    assert 'fastgen_alone_total{model="m",reason="hooks"} 1.0' in lines
+
+
 def test_sizes_of_batches_are_a_histogram() -> None:
     before = metrics.ENGINES.latest
     metrics.ENGINES.latest = {"bert": {"batch_sizes": {1: 3, 5: 2, 300: 1}}}
