@@ -70,6 +70,7 @@ async function look() {
   try {
     server = await (await ask("stats")).json();
     element("key-field").hidden = !sessionStorage.getItem(KEY);
+    element("metrics").hidden = Boolean(sessionStorage.getItem(KEY)); // a link has no key with it
     showModels();
     showQueue();
     if (element("failure").dataset.about === "server") hideFailure();
@@ -86,6 +87,7 @@ async function look() {
 
 function askForKey() {
   element("key-field").hidden = false;
+  element("metrics").hidden = true;
   if (sessionStorage.getItem(KEY)) showFailure("The server does not know this API key.", "server");
   sessionStorage.removeItem(KEY);
   element("key").focus();

@@ -386,6 +386,7 @@ def test_a_key_is_asked_for_where_one_is_needed(browser, settings, models):
     with servers.in_thread(create_app(locked, servers.SharedModels(list(models)))) as url:
         page = Page(browser, url)
         assert page.focused() == "key" and page.of("run", "disabled") is True
+        assert page.of("metrics", "hidden") is True  # a link has no key
         page.press("wrong", "\ue004")
         servers.until(lambda: "API key" in page.of("failure"))
         page.write("key", "right")
