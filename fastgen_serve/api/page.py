@@ -17,8 +17,15 @@ from fastgen_serve.translation import languages, pairs
 __all__ = ["WITHOUT_HEADER", "router", "write_error"]
 
 router = APIRouter(tags=["page"])
+# Path: file, and its type.
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
 # The page asks for a key itself, where one is needed.
-WITHOUT_HEADER = frozenset({"/", "/page.js", "/page.css", "/icon.svg"})
+WITHOUT_HEADER = frozenset(_FILES)
 # Only what is here: no script, style or picture of others, and no other page around it.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -97,30 +104,15 @@ def _languages(tokenizer: Any) -> list[Language]:
     )
 
 
-def _file(name: str, media_type: str) -> Response:
-    data = resources.files("fastgen_serve").joinpath("page").joinpath(name).read_bytes()
-    return Response(data, media_type=media_type, headers=_HEADERS)
+def _serve(path: str, name: str, media_type: str) -> None:
+    """Has a file of the page at this path."""
+
+    def send() -> Response:
+        data = resources.files("fastgen_serve").joinpath("page").joinpath(name).read_bytes()
+        return Response(data, media_type=media_type, headers=_HEADERS)
+
+    router.add_api_route(path, send, include_in_schema=False)
 
 
-@router.get("/", include_in_schema=False)
-async def index() -> Response:
-    """The page."""
-    return _file("index.html", "text/html; charset=utf-8")
-
-
-@router.get("/page.js", include_in_schema=False)
-async def script() -> Response:
-    """Its script."""
-    return _file("page.js", "text/javascript; charset=utf-8")
-
-
-@router.get("/page.css", include_in_schema=False)
-async def style() -> Response:
-    """Its style."""
-    return _file("page.css", "text/css; charset=utf-8")
-
-
-@router.get("/icon.svg", include_in_schema=False)
-async def icon() -> Response:
-    """Its icon."""
-    return _file("icon.svg", "image/svg+xml")
+for _path, _file in _FILES.items():
+    _serve(_path, *_file)

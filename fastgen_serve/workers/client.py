@@ -112,12 +112,7 @@ class ClientModel(ABC):
             )
         self._log(jobs)
         with self._admitted([len(jobs)]):
-            tasks = [asyncio.ensure_future(self._encoded(job)) for job in jobs]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
+            return await together(self._encoded(job) for job in jobs)
 
     async def stats(self) -> dict[str, Any]:
         """See `ServedModel`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import fastgen
+from fastgen.pipeline.generation.model import SequenceScores
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, ModelInfo, Sequence
 from fastgen_serve.settings import ServeSettings
@@ -21,7 +22,6 @@ from fastgen_serve.workers.watching import (
     Ends,
     Recorder,
     RowWatcher,
-    ScoreRelease,
     StopTexts,
     TokenStreamer,
 )
@@ -146,7 +146,7 @@ class GenerationWorker:
         criteria: list[Any] = [] if ends.stops is None else [ends.stops]
         if beams > 1:
             options |= {"return_dict_in_generate": True, "output_scores": True}
-            criteria.append(ScoreRelease())
+            criteria.append(SequenceScores(beams=True))
         if beams > 1 and on_delta is not None:
             criteria.append(BeamWatcher(prompt, beams, ends, on_delta))
         elif recorder is not None or (on_delta is not None and rows > 1):

@@ -94,20 +94,6 @@ class Ends:
         return bool(self.stops(row[None, :length], None)[0])
 
 
-class ScoreRelease(StoppingCriteria):
-    """Lets go the scores of each step over the vocabulary, which `generate` keeps where those of the sequences are
-    wanted. FastGen does not make them then.
-    """
-
-    releases_scores = True
-    releases_cache = True  # nobody looks at the cache of the result
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if scores:
-            scores[-1].set_()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 class TokenStreamer(BaseStreamer):
     """Hands on the tokens of one sequence. It costs least: the step is that of requests that do not stream."""
 

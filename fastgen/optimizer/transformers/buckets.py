@@ -67,11 +67,11 @@ def _encode(
     with call.decides():
         is_text = model_input_name == "input_ids" and isinstance(ids, Tensor) and not ids.is_floating_point()
         sources = None if call.entering is None or call.model.training else call.entering.sources
-        if sources is not None and mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
-            sources = None  # padding in front counts for positions
-        if mask is None and sources is not None and len(ids) == 1:
+        if mask is None and sources is not None and is_text and len(ids) == 1:
             mask = torch.ones_like(ids)
         reads_rows = is_text and _is_all(model_kwargs) and _reads_rows_alone(call, ids, mask, config)
+        if reads_rows and mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            sources = None  # padding in front counts for positions
     if not reads_rows or mask is None:
         return dict(wrapped(ids, model_kwargs, model_input_name, config))
     run = partial(_encode_buckets, call, wrapped, model_kwargs, model_input_name, config)
@@ -95,8 +95,7 @@ def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
     """Whether the encoder is known to read each row for itself, without padding, and nothing else of it is returned."""
     encoder = call.model.get_encoder()
     is_known = type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder)
-    has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape and ids.device.type == "cpu"
-    return is_known and has_mask and ids.dim() == 2 and not _returns_more(config, encoder)
+    return is_known and _has_known_padding(encoder, ids, mask, config)
 
 
 def _encode_buckets(
@@ -201,23 +200,22 @@ def _buckets(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_fron
     `part` is the encoder, or the model that has only a decoder; `in_front` tells where the padding is.
     """
     if (
-        ids.dim() != 2
+        not _has_known_padding(part, ids, mask, config)
         or ids.shape[0] == 1
-        or ids.device.type != "cpu"  # elsewhere, reading the lengths would wait for the device
-        or not isinstance(mask, Tensor)
-        or mask.shape != ids.shape
         # The K/V that are returned include padding; in slots, there are none.
         or (config.return_dict_in_generate and call.entering is None)
-        or _returns_more(config, part)
         or call.rows_depend_on_each_other
     ):
         return []
     return length_buckets.by_mask(mask, in_front)
 
 
-def _returns_more(config: Any, part: Any) -> bool:
-    """Whether attentions or hidden states are returned, too."""
-    return any(getattr(source, name, False) for source in (config, part.config) for name in _FURTHER_OUTPUTS)
+def _has_known_padding(part: Any, ids: Tensor, mask: Any, config: Any) -> bool:
+    """Whether rows may run without their padding: the mask tells where it is, and nothing more is returned of it."""
+    returns_more = any(getattr(source, name, False) for source in (config, part.config) for name in _FURTHER_OUTPUTS)
+    is_of_ids = isinstance(mask, Tensor) and ids.dim() == 2 and mask.shape == ids.shape
+    # Elsewhere than on the CPU, reading the lengths would wait for the device.
+    return is_of_ids and ids.device.type == "cpu" and not returns_more
 
 
 def _check_nothing_else(what: str, outputs: Any, *known: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
-from fastgen.optimizer.transformers.captured.host_code import HostCode
+from fastgen.optimizer.transformers.captured.host_code import HostCode, append
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled
 from fastgen.optimizer.transformers.captured.slot import Slot
@@ -55,7 +55,7 @@ class EnteringDecoding(Decoding):
         is_seen = self.own_key.waits_for_host or self.processors_data is None
         # Criteria, of which there are none where several inputs enter, are given what this call keeps.
         kept = self._code.kept if self.prompt.inputs == 1 else {name: [] for name in self._code.kept}
-        host = self.host._replace(keep=partial(_keep, kept))
+        host = self.host._replace(keep=partial(append, kept))
         put = None if self.streamer is None else self.streamer.put
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
         padding = 0 if length is None else self.prompt.tokens.shape[1] - length
@@ -73,11 +73,6 @@ class EnteringDecoding(Decoding):
         if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):
             return None
         return tuple(processors.data(each, self._lengths) for each in self._processors)
-
-
-def _keep(kept: dict[str, list[Tensor]], made: dict[str, Tensor]) -> None:
-    for name, tensor in made.items():
-        kept[name].append(tensor)
 
 
 def _results(count: int, kept: dict[str, list[Tensor]], config: Any, output: Any, search: Search, inputs: slice) -> Any:

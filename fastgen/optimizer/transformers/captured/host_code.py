@@ -64,8 +64,7 @@ class HostCode:
 
     def keep(self, made: dict[str, Tensor]) -> None:
         """Keeps what the call returns of a step."""
-        for name, tensor in made.items():
-            self.kept[name].append(tensor)
+        append(self.kept, made)
 
     def process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """The scores, [rows, vocabulary], as the call's processors make them of these."""
@@ -108,3 +107,9 @@ class HostCode:
         except Exception as error:
             self.raised = error
             raise
+
+
+def append(kept: dict[str, list[Tensor]], made: dict[str, Tensor]) -> None:
+    """Keeps what was made in a step, by name."""
+    for name, tensor in made.items():
+        kept[name].append(tensor)
