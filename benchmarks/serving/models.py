@@ -12,13 +12,15 @@ from benchmarks import smollm2
 from benchmarks.workloads.shapes import opus_mt
 
 BERT_VOCABULARY = 30522
-# What `translator` makes of a sentence is as long as its words say: such a word is one of these.
-SHORTEST, LONGEST = 5, 60
-_FIRST = 10  # token of length 0
-# How far the LM head is from chance. With a little doubt, long translations would win: scores are divided by lengths.
-_SURE = 4.0
-# Of ten words, so many say how long the translation is.
-_TELLING = 8
+SHORTEST, LONGEST = 5, 60  # words of a sentence
+_FIRST = 10  # token of the first word
+# The pairs of dimensions that say where a word stands: those of the highest frequencies. The others say which word.
+_PLACES = 32
+# How sharply cross-attention looks at the place of the next word.
+_SHARP = 20.0
+# How far what it finds there outweighs the word before, and how far the LM head is from chance: words that are right
+# have probabilities of about 0.9.
+_FOUND, _SURE = 4.0, 0.7
 
 
 def bert_base(folder: Path, **changes: Any) -> Path:
@@ -32,15 +34,14 @@ def bert_base(folder: Path, **changes: Any) -> Path:
 
 
 def translator(folder: Path, **changes: Any) -> Path:
-    """opus-mt's shape. Its translations end by themselves, after as many tokens as the words of the sentence say.
+    """opus-mt's shape. It translates each word by itself, and ends where the sentence ends.
 
-    Weights are random, but for what makes it count. The embedding of the word for length k is a direction of its own.
-    The LM head answers the direction of k with the word for k - 1, and that of 1 with EOS. Cross-attention of the last
-    layer adds the direction of the sentence's words to each position, which decides the first token. Behind any other
-    word comes EOS, so that beams beside the best end, too.
+    Weights are random, but for what makes it do so. The cross-attention of the last layer looks at the word of the
+    sentence that stands where the next one is to stand, and the LM head answers that word. So the beams beside the best
+    one have another word here or there, and end where it does, as those of a trained model do, about.
     """
     torch.manual_seed(0)
-    # Layers add little to what the embedding says.
+    # Layers add little to what the embeddings say.
     model = opus_mt(init_std=0.005, tie_word_embeddings=False, **changes).eval()
     with torch.no_grad():
         _plant(model)
@@ -53,39 +54,41 @@ def translator(folder: Path, **changes: Any) -> Path:
 
 def _plant(model: Any) -> None:
     config, width = model.config, model.config.d_model
-    # The first one is of all other words.
-    directions = torch.nn.functional.normalize(torch.randn(LONGEST + 1, width), dim=-1)
-    words = 3 * directions[:1] + 0.02 * torch.randn(config.vocab_size, width)
-    words[_FIRST + 1 : _FIRST + LONGEST + 1] = 3 * directions[1:]
-    words[config.eos_token_id] = words[config.pad_token_id] = 0
-    head = 0.005 * torch.randn(config.vocab_size, width)
-    head[_FIRST + 1 : _FIRST + LONGEST] += _SURE * directions[2:]
-    head[config.eos_token_id] += _SURE * (directions[0] + directions[1])
+    # Sines of all frequencies come first, then cosines.
+    places = [*range(_PLACES), *range(width // 2, width // 2 + _PLACES)]
+    # Sines that are 0 at all places, about: what they are behind a layer norm, all others have lost.
+    still = [*range(width // 2 - _PLACES, width // 2)]
+    directions = torch.randn(config.vocab_size, width)
+    directions[:, [*places, *still]] = 0
+    directions = torch.nn.functional.normalize(directions, dim=-1)
+    directions[config.pad_token_id] = 0
     for embedding in (model.model.shared, model.model.encoder.embed_tokens, model.model.decoder.embed_tokens):
-        embedding.weight.copy_(words)
-    model.lm_head.weight.copy_(head)
+        embedding.weight.copy_(2 * directions)  # and as much more as `scale_embedding` says
+    model.lm_head.weight.copy_(_SURE * directions)
     attention = model.model.decoder.layers[-1].encoder_attn
-    for linear, times in ((attention.q_proj, 0.0), (attention.v_proj, 1.0), (attention.out_proj, 0.5)):
-        linear.weight.copy_(times * torch.eye(width))
+    where = torch.zeros(attention.head_dim, width)
+    where[range(len(places)), places] = _SHARP
+    where[:, still] = -_SHARP / len(still)
+    for linear, weight in (
+        (attention.q_proj, where.repeat(attention.num_heads, 1)),
+        (attention.k_proj, where.repeat(attention.num_heads, 1)),
+        (attention.v_proj, torch.eye(width)),
+        (attention.out_proj, _FOUND * torch.eye(width)),
+    ):
+        linear.weight.copy_(weight)
         linear.bias.zero_()
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Sentences of 5 to 60 words for `translator`, each as long as its translation."""
+    """Sentences of 5 to 60 words for `translator`."""
     numbers = random.Random(seed)
-    return [_sentence(numbers.randint(SHORTEST, LONGEST), numbers) for _ in range(count)]
-
-
-def _sentence(length: int, numbers: random.Random) -> str:
-    others = range(_FIRST + LONGEST + 1, 50_000)
-    telling = (place % 10 < _TELLING for place in range(length))
-    return " ".join(f"w{_FIRST + length if tells else numbers.choice(others)}" for tells in telling)
+    lengths = [numbers.randint(SHORTEST, LONGEST) for _ in range(count)]
+    return [" ".join(f"w{numbers.randrange(_FIRST, 50_000)}" for _ in range(length)) for length in lengths]
 
 
 def translation(sentence: str) -> str:
     """What `translator` makes of a sentence, without EOS."""
-    length = len(sentence.split())
-    return " ".join(f"w{_FIRST + left}" for left in range(length - 1, 0, -1))
+    return sentence
 
 
 def smollm2_from_bfloat16(folder: Path) -> Path:

@@ -320,12 +320,15 @@ def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
         return {}
     if name in _HELD:
         return dict(value)
+    if isinstance(value, Replacement):
+        return _FormCopy(value)
     return value if value is config else _copy(value)
 
 
 def _is_harmless(name: str, value: Any, config: Any) -> bool:
     """Whether an attribute of a module certainly does not refer to the model that it is in."""
-    is_leaf = type(value) in _ATOMS or isinstance(value, (Tensor, Enum, BuiltinFunctionType))
+    # A form of FastGen's knows its own layer.
+    is_leaf = type(value) in _ATOMS or isinstance(value, (Tensor, Enum, BuiltinFunctionType, Replacement))
     if is_leaf or name in _HELD or value is config:
         return True
     if isinstance(value, dict):
@@ -366,6 +369,18 @@ class _IdentityCopy:
 
     def __eq__(self, other: object) -> bool:
         return _Describer().identify(other) == self._identity
+
+
+class _FormCopy:
+    """Equals the forms of FastGen's of which the same is captured: each call has others."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, form: Replacement) -> None:
+        self._guarded = form.guarded()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Replacement) and other.guarded() == self._guarded
 
 
 # A model that has changed this often in a row is not checked for a while, for so many calls at the most.

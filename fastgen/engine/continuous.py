@@ -143,8 +143,10 @@ class ContinuousBatches:
             like = [each for each in waiting if each.prefill_group == first.prefill_group]
         else:  # which may yet turn out to be a static batch
             like = [each for each in waiting if each.alone is None and each.group == first.group]
-        alone = first.prefill_group is None or self.prefills.alone(first, like)
-        return self._with_room([first] if alone else self.static.together(like, free), first)
+        if first.prefill_group is None or self.prefills.alone(first, like):
+            return self._with_room([first], first)
+        batch = self._with_room(self.static.together(like, free), first)
+        return list(self.prefills.fitting(batch)) if first.prefill_group in self._entered else batch
 
     def _is_time(self, free: int) -> bool:
         """Whether to prefill now: for a few slots together, unless others have waited for some steps."""
@@ -229,6 +231,8 @@ class ContinuousBatches:
                 self._begin(requests)
                 for step in [step for step in self._in_use.values() if step.is_new]:
                     self._advance(step)  # whether it can be captured is known then
+                if self._running and self.prefills.max_stall is not None:
+                    break  # others go on before the next prefill
                 requests = self._again() or more()
             yield
             if not (self._running or self._preempted) or time.monotonic() > until:

@@ -23,6 +23,9 @@ SHARE_OF_MEMORY = 0.05
 SOURCE_BYTES = 2**26
 # Tokens of a chunk, at least: a pass reads all weights.
 LEAST_CHUNK = 64
+# Requests that are prefilled together take this part of the stall that may be, if they are short enough for that. More of
+# them would wait for each other's first tokens, and gain little: a pass over that many is bound by arithmetic.
+SHARE_OF_STALL = 0.25
 
 
 class Prefills:
@@ -72,6 +75,22 @@ class Prefills:
         beginning = tokens[:LEAST_SHARED]
         return any(self._tokens(other)[:LEAST_SHARED] == beginning for other in waiting if other is not first)
 
+    def fitting(self, batch: Sequence[Request]) -> Sequence[Request]:
+        """Those of a batch, from the first one on, that are prefilled together: one at least."""
+        if self.max_stall is None or self._seconds is None:
+            return batch
+        most, longest = self._chunk(SHARE_OF_STALL * self.max_stall), 0
+        for count, request in enumerate(batch):
+            longest = max(longest, request.length)
+            if count and longest * (count + 1) > most:
+                return batch[:count]
+        return batch
+
+    def _chunk(self, stall: float) -> int:
+        """Tokens of a pass that takes no longer than that, if so few are worth a pass."""
+        assert self._seconds is not None, "it is known"
+        return max(int(stall / self._seconds), LEAST_CHUNK)
+
     def plan(
         self,
         batch: Sequence[Request],
@@ -111,7 +130,7 @@ class Prefills:
 
         chunk = None
         if others_wait and self._seconds is not None and self.max_stall is not None:
-            chunk = max(int(self.max_stall / self._seconds), LEAST_CHUNK)
+            chunk = self._chunk(self.max_stall)
         return Entering(taken, beginning, chunk, between, self.sources)
 
     def _note(self, tokens: int, seconds: float) -> None:

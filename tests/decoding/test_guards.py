@@ -17,6 +17,8 @@ from torch import nn
 from fastgen import settings
 from fastgen.decoding.guards import Guards, state_of
 from fastgen.decoding.layers import Replacement
+from fastgen.ops.linear import choose
+from fastgen.optimizer.transformers.call import fast_layers
 
 
 class Kind(enum.Enum):
@@ -266,6 +268,27 @@ def test_settings() -> None:
         with settings.changed(**change):
             assert not guards.hold(model) and state_of(model) != state
     assert guards.hold(model)
+
+
+@pytest.mark.skipif(not choose.is_available(), reason="there are no kernels")
+def test_layers_have_other_forms_in_each_call() -> None:
+    """While a model generates, FastGen's forms stand for the forward passes of its layers: they are no change."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU()).eval()
+    model.config = types.SimpleNamespace()
+    with fast_layers(model):
+        assert isinstance(vars(model[0])["forward"], Replacement)
+        guards = Guards(model)
+        assert guards.hold(model)
+    with fast_layers(model):
+        assert guards.hold(model)
+        form = vars(model[0])["forward"]
+        model[0].forward = lambda x: form(x) + 1
+        assert not guards.hold(model)
+    del model[0].forward
+    gone = weakref.ref(model)
+    del model, form
+    gc.collect()
+    assert gone() is None and guards
 
 
 def test_tensors_among_attributes_are_never_taken_for_unchanged() -> None:

@@ -280,6 +280,30 @@ def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
     assert executor.stats()["chunks"] >= 3 and not executor.static.counts["repeated"] and not executor.static.alone
 
 
+@pytest.mark.parametrize(("max_stall", "together"), [(0.0, 1), (3600.0, 5), (None, 5)])
+def test_how_many_are_prefilled_together(max_stall: float | None, together: int) -> None:
+    """No more than take a part of the stall that may be, and others go on before the next ones."""
+    model = BY_NAME["llama"].build()
+    executor = ContinuousBatches(model, 16, max_stall=max_stall)
+    known = [list(range(10, 100))]
+    run(executor, requests_for(model, known))
+    prompts = [list(range(begin, begin + 40)) for begin in range(5, 10)]
+    left, steps = requests_for(model, prompts), list[int]()
+    requests = list(left)
+
+    def more() -> list[Request]:
+        chosen = executor.choose(left) if left else []
+        assert len(chosen) in (0, together)
+        steps.extend([executor.counts["steps"]] * bool(chosen))
+        for request in chosen:
+            left.remove(request)
+        return chosen
+
+    executor.run(more(), more)
+    assert len(steps) == len(set(steps)) == 5 // together
+    assert_as_alone(model, requests, prompts)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_a_budget_of_memory(model: Any, options: dict[str, Any]) -> None:
     """What came last begins again later; all finish, and never is there more than the budget but for one step."""

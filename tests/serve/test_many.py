@@ -1,0 +1,185 @@
+"""Many requests from many clients: some leave, some are malformed, a model's process is killed. All others are right.
+
+`make test` runs a few hundred, `make test-long` thousands, and the loop that watches the memory.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+
+from tests.serve.checkpoints import texts
+from tests.serve.servers import BART, GPT2, WAIT, Command, command, until
+from tests.serve.test_command import process_of
+
+CLIENTS = 32
+FOLDERS = {"kjv-gpt2": GPT2, "kjv-bart": BART}
+PROMPTS = [
+    "in the beginning", "and the lord said", "the", "and it came to pass in those days that", "of", "blessed are they"
+]  # fmt: skip
+# Fields of a request, and the options of `generate` that they are.
+KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0, "num_beams": 1}, {"num_beams": 1}),
+    ({"num_beams": 3}, {"num_beams": 3}),
+    ({"n": 2, "num_beams": 4, "length_penalty": 2.0},
+     {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 2.0}),
+    ({"temperature": 0, "num_beams": 1, "repetition_penalty": 1.3}, {"num_beams": 1, "repetition_penalty": 1.3}),
+    ({"temperature": 0.9, "top_k": 30, "seed": 5},
+     {"num_beams": 1, "do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 1.0, "seed": 5}),
+]  # fmt: skip
+TOKENS = 16
+
+
+@cache
+def expected(model: str, prompt: int, kind: int) -> list[str]:
+    return texts(FOLDERS[model], PROMPTS[prompt], max_new_tokens=TOKENS, **KINDS[kind][1])
+
+
+@pytest.fixture(scope="module")
+def served(enabled: None) -> Iterator[Command]:
+    for model in FOLDERS:  # before there is load
+        for prompt in range(len(PROMPTS)):
+            for kind in range(len(KINDS)):
+                expected(model, prompt, kind)
+    with command(*FOLDERS.values(), "--slots", "32", "--max-waiting", "64", "--no-warm-up") as made:
+        made.wait_until_ready()
+        yield made
+
+
+def malformed(url: str, count: int) -> list[Any]:
+    """Bodies that the documentation does not allow."""
+    operation, found = schemathesis.openapi.from_url(f"{url}/openapi.json")["/v1/completions"]["POST"], list[Any]()
+
+    @settings(
+        max_examples=count, deadline=None, derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def draw(case: Any) -> None:
+        found.append(case.as_transport_kwargs())
+
+    draw()
+    return found
+
+
+class Load:
+    """Requests of clients that take turns."""
+
+    def __init__(self, url: str, count: int, bad: list[Any], kill: Any = None) -> None:
+        self.url, self.count, self.bad, self._kill = url, count, bad, kill
+        self.statuses, self.wrong = Counter[tuple[str, int]](), list[Any]()
+        self._left, self._lock = iter(range(count)), threading.Lock()
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._client) for _ in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        assert not any(thread.is_alive() for thread in threads)
+
+    def _client(self) -> None:
+        with httpx.Client(timeout=WAIT) as client:
+            while True:
+                with self._lock:
+                    number = next(self._left, None)
+                if number is None:
+                    return
+                if number == self.count // 2 and self._kill is not None:
+                    self._kill()
+                try:
+                    self._ask(client, random.Random(number))
+                except Exception as error:
+                    self.wrong.append((number, error))
+
+    def _ask(self, client: httpx.Client, draw: random.Random) -> None:
+        fate = draw.choices(["", "leaves", "malformed"], [85, 10, 5])[0] if self.bad else ""
+        if fate == "malformed":
+            self._note(fate, client.request(**{"method": "POST", **draw.choice(self.bad)}).status_code)
+            return
+        model, prompt, kind = draw.choice(list(FOLDERS)), draw.randrange(len(PROMPTS)), draw.randrange(len(KINDS))
+        body = {"model": model, "prompt": PROMPTS[prompt], "max_tokens": TOKENS, **KINDS[kind][0]}
+        if fate == "leaves":
+            with client.stream("POST", f"{self.url}/v1/completions", json={**body, "stream": True}) as answer:
+                next(answer.iter_lines(), None)
+            self._note(fate, answer.status_code)
+            return
+        while True:
+            answer = client.post(f"{self.url}/v1/completions", json=body)
+            self._note(fate, answer.status_code)
+            if answer.status_code not in (429, 503):
+                break
+            assert int(answer.headers["Retry-After"]) >= 1
+        assert answer.status_code == 200, (body, answer.text)
+        found = [choice["text"] for choice in answer.json()["choices"]]
+        if found != expected(model, prompt, kind):
+            self.wrong.append((body, found))
+
+    def _note(self, fate: str, status: int) -> None:
+        with self._lock:
+            self.statuses[fate, status] += 1
+
+
+def busy(url: str) -> float:
+    """Slots that are taken, and requests that wait or run."""
+    text = httpx.get(f"{url}/metrics", timeout=WAIT).text
+    return sum(float(value) for value in re.findall(r"^fastgen_(?:engine_busy|in_flight)\{.*\} (\S+)", text, re.M))
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.long)])
+def test_mixed_requests_get_what_generate_gives(served: Command, count: int) -> None:
+    load = Load(served.url, count, [])
+    load.run()
+    assert not load.wrong, load.wrong[:3]
+    assert load.statuses["", 200] == count
+    assert {status for _, status in load.statuses} <= {200, 429}
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(2000, marks=pytest.mark.long)])
+def test_faults_stay_where_they_are(served: Command, count: int) -> None:
+    """Clients that leave, malformed requests, and the death of a model's process."""
+    victim = psutil.Process(process_of(served, "kjv-gpt2"))
+    bad = malformed(served.url, max(count // 20, 20))
+    load = Load(served.url, count, bad, lambda: victim.send_signal(signal.SIGKILL))
+    load.run()
+    assert not load.wrong
+    assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+    assert not {status for _, status in load.statuses} & {500, 502}, load.statuses
+    assert {status for fate, status in load.statuses if fate == "malformed"} <= {400, 404, 413, 415, 422}
+    until(lambda: httpx.get(f"{served.url}/ready").status_code == 200)
+    until(lambda: busy(served.url) == 0)
+    assert "Traceback" not in "\n".join(served.lines)
+
+
+@pytest.mark.long
+def test_memory_does_not_grow() -> None:
+    """A loop of 20,000 requests: what the first 2,000 take is all."""
+    with command(*FOLDERS.values(), "--slots", "32", "--no-warm-up") as server:
+        server.wait_until_ready()
+        main = psutil.Process(server.process.pid)
+
+        def resident() -> int:
+            return sum(each.memory_info().rss for each in (main, *main.children(recursive=True)))
+
+        Load(server.url, 2_000, []).run()
+        before = resident()
+        sizes = []
+        for _ in range(9):
+            load = Load(server.url, 2_000, [])
+            load.run()
+            assert not load.wrong
+            sizes.append(resident())
+        assert max(sizes) < before + 2**25, [before >> 20, *[size >> 20 for size in sizes]]
