@@ -57,9 +57,10 @@ def is_level(counted: Sequence[Answer], done: int) -> bool:
     return statistics.median(last) <= 1.5 * statistics.median(first)
 
 
-def first_tokens(seen: Seen, percent: float) -> float:
-    """Seconds until the first text of a stream."""
-    streams = [answer for answer in seen.answers if answer.is_good and answer.first is not None]
+def first_tokens(seen: Seen, percent: float, warm: float = 0.2) -> float:
+    """Seconds until the first text of a stream, but of those that begin together at the beginning of the load."""
+    begin = warm * seen.seconds
+    streams = [answer for answer in seen.answers if answer.is_good and answer.first is not None and answer.due >= begin]
     return percentile([(answer.first or 0) - answer.due for answer in streams], percent)
 
 

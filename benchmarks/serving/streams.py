@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import models, report, servers
-from benchmarks.serving.load import Answer, Load, run
+from benchmarks.serving.load import Load, Seen, run
 from benchmarks.serving.report import Row
 from benchmarks.serving.servers import Server
 from benchmarks.workloads.smollm2_chat import QUESTIONS, tokenizer_of
@@ -42,8 +42,8 @@ def run_all(options: argparse.Namespace, folder: Path) -> None:
     rows: list[Row] = []
     texts: dict[str, dict[int, str]] = {}
     for side in options.only:
-        seen = _answers(side, model, options.seconds)
-        texts[side] = {answer.body: answer.content for answer in seen}
+        seen = _seen(side, model, options.seconds)
+        texts[side] = {answer.body: answer.content for answer in seen.answers if answer.is_good}
         rows.append({"side": side, **_numbers(seen, model)})
         compare(rows, texts)
         print(report.table(rows[-1:], COLUMNS), flush=True)
@@ -73,17 +73,16 @@ def _started(side: str, model: Path) -> AbstractContextManager[Server]:
     return servers.transformers_serve(model, continuous=side.endswith("continuous"))
 
 
-def _answers(side: str, model: Path, seconds: float) -> list[Answer]:
+def _seen(side: str, model: Path, seconds: float) -> Seen:
     name = "smollm2" if side == "fastgen" else str(model)
     with _started(side, model) as server:
         load = Load(f"{server.url}/v1/chat/completions", bodies(name), seconds / 4, clients=CLIENTS, streams=True)
         run(load)  # a warm-up
         load.seconds = seconds
         seen = run(load)
-    good = [answer for answer in seen.answers if answer.is_good]
-    if not good:
+    if not any(answer.is_good for answer in seen.answers):
         raise RuntimeError(f"{side} has answered nothing: {seen.answers[:3]}")
-    return good
+    return seen
 
 
 def bodies(name: str) -> list[Any]:
@@ -92,13 +91,12 @@ def bodies(name: str) -> list[Any]:
     return [{**common, "messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
 
 
-def _numbers(good: Sequence[Answer], model: Path) -> Row:
-    tokenizer = tokenizer_of(model)
+def _numbers(seen: Seen, model: Path) -> Row:
+    tokenizer, good = tokenizer_of(model), [answer for answer in seen.answers if answer.is_good]
     tokens = sum(len(tokenizer(answer.content, add_special_tokens=False).input_ids) for answer in good)
-    firsts = [(answer.first or answer.end or 0) - answer.due for answer in good]
     return {
         "tokens": tokens / max(answer.end or 0 for answer in good),
-        "first50": report.percentile(firsts, 50),
-        "first95": report.percentile(firsts, 95),
+        "first50": report.first_tokens(seen, 50),
+        "first95": report.first_tokens(seen, 95),
         "answers": len(good),
     }

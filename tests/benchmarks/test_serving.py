@@ -154,7 +154,8 @@ def test_streams(url: str) -> None:
     (answer,) = seen.answers
     assert answer.content == "abc" and answer.is_good
     assert answer.first is not None and 0.05 <= answer.first - answer.due <= answer.latency - 0.1
-    assert report.first_tokens(seen, 50) == pytest.approx(answer.first - answer.due)
+    assert report.first_tokens(seen, 50, warm=0.0) == pytest.approx(answer.first - answer.due)
+    assert report.first_tokens(seen, 50, warm=1.0) == float("inf")
 
 
 def test_a_server_that_is_not_there() -> None:
