@@ -67,8 +67,9 @@ ERRORS = (
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_every_error(error: BaseException) -> None:
-    mine = Processor(error)
-    assert_passed_on(LLAMA, {**BEAM, "logits_processor": [mine]}, mine)
+    """Of a function, whose state nothing puts back: whether it is called again is seen."""
+    mine = Raises(error)
+    assert_passed_on(LLAMA, {**BEAM, "logits_processor": [partial(_hit, mine)]}, mine)
 
 
 # ---- objects with methods
