@@ -138,10 +138,6 @@ def _hit(mine: Raises, tokens: Any, scores: Any) -> Any:
     return mine.hit(scores)
 
 
-def _mock(mine: Raises) -> Mock:
-    return Mock(spec=lambda tokens, scores: None, side_effect=lambda tokens, scores: mine.hit(scores))
-
-
 def _prefix(mine: Raises) -> PrefixConstrainedLogitsProcessor:
     return PrefixConstrainedLogitsProcessor(lambda row, tokens: mine.hit(list(range(20))), 4)
 
@@ -162,7 +158,6 @@ OBJECTS: dict[str, tuple[type[Raises], Callable[[Any], dict[str, Any]]]] = {
     "end of a streamer": (EndsBadly, lambda mine: {"streamer": mine}),
     "mock of a streamer": (Raises, _mock_streamer),
     "partial of a function": (Raises, lambda mine: {**BEAM, "logits_processor": [partial(_hit, mine)]}),
-    "mock of a processor": (Raises, lambda mine: {**BEAM, "logits_processor": [_mock(mine)]}),
     "prefix of a processor": (Raises, lambda mine: {**BEAM, "logits_processor": [_prefix(mine)]}),
 }
 
