@@ -36,9 +36,11 @@ def enabled():
     fastgen.enable(strict=False)
 
 
-def test_identical_and_accelerated(model):
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
+def test_identical_and_accelerated(model, options):
     prompt = torch.randint(3, 60, (2, 12))
-    result = fastgen.compare(model, prompt, num_beams=3, max_new_tokens=10)
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if "do_sample" in options else prompt
+    result = fastgen.compare(model, inputs, max_new_tokens=10, return_dict_in_generate=True, **options)
     assert result.identical and result.accelerated and result.first_difference is None
     text = str(result)
     assert "tokens: identical" in text and "accelerated: yes" in text
@@ -76,14 +78,17 @@ def calls_made(monkeypatch):
 
 
 @pytest.fixture
-def records(monkeypatch):
-    """Steps are recorded where that pays, and short calls are not given the time that real ones take."""
+def records(request, monkeypatch):
+    """Steps are recorded where that pays, or always; short calls are not given the time that real ones take."""
     monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
     # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
     monkeypatch.setattr(draft_length, "MOST_CALLS", 0)
-    with settings.changed(captured_step="auto"):
+    with settings.changed(captured_step=getattr(request, "param", "auto")):
         yield
+
+
+always_recorded = pytest.mark.parametrize("records", ["always"], indirect=True)
 
 
 def test_later_calls_capture_nothing(model, records, monkeypatch):
@@ -117,6 +122,8 @@ def test_texts_with_a_tokenizer(model, monkeypatch):
     assert fastgen.compare(model, "a b", tokenizer=tokenizer, max_new_tokens=4).identical
     with pytest.raises(TypeError, match="needs tokenizer="):
         fastgen.compare(model, texts)
+    with pytest.raises(ValueError, match="at least one text"):
+        fastgen.compare(model, [], tokenizer=tokenizer)
 
 
 def test_a_pipeline(model, monkeypatch):
@@ -159,11 +166,6 @@ def test_a_model_in_a_wrapper_gets_all_inputs(model, monkeypatch):
     assert calls[1][2]["input_ids"].tolist() == [[3, 4, 5]]
 
 
-def test_no_text_is_one_line(model):
-    with pytest.raises(ValueError, match="at least one text"):
-        fastgen.compare(model, [], tokenizer=letters(padding_side="left"))
-
-
 def test_what_is_still_captured_is_said(model, monkeypatch):
     clock = itertools.count(step=30.0)
     monkeypatch.setattr(comparison.time, "perf_counter", lambda: float(next(clock)))
@@ -187,34 +189,14 @@ def test_a_pipeline_that_does_not_generate():
         fastgen.compare(pipeline, ["a"])
 
 
-def test_mapping_of_inputs_sampling_and_dict_results(model):
-    prompt = torch.randint(3, 60, (2, 12))
-    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    state = torch.get_rng_state()
-    result = fastgen.compare(
-        model, inputs, do_sample=True, num_return_sequences=3, max_new_tokens=10, return_dict_in_generate=True
-    )
-    assert result.identical and result.accelerated
-    torch.set_rng_state(state)
-
-
 def test_a_fallback_is_reported(model):
     result = fastgen.compare(model, torch.randint(3, 60, (1, 5)), use_cache=False, max_new_tokens=4)
     assert result.identical and not result.accelerated
     assert result.fallback is not None and "use_cache" in result.fallback and "accelerated: no (" in str(result)
 
 
-@pytest.fixture
-def captures(monkeypatch):
-    monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
-    # The clock says whether calls of few tokens are drafted, and whether others pause: it is not for these tests.
-    monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
-    monkeypatch.setattr(draft_length, "MOST_CALLS", 0)
-    with settings.changed(captured_step="always"):
-        yield
-
-
-def test_drafted_tokens_are_counted(model, captures):
+@always_recorded
+def test_drafted_tokens_are_counted(model, records):
     """Those of the call alone: neither of calls before, nor of the warm-up."""
     prompt, options = torch.arange(3, 13).repeat(1, 4), {"prompt_lookup_num_tokens": 4, "max_new_tokens": 40}
     for result in (fastgen.compare(model, prompt, **options) for _ in range(2)):
@@ -226,7 +208,8 @@ def test_drafted_tokens_are_counted(model, captures):
     assert plain.drafts is plain.not_drafted is None and "drafts" not in str(plain)
 
 
-def test_why_nothing_was_drafted(model, captures):
+@always_recorded
+def test_why_nothing_was_drafted(model, records):
     """A model as small as this one has no weights that would be worth a low-bit copy."""
     with settings.changed(self_speculation="int8"):
         result = fastgen.compare(model, torch.arange(3, 13).repeat(1, 4), max_new_tokens=20)

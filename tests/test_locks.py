@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +44,7 @@ def held_by_another_thread(lock, is_free, check=lambda: None):
 
 
 @needs_fork
-def test_a_fork_finds_it_free_whichever_thread_had_it() -> None:
+def test_a_fork_finds_it_free_whichever_thread_had_it(programs: Path) -> None:
     """Every lock of FastGen's: all in one process."""
     code = """
 import fastgen
@@ -83,7 +83,7 @@ def layers_are_free():
 
 held_by_another_thread(lambda: FastLayers.of(model), lambda: FastLayers.of(model)._users == [], layers_are_free)
 """
-    subprocess.run([sys.executable, "-c", IN_A_FORK + code], check=True, timeout=240)
+    subprocess.run([programs / "python", "-c", IN_A_FORK + code], check=True, timeout=240)
 
 
 @needs_fork

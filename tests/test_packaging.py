@@ -230,26 +230,24 @@ def tried(python: Path, **changes: str) -> tuple[str, list[str]]:
 
 
 def test_a_wheel_in_an_environment_of_its_own(wheel, tmp_path):
-    """With its library, without it, and with one that cannot be loaded: whoever did not ask for that is told."""
+    """With its library, and with one that cannot be loaded: whoever did not ask for that is told."""
     python = environment_with(wheel, tmp_path / "venv")
     backend, told = tried(python)
     assert backend.startswith("C++ (csrc)" if has_compiler() else "torch reference: the extension was not built")
     assert bool(told) != has_compiler()
-    backend, told = tried(python, FASTGEN_NO_EXT="1")
-    assert backend.startswith("torch reference: FASTGEN_NO_EXT is set") and not told
     (operators,) = (tmp_path / "venv").glob("lib/python*/site-packages/fastgen/ops")
     (operators / "libfastgen_cpu.so").write_bytes(b"from another machine")
     backend, told = tried(python)
     cannot = "libfastgen_cpu.so cannot be loaded, install FastGen again for this torch: "
-    assert backend.startswith(f"torch reference: {cannot}") and cannot in told[0] and len(told) == 1
+    assert backend.startswith(f"torch reference: {cannot}") and cannot in told[0]
+    assert len(told) == 1 and told[0].startswith("<string>:")  # the line of the user's that was the first to notice
 
 
 def test_builds_without_operators_where_that_is_asked_for(tree, tmp_path):
     wheel, output = build_wheel(tree, tmp_path / "wheel", FASTGEN_NO_EXT="1")
     assert "FASTGEN_NO_EXT is set, so csrc is not built" in output
-    backend, (told,) = tried(environment_with(wheel, tmp_path / "venv"))
-    assert backend.startswith("torch reference: the extension was not built")
-    assert "the extension was not built" in told and told.startswith("<string>:")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
 def test_no_compiler_is_one_line(tree, tmp_path):
@@ -317,11 +315,3 @@ def test_another_distribution_of_the_same_name_is_one_line(wheel, tmp_path):
     said = run(python, "-c", "import fastgen", fails=True).splitlines()[-1]
     assert said.startswith(f"ImportError: two distributions have installed a package `fastgen` into {site}")
     assert "pip uninstall fastgen fastgen-transformers" in said
-
-
-@pytest.mark.parametrize("module", ["fastgen", "fastgen.ops"])
-def test_import_is_light(module):
-    """Patches are applied when the toolkit is imported; FastGen imports neither it nor torch."""
-    heavy = ("torch", "transformers", "fairseq", "datasets", "pyarrow", "numpy")
-    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
-    assert run(sys.executable, "-c", code, PYTHONPATH=str(ROOT)).splitlines()[-1] == "[]"

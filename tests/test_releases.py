@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import re
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.sampled(3)
 
 ROOT = Path(__file__).parents[1]
 LLAMA = BY_NAME["llama"]
-_MAIN = "import runpy; runpy.run_module('fastgen', run_name='__main__')"
 _STUB = """
 import inspect, sys, warnings
 from tests import stub_release
@@ -227,26 +225,6 @@ def test_a_returned_cache_has_what_the_release_puts_into_one(
     with fastgen.settings.changed(captured_step=captured_step):
         assert run() == expected
     assert fastgen.stats()["transformers.generate"]["accelerated"] == 1
-
-
-def test_continuous_batching_gives_what_the_librarys_gives() -> None:
-    """Its paged cache is handed on by attention functions up to 5.23, and by models from 5.24 on."""
-    prompts = LLAMA.make_inputs(padding=None)["input_ids"].tolist()
-    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
-    # By default the cache takes most of the machine's memory.
-    kind = getattr(transformers, "ContinuousBatchingConfig", None)
-    options = {} if kind is None else {"continuous_batching_config": kind(num_blocks=16, max_batch_tokens=64)}
-
-    def run() -> list[list[int]]:
-        model = copy.deepcopy(LLAMA.build())
-        found = model.generate_batch(inputs=prompts, generation_config=config, **options)
-        return [each.generated_tokens for each in found.values()]
-
-    with fastgen.disabled():
-        expected = run()
-    fastgen.reset_stats()
-    assert run() == expected and len(expected) == len(prompts)
-    assert "transformers.generate_batch" in fastgen.stats()
 
 
 # ---- a release that does not exist

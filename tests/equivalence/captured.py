@@ -20,7 +20,8 @@ from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from tests.equivalence.models import BY_NAME, Family
-from tests.equivalence.others import OTHERS
+from tests.equivalence.options import FAMILIES, every  # noqa: F401
+from tests.equivalence.others import KNOWN  # noqa: F401  (for the tests)
 from tests.recorded_graph import RecordedGraph
 
 # Models whose steps can be captured in some releases of Transformers.
@@ -120,12 +121,6 @@ def reasons():
     return fastgen.stats().get(loop.ENTRY_POINT, {}).get("not used", {})
 
 
-KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
-
-
-FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
-
-
 NEW = {"max_new_tokens": 24, "do_sample": False}
 
 
@@ -133,9 +128,6 @@ BEAMS = {**NEW, "num_beams": 3}
 
 
 GREEDY = {**NEW, "num_beams": 1}
-
-
-every = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
 two = pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -43,3 +44,12 @@ def accelerated() -> int:
 def fallbacks() -> dict[str, int]:
     """Calls that fell back since then, by reason."""
     return fastgen.stats().get(ENTRY_POINT, {}).get("fallback", {})
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Calls `work(number)` in so many threads at the same time."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import transformers
 
+import fastgen
 from tests.equivalence.models import padded
 
 VOCABULARY, PAD, FIRST_WORD = 120, 1, 5
 LONGEST = 40
+TOLERANCE = 1e-5
 
 _BERT = {
     "vocab_size": VOCABULARY,
@@ -159,6 +161,39 @@ def build(architecture: str, head: str = "", attention: str | None = None) -> An
 
 
 inputs = functools.partial(padded, words=(FIRST_WORD, VOCABULARY), pad=PAD)
+
+
+def both(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """What the model gives with FastGen, and without."""
+    with torch.inference_mode():
+        with fastgen.disabled():
+            expected = model(**given)
+        return model(**given), expected
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    """Those of a result, in whatever it has them."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    parts = list(result.values()) if isinstance(result, dict) else result
+    return [each for part in parts for each in tensors(part)] if isinstance(parts, tuple | list) else []
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = TOLERANCE, at: torch.Tensor | None = None) -> None:
+    """Asserts that two results have the same tensors, relative to the largest number of each.
+
+    Args:
+        at: a mask of the positions that count.
+    """
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+    for one, other in zip(tensors(found), tensors(expected), strict=True):
+        assert one.shape == other.shape and one.dtype is other.dtype
+        if at is not None:
+            one, other = one[at.bool()], other[at.bool()]
+        largest = max(1.0, float(other.abs().max()))
+        torch.testing.assert_close(one / largest, other / largest, rtol=0.0, atol=tolerance)
 
 
 def tokenizer(side: str = "right") -> Any:

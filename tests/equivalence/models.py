@@ -172,15 +172,14 @@ _T5 = {
     "decoder_start_token_id": PAD,
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
-LLAMA = {
+HIDDEN = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "max_position_embeddings": 512,
 }
+LLAMA = {**HIDDEN, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def _seq2seq(name: str, model_class: str, weights: Weights, config: dict[str, Any], **traits: Any) -> Family:
@@ -266,31 +265,8 @@ FAMILIES = [
         inputs="audio",
     ),
     Family("gpt2", "GPT2LMHeadModel", Weights(4, eos=3, gain=2), GPT2),
-    Family(
-        "opt",
-        "OPTForCausalLM",
-        Weights(5, gain=2),
-        {
-            "hidden_size": 32,
-            "ffn_dim": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "word_embed_proj_dim": 32,
-            "max_position_embeddings": 512,
-        },
-    ),
-    Family(
-        "gpt-neox",
-        "GPTNeoXForCausalLM",
-        Weights(2),
-        {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 512,
-        },
-    ),
+    Family("opt", "OPTForCausalLM", Weights(5, gain=2), {**HIDDEN, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    Family("gpt-neox", "GPTNeoXForCausalLM", Weights(2), HIDDEN),
     Family(
         "bloom", "BloomForCausalLM", Weights(3, gain=3, embedding=0.2), {"hidden_size": 32, "n_layer": 2, "n_head": 4}
     ),
@@ -306,12 +282,7 @@ FAMILIES = [
         Weights(2),
         {**LLAMA, "sliding_window": 40, "query_pre_attn_scalar": 8},
     ),
-    Family(
-        "phi",
-        "PhiForCausalLM",
-        Weights(6, eos=3, embedding=0.2),
-        {key: value for key, value in LLAMA.items() if key != "head_dim"},
-    ),
+    Family("phi", "PhiForCausalLM", Weights(6, eos=3, embedding=0.2), {**HIDDEN, "num_key_value_heads": 2}),
     Family("mixtral", "MixtralForCausalLM", Weights(2), {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     Family(
         "gpt-oss",

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from tests.equivalence.models import BART, GPT2, LLAMA, PAD, Family, Weights
+from typing import Any
+
+from tests.equivalence.models import BART, FAMILIES, GPT2, HIDDEN, LLAMA, PAD, Family, Weights
 
 _SEQ2SEQ = {name: value for name, value in BART.items() if name != "forced_eos_token_id"}
-_HIDDEN = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-}
 _W = Weights(3, gain=2.0)
 
 OTHERS = [
@@ -75,21 +70,21 @@ OTHERS = [
             "max_position_embeddings": 512,
         },
     ),
-    Family("falcon", "FalconForCausalLM", _W, {**_HIDDEN, "multi_query": True}),
-    Family("falcon-alibi", "FalconForCausalLM", _W, {**_HIDDEN, "alibi": True, "multi_query": False}),
+    Family("falcon", "FalconForCausalLM", _W, {**HIDDEN, "multi_query": True}),
+    Family("falcon-alibi", "FalconForCausalLM", _W, {**HIDDEN, "alibi": True, "multi_query": False}),
     Family("mpt", "MptForCausalLM", _W, {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
     Family("xglm", "XGLMForCausalLM", _W, {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
-    Family("biogpt", "BioGptForCausalLM", _W, _HIDDEN),
+    Family("biogpt", "BioGptForCausalLM", _W, HIDDEN),
     Family("ctrl", "CTRLLMHeadModel", _W, {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
     Family("xlnet", "XLNetLMHeadModel", _W, {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}),
-    Family("bert", "BertLMHeadModel", _W, {**_HIDDEN, "is_decoder": True}),
+    Family("bert", "BertLMHeadModel", _W, {**HIDDEN, "is_decoder": True}),
     Family("openai-gpt", "OpenAIGPTLMHeadModel", _W, GPT2),
     Family("gemma3", "Gemma3ForCausalLM", _W, {**LLAMA, "sliding_window": 40, "query_pre_attn_scalar": 8}),
-    Family("phi3", "Phi3ForCausalLM", _W, {**_HIDDEN, "num_key_value_heads": 2}),
-    Family("olmo2", "Olmo2ForCausalLM", _W, _HIDDEN),
+    Family("phi3", "Phi3ForCausalLM", _W, {**HIDDEN, "num_key_value_heads": 2}),
+    Family("olmo2", "Olmo2ForCausalLM", _W, HIDDEN),
     Family("cohere", "CohereForCausalLM", _W, LLAMA),
-    Family("stablelm", "StableLmForCausalLM", _W, {**_HIDDEN, "num_key_value_heads": 2}),
-    Family("starcoder2", "Starcoder2ForCausalLM", _W, {**_HIDDEN, "num_key_value_heads": 2, "sliding_window": 40}),
+    Family("stablelm", "StableLmForCausalLM", _W, {**HIDDEN, "num_key_value_heads": 2}),
+    Family("starcoder2", "Starcoder2ForCausalLM", _W, {**HIDDEN, "num_key_value_heads": 2, "sliding_window": 40}),
     Family("granite", "GraniteForCausalLM", _W, LLAMA),
     Family("qwen2-moe", "Qwen2MoeForCausalLM", _W, {**LLAMA, "num_experts": 4, "moe_intermediate_size": 16}),
     Family(
@@ -97,7 +92,7 @@ OTHERS = [
         "DeepseekV3ForCausalLM",
         _W,
         {
-            **_HIDDEN,
+            **HIDDEN,
             "num_key_value_heads": 4,
             "q_lora_rank": 16,
             "kv_lora_rank": 8,
@@ -118,14 +113,14 @@ OTHERS = [
         "recurrent-gemma",
         "RecurrentGemmaForCausalLM",
         _W,
-        {**_HIDDEN, "lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 16, "num_key_value_heads": 1},
+        {**HIDDEN, "lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 16, "num_key_value_heads": 1},
     ),
     Family(
         "jamba",
         "JambaForCausalLM",
         _W,
         {
-            **_HIDDEN,
+            **HIDDEN,
             "num_key_value_heads": 2,
             "use_mamba_kernels": False,
             "mamba_d_state": 4,
@@ -135,3 +130,9 @@ OTHERS = [
         },
     ),
 ]
+KNOWN = {family.name: family for family in (*FAMILIES, *OTHERS)}
+
+
+def made(name: str, *args: Any, **inputs: Any) -> tuple[Any, dict[str, Any]]:
+    """A model, which all tests share, and inputs for it: see `Family.make_inputs`."""
+    return KNOWN[name].build(), KNOWN[name].make_inputs(*args, **inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,10 +23,9 @@ from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from tests import near_ties
 from tests.equivalence.captured import record_from
-from tests.equivalence.models import BY_NAME
-from tests.equivalence.others import OTHERS
+from tests.equivalence.models import LONG
+from tests.equivalence.others import KNOWN
 
-KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
 GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
 DRAFTS = ["int8", "int4", "lookup", "assistant", "early exit"]
 # Models of which the library drafts with the first layers.
@@ -105,3 +105,13 @@ def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], **draft: A
         return model.generate(**copy.deepcopy(inputs), **{**options, **asked})
 
     near_ties.check(run)
+
+
+def speculates(
+    name: str, draft: str, options: dict[str, Any] | None = None, batches: Sequence[int] = (3, 3), length: int = LONG
+) -> None:
+    """Greedy calls of a model on so many inputs, one after the other, all of which draft, as `same` has it."""
+    model, asked = KNOWN[name].build(), draft_of(draft, KNOWN[name].build())
+    for batch in batches:
+        same(model, KNOWN[name].make_inputs(batch, length), {**GREEDY, **(options or {})}, **asked)
+    assert_speculates(len(batches))

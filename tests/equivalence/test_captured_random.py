@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -55,14 +56,16 @@ class OwnProcessor(LogitsProcessor):
         return scores.scatter_add(1, (input_ids.sum(1, keepdim=True) % VOCABULARY), torch.full_like(scores[:, :1], 2.0))
 
 
-def draw_inputs(draw: random.Random, family: Any) -> dict[str, torch.Tensor]:
-    """Prompts or sources of any lengths, padded on either side."""
+def draw_inputs(
+    draw: random.Random, family: Any, batches: Sequence[int] = (1, 3, 4, 4), words: Sequence[int] = (VOCABULARY,)
+) -> dict[str, torch.Tensor]:
+    """Prompts or sources of any lengths, padded on either side, of one of these numbers of words."""
     generator = torch.Generator().manual_seed(draw.randrange(10**6))
-    batch = draw.choice([1, 3, 4, 4])
+    batch = draw.choice(batches)
     if family.inputs == "audio":
         return {"input_features": torch.randn(batch, 8, 2 * LONG, generator=generator)}
     length = draw.choice([1, 9, 14, 15, LONG])
-    ids = torch.randint(FIRST_WORD, VOCABULARY, (batch, length), generator=generator)
+    ids = torch.randint(FIRST_WORD, draw.choice(words), (batch, length), generator=generator)
     mask = torch.ones_like(ids)
     from_left = draw.random() < (0.2 if family.encoder_decoder else 0.8)
     for row in range(batch):

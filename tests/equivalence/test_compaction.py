@@ -16,6 +16,7 @@ from fastgen.optimizer.transformers.compaction import BatchCompaction
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.models import BY_NAME, EOS, FAMILIES, FIRST_WORD, SHORT, Family
+from tests.equivalence.others import made
 
 # Sequences end early and at different steps: several tokens end one.
 ENDS = {"eos_token_id": [EOS, *range(FIRST_WORD, FIRST_WORD + 70)], "max_new_tokens": 30}
@@ -183,8 +184,7 @@ def test_positions_given_once_for_all_rows(rows: list[int]) -> None:
 
 def test_a_failure_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
     fastgen.enable(strict=False)
-    family = BY_NAME["bart"]
-    model, inputs = family.build(), family.make_inputs(batch=9)
+    model, inputs = made("bart", batch=9)
     spread = BatchCompaction.spread
 
     def failing(compaction: BatchCompaction, logits: torch.Tensor) -> torch.Tensor:

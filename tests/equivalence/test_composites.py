@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,27 +20,20 @@ _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": BOS, "
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 
 
-def _vit_and_trocr() -> Any:
-    decoder = transformers.TrOCRConfig(
-        **_TOKENS,
-        d_model=32,
-        decoder_layers=2,
-        decoder_attention_heads=4,
-        decoder_ffn_dim=64,
-        cross_attention_hidden_size=32,
-    )
+def _vit_and(decoder: Any) -> Any:
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
         transformers.ViTConfig(**_IMAGE), decoder
     )
     return transformers.VisionEncoderDecoderModel(config)
+
+
+def _vit_and_trocr() -> Any:
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    return _vit_and(transformers.TrOCRConfig(**_TOKENS, **sizes, cross_attention_hidden_size=32))
 
 
 def _vit_and_gpt2() -> Any:
-    decoder = transformers.GPT2Config(**_TOKENS, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True)
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        transformers.ViTConfig(**_IMAGE), decoder
-    )
-    return transformers.VisionEncoderDecoderModel(config)
+    return _vit_and(transformers.GPT2Config(**_TOKENS, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True))
 
 
 def _bert_and_bert() -> Any:
@@ -50,73 +44,28 @@ def _bert_and_bert() -> Any:
 
 
 def _florence2() -> Any:
-    vision = {
-        "depths": [1, 1, 1, 1],
-        "embed_dim": [16, 16, 16, 16],
-        "num_heads": [4, 4, 4, 4],
-        "num_groups": [4, 4, 4, 4],
-        "projection_dim": 32,
-    }
+    """It embeds tokens itself, and images among them: its encoder gets none."""
+    vision: dict[str, Any] = {"depths": [1] * 4, "embed_dim": [16] * 4, "num_heads": [4] * 4, "num_groups": [4] * 4}
     text = {**_TOKENS, "model_type": "bart", "d_model": 32, "decoder_start_token_id": BOS}
     for side in ("encoder", "decoder"):
         text |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+    vision["projection_dim"] = 32
     config = transformers.Florence2Config(vision_config=vision, text_config=text, image_token_id=VOCABULARY - 1)
     return transformers.Florence2ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
-@pytest.mark.parametrize("image", [False, True])
-def test_an_encoder_that_gets_no_tokens(image: bool, decoding: str) -> None:
-    """Florence-2 embeds them itself, and images among them; the prompts of a batch differ in length."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(4, VOCABULARY - 1, (3, LONG), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, 7:] = 0
-    inputs = {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
-    if image:  # of 32 x 32, two tokens
-        inputs["input_ids"][:, :2] = VOCABULARY - 1
-        inputs["pixel_values"] = torch.randn(3, 3, 32, 32, generator=generator)
-    check(build(_florence2), inputs, {**DECODING[decoding], **SCORES})
-    assert accelerated() == 1
-
-
 def _idefics(resampler: bool) -> Any:
+    """It encodes images in its prefill, and hands what comes of it on from step to step."""
+    perceiver = {"n_latents": 4, "depth": 1, "n_heads": 2, "head_dim": 16}
     config = transformers.IdeficsConfig(
-        **_TOKENS,
-        **_TEXT,
-        cross_layer_interval=1,
-        use_resampler=resampler,
-        alpha_initializer="ones",
+        **_TOKENS, **_TEXT, cross_layer_interval=1, use_resampler=resampler, alpha_initializer="ones",
         vision_config={"embed_dim": 32, "image_size": 16, "patch_size": 8, **_TEXT},
-        perceiver_config={
-            "use_resampler": resampler,
-            "resampler_n_latents": 4,
-            "resampler_depth": 1,
-            "resampler_n_heads": 2,
-            "resampler_head_dim": 16,
-        },
-    )
+        perceiver_config={"use_resampler": resampler, **{f"resampler_{name}": n for name, n in perceiver.items()}},
+    )  # fmt: skip
     return transformers.IdeficsForVisionText2Text(config)
 
 
 _IDEFICS = {resampler: functools.partial(_idefics, resampler) for resampler in (False, True)}
-
-
-@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
-@pytest.mark.parametrize("images", [1, 2])
-@pytest.mark.parametrize("resampler", _IDEFICS)
-def test_images_that_are_handed_on_from_step_to_step(resampler: bool, images: int, decoding: str) -> None:
-    """Idefics encodes images in its prefill, and gives the next steps what comes of it."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(4, VOCABULARY, (2, 7), generator=generator)
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(2, images, 3, 16, 16, generator=generator),
-        "image_attention_mask": torch.ones(2, 7, images),
-    }
-    check(build(_IDEFICS[resampler]), inputs, {**DECODING[decoding], **SCORES})
-    assert accelerated() == 1
 
 
 def _handing_on() -> Any:
@@ -173,33 +122,55 @@ def build(make: Any) -> Any:
     return model
 
 
+def _images(rows: int, size: int = 32) -> torch.Tensor:
+    return torch.randn(rows, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def _tokens(rows: int, length: int, shortest: int | None = None) -> dict[str, torch.Tensor]:
+    """Prompts, of which the second one may be shorter."""
+    ids = torch.randint(4, VOCABULARY - 1, (rows, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, shortest or length :] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+def _with_an_image() -> dict[str, torch.Tensor]:
+    """Of 32 x 32, which are two tokens."""
+    inputs = _tokens(3, LONG, 7)
+    inputs["input_ids"][:, :2] = VOCABULARY - 1
+    return {**inputs, "pixel_values": _images(3)}
+
+
+def _of_idefics(images: int) -> dict[str, torch.Tensor]:
+    pixels = _images(2 * images, 16).unflatten(0, (2, images))
+    return {**_tokens(2, 7), "pixel_values": pixels, "image_attention_mask": torch.ones(2, 7, images)}
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]]]] = {
+    "vit and trocr": (_vit_and_trocr, lambda: {"pixel_values": _images(2)}),
+    "vit and gpt2": (_vit_and_gpt2, lambda: {"pixel_values": _images(2)}),
+    "bert and bert": (_bert_and_bert, lambda: _tokens(2, LONG)),
+    "florence2": (_florence2, lambda: _tokens(3, LONG, 7)),
+    "florence2, an image": (_florence2, _with_an_image),
+    "idefics": (_IDEFICS[False], lambda: _of_idefics(1)),
+    "idefics, a resampler, two images": (_IDEFICS[True], lambda: _of_idefics(2)),
+}
+
+
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
-@pytest.mark.parametrize("make", [_vit_and_trocr, _vit_and_gpt2], ids=["vit-trocr", "vit-gpt2"])
-def test_images_to_text(make: Any, decoding: str) -> None:
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    check(build(make), {"pixel_values": images}, {**DECODING[decoding], **SCORES})
+@pytest.mark.parametrize("name", MODELS)
+def test_models_made_of_two(name: str, decoding: str) -> None:
+    make, inputs = MODELS[name]
+    check(build(make), inputs(), {**DECODING[decoding], **SCORES})
     assert accelerated() == 1
 
 
-@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
-def test_text_to_text(decoding: str) -> None:
-    ids = torch.randint(4, VOCABULARY, (2, LONG), generator=torch.Generator().manual_seed(0))
-    check(
-        build(_bert_and_bert),
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        {**DECODING[decoding], **SCORES},
-    )
-    assert accelerated() == 1
-
-
-@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("decoding", ["beam", "greedy"])
 def test_images_in_the_prompt(decoding: str) -> None:
     """Left to the original, with or without an image."""
-    ids = torch.randint(4, VOCABULARY - 1, (2, LONG), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = _tokens(2, LONG)
     check(build(_llava), inputs, {**DECODING[decoding], **SCORES})
-    ids = ids.clone()
-    ids[:, 3:19] = VOCABULARY - 1
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    check(build(_llava), {**inputs, "input_ids": ids, "pixel_values": images}, {**DECODING[decoding], **SCORES})
+    inputs["input_ids"][:, 3:19] = VOCABULARY - 1
+    check(build(_llava), {**inputs, "pixel_values": _images(2)}, {**DECODING[decoding], **SCORES})
     assert fallbacks() == {"LlavaForConditionalGeneration takes more than text": 2}

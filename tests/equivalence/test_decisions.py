@@ -53,35 +53,22 @@ def _processed(processor: Any) -> Any:
     return processor(ids, torch.randn(3, 9, generator=generator))
 
 
-# What decides, where a user's call gets there, and under which name it is counted.
+# Something in each decision that a hook makes, where a user's call gets there, and under which name it is counted.
 GENERATE = "transformers.generate"
 ENCODER = "transformers.encoder"
 DECISIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "generate:_unsupported": (_generated("bart"), GENERATE),
-    "speculation.assisted:taken_over": (_generated("llama"), GENERATE),
-    "user_code:wrap": (_generated("llama"), GENERATE),
     "loop:_check": (_generated("llama"), GENERATE),
     "buckets:_buckets": (_generated("bart"), GENERATE),
-    "buckets:_is_all": (_generated("bart"), GENERATE),
     "prefill:_one_row_each": (_generated("llama", **BEAM), GENERATE),
-    "prefill:_undo_repeat": (_generated("t5", **BEAM), GENERATE),
     "call:FastLayers.enter": (_generated("llama"), GENERATE),
     "logits:_ngrams": (lambda: _processed(NoRepeatNGramLogitsProcessor(2)), "transformers.no_repeat_ngram"),
-    "logits:_unsupported": (lambda: _processed(NoRepeatNGramLogitsProcessor(2)), "transformers.no_repeat_ngram"),
     "logits:_banned": (_generated("llama", min_length=20), "transformers.min_length"),
     "encoders.call:known_of": (_classified, ENCODER),
-    "encoders.call:_padding_mask": (_classified, ENCODER),
-    "encoders.call:_key": (_classified, ENCODER),
-    "encoders.call:_unsupported": (_classified, ENCODER),
-    "encoders.call:_foreign": (_classified, ENCODER),
-    "encoders.call:_layers_of_pass": (_classified, ENCODER),
-    "encoders.call:_many_rows": (_classified, ENCODER),
     "encoders.call:UnpaddedForward.__init__": (_classified, ENCODER),
     "encoders.call:_may_be_recorded": (_short, ENCODER),
     "encoders.programs:_serves": (_short, f"{ENCODER}, recorded"),
-    "encoders.programs:_key": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_is_due": (_short, f"{ENCODER}, recorded"),
-    "encoders.programs:_has_plain_tensors": (_short, f"{ENCODER}, recorded"),
 }
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 
 import fastgen
-from fastgen import patching, releases
+from fastgen import patching
 from fastgen.decoding.kv.growing import GrowingKV
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons
@@ -63,13 +62,6 @@ def test_every_model(family: Family, setting: str, decoding: dict[str, Any]) -> 
     assert accelerated() == 1
     # ProphetNet's needs patches of its modules.
     assert captures() == (setting == "always" and family.name != "prophetnet"), reasons()
-
-
-@decodings
-def test_finished_inputs_leave(decoding: dict[str, Any], rows: list[int]) -> None:  # noqa: F811
-    fastgen.settings.change(captured_step="never")
-    decoded(LLAMA, {**decoding, **ENDS}, batch=9)
-    assert rows[-1] < 9 * max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
 
 
 def test_options_of_scores() -> None:
@@ -151,15 +143,6 @@ def test_code_of_the_users(decoding: dict[str, Any]) -> None:
     assert seen[True] == seen[False] and accelerated() == 1
 
 
-def test_what_the_users_code_raises() -> None:
-    def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise LookupError("the processor")
-
-    with pytest.raises(LookupError, match="the processor"):
-        run(LLAMA.build(), LLAMA.make_inputs(), {"logits_processor": [fails], **DECODE})
-    assert not fallbacks() and not patching.is_active()
-
-
 def test_falls_back() -> None:
     options = {**BEAM, "use_cache": False}
     expected = run(LLAMA.build(), LLAMA.make_inputs(), options)
@@ -212,22 +195,6 @@ def test_drafts(family: Family) -> None:
     decoded(family, GREEDY)
     assert_speculates(3)
     assert accelerated() == 3 and counts()["accepted"] > 0
-
-
-def test_assisted_generation_of_the_librarys() -> None:
-    fastgen.settings.change(strict=False)
-    decoded(LLAMA, {"assistant_model": BY_NAME["qwen2"].build(), "do_sample": True}, batch=1)
-    assert fallbacks() == {"assisted decoding": 1}
-
-
-def test_a_cache_of_the_users() -> None:
-    found = []
-    for options in ({}, DECODE):
-        cache = DynamicCache(config=LLAMA.build().config)
-        result = run(LLAMA.build(), LLAMA.make_inputs(batch=1), {**releases.with_cache(cache), **options})
-        found.append((result, [(layer.keys, layer.values) for layer in cache.layers]))
-    assert_same(*found)
-    assert accelerated() == 1
 
 
 def test_modes_without_a_loop() -> None:

@@ -11,10 +11,10 @@ import torch
 
 import fastgen
 from fastgen.ops import packed_attention
-from fastgen.optimizer.transformers.encoders import attention, programs
+from fastgen.optimizer.transformers.encoders import programs
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check
-from tests.equivalence.encoder_models import LONGEST, build, inputs
+from tests.equivalence.encoder_models import LONGEST, assert_close, both, build, inputs
 from tests.equivalence.models import BY_NAME, LONG, padded
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -74,31 +74,6 @@ def test_a_module_that_may_be_causal_keeps_its_attention(says: str, own_attentio
     assert own_attention == []
 
 
-@pytest.mark.parametrize(
-    "others", [{}, *({name: 1.0} for name in attention._CHANGING), {"dropout": 0.5}, "gradients", "disabled"]
-)
-def test_what_more_is_asked_of_attention(
-    others: Any, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def library(module: Any, query: torch.Tensor, *more: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        asked.append(kwargs)
-        return query, None
-
-    monkeypatch.setattr(attention, "sdpa_attention_forward", library)
-    q, k, v = (torch.randn(2, LONG, 2, 8).transpose(1, 2) for _ in range(3))
-    module, kwargs = torch.nn.Module(), others if isinstance(others, dict) else {}
-    module.is_causal = False
-    disabled = fastgen.disabled() if others == "disabled" else contextlib.nullcontext()
-    with torch.set_grad_enabled(others == "gradients"), attention.override_attention(), disabled:
-        function = attention.replaced(library)
-        assert attention.replaced(check) is check  # one that a user has registered
-        function(module, q, k, v, None, **kwargs)
-    assert attention.replaced(library) is library
-    assert bool(own_attention) is (others == {}) and bool(asked) is (others != {})
-
-
 @pytest.mark.parametrize("count, is_own", [(8, True), (2, False)])
 @pytest.mark.parametrize("name", ["Bert", "DistilBert", "Roberta"])
 def test_large_batches_of_an_encoder(
@@ -107,10 +82,6 @@ def test_large_batches_of_an_encoder(
     """Without padding, attention is FastGen's in each layer. Few positions are not worth looking at the layers."""
     monkeypatch.setattr(programs, "MOST_TOKENS", 4 * LONGEST)
     model, given = build(name), inputs([LONGEST] * count)
-    with torch.inference_mode():
-        found = model(**given).last_hidden_state
-        with fastgen.disabled():
-            expected = model(**given).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(*both(model, given))
     heads, size = model.config.num_attention_heads, model.config.hidden_size
     assert own_attention == [(heads, count * LONGEST, size // heads)] * (model.config.num_hidden_layers * is_own)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fastgen
 from fastgen.optimizer.transformers.encoders import unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS
-from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, build, class_of, inputs
+from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, assert_close, both, build, class_of, inputs
 
 LENGTHS = [7, LONGEST, 20, 6, 2]
-TOLERANCE = 1e-5
+PADDING_ZERO = "transformers.encoder, padding zero"
 pytestmark = pytest.mark.sampled(4)
 EMBED_TOKENS = [
     name for name in WITHOUT_PADDING
@@ -33,19 +33,11 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     fastgen.enable(padding="exact")
 
 
-def _both(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    with torch.inference_mode():
-        with fastgen.disabled():
-            expected = model(**given)
-        return model(**given), expected
-
-
-def _assert_same(found: Any, expected: Any, mask: Tensor) -> None:
-    one, other = found[0], expected[0]
-    torch.testing.assert_close(
-        one[mask.bool()], other[mask.bool()], rtol=0.0, atol=TOLERANCE * float(other.abs().max())
-    )
-    assert not one[~mask.bool()].any()
+def _check(model: Any, given: dict[str, Any]) -> None:
+    mask = given["attention_mask"]
+    found, expected = both(model, given)
+    assert_close(found[0], expected[0], at=mask)
+    assert not found[0][~mask.bool()].any()
 
 
 def test_known_embeddings_are_tested() -> None:
@@ -76,7 +68,7 @@ def test_tokens_alone(architecture: str, option: str, side: str, monkeypatch: py
     monkeypatch.setattr(
         unpadded_forward.UnpaddedForward, "embedded", lambda self, row: (seen.append(row.shape), embedded(self, row))[1]
     )
-    _assert_same(*_both(model, given), given["attention_mask"])
+    _check(model, given)
     assert [shape[:2] for shape in seen] == [(1, sum(LENGTHS))]
     assert sum(each["accelerated"] for each in fastgen.stats().values()) == 1, fastgen.stats()
 
@@ -113,7 +105,7 @@ def test_tables_of_others() -> None:
     model, given = copy.deepcopy(build("Bert")), inputs(LENGTHS)
     former = model.embeddings.word_embeddings
     model.embeddings.word_embeddings = Table(*former.weight.shape, _weight=former.weight.detach())
-    _assert_same(*_both(model.eval(), given), given["attention_mask"])
+    _check(model.eval(), given)
     assert seen[-1] == given["input_ids"].shape
 
 
@@ -132,13 +124,9 @@ def test_layers_that_get_other_states() -> None:
     model, given = copy.deepcopy(build("Bert")), inputs(LENGTHS)
     model.__class__ = Doubling
     for accelerated in (0, 1, 2):
-        found, expected = _both(model, given)
-        mask = given["attention_mask"].bool()
-        one, other = found.last_hidden_state[mask], expected.last_hidden_state[mask]
-        torch.testing.assert_close(one, other, rtol=0.0, atol=TOLERANCE * float(other.abs().max()))
-        assert (
-            fastgen.stats()["transformers.encoder, padding zero"]["accelerated"] == accelerated if accelerated else True
-        )
+        found, expected = both(model, given)
+        assert_close(found[0], expected[0], at=given["attention_mask"])
+        assert fastgen.stats().get(PADDING_ZERO, {"accelerated": 0})["accelerated"] == accelerated
 
 
 def test_a_head_that_looks_at_embeddings() -> None:
@@ -160,6 +148,5 @@ def test_a_head_that_looks_at_embeddings() -> None:
 
     model, given = Looking(build("Bert").config).eval(), inputs(LENGTHS)
     for _ in range(3):
-        found, expected = _both(model, given)
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=TOLERANCE * float(expected.abs().max()))
-    assert fastgen.stats()["transformers.encoder, padding zero"]["accelerated"] == 2
+        assert_close(*both(model, given))
+    assert fastgen.stats()[PADDING_ZERO]["accelerated"] == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,17 @@ from tests.equivalence.encoder_models import (
     LONGEST,
     OF_SEQ2SEQ,
     OTHERS,
+    TOLERANCE,
     WITHOUT_PADDING,
+    assert_close,
     build,
     class_of,
     inputs,
+    tensors,
 )
 from tests.equivalence.models import BY_NAME
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 LENGTHS = [7, LONGEST, 20, 6, 21, 7, 2]
 # The architectures whose heads read padded positions: a last position, or an average that multiplies them with zero.
@@ -43,7 +48,6 @@ READS_PADDING = {
 }
 # The heads whose results have nothing in the place of padding.
 WITHOUT_STATES = ("SequenceClassification", "MultipleChoice")
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -77,28 +81,15 @@ def _reasons() -> list[str]:
     return list(fastgen.stats().get("transformers.encoder", {}).get("not used", {}))
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, dict):
-        result = list(result.values())
-    return [each for part in result for each in _tensors(part)] if isinstance(result, tuple | list) else []
-
-
 def _assert_same(found: Any, expected: Any, mask: Tensor, padding: str, tolerance: float = TOLERANCE) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert list(found) == list(expected)
-    for one, other in zip(_tensors(found), _tensors(expected), strict=True):
-        assert one.shape == other.shape and one.dtype is other.dtype
+    """At tokens, and with padding="exact" everywhere; there are zeros in the place of padding otherwise."""
+    assert type(found) is type(expected) and (not isinstance(expected, dict) or list(found) == list(expected))
+    for one, other in zip(tensors(found), tensors(expected), strict=True):
         if mask.dim() > 2 and other.dim() == mask.dim():  # states of choices, a row each
             mask = mask.flatten(0, -2)
-        if padding == "zero" and other.shape[: mask.dim()] == mask.shape:
-            if _accelerated():
-                assert not one[~mask.bool()].any()
-            one, other = one[mask.bool()], other[mask.bool()]
-        largest = max(1.0, float(other.abs().max()))
-        torch.testing.assert_close(one / largest, other / largest, rtol=0.0, atol=tolerance)
+        has_positions = padding == "zero" and other.shape[: mask.dim()] == mask.shape
+        assert_close(one, other, tolerance, at=mask if has_positions else None)
+        assert not (has_positions and _accelerated() and one[~mask.bool()].any())
 
 
 def _check(model: Any, given: dict[str, Any], padding: str = "exact", tolerance: float = TOLERANCE) -> None:
@@ -198,11 +189,9 @@ def test_options(classifier: Any, option: str, padding: str) -> None:
 
 def test_positional_arguments(classifier: Any) -> None:
     given = inputs(LENGTHS)
-    expected = _plain(classifier, given)
     fastgen.enable()
     with torch.inference_mode():
-        found = classifier(given["input_ids"], given["attention_mask"])
-    _assert_same(found, expected, given["attention_mask"], "exact")
+        assert_close(classifier(*given.values()), _plain(classifier, given))
     assert _accelerated() == 1
 
 
@@ -296,7 +285,7 @@ def test_calls_left_to_the_original_code(reason: str) -> None:
     model, given = build("Bert", "SequenceClassification", "eager"), inputs(LENGTHS)
     LEFT_ALONE[reason](given)
     expected, found = _plain(model, given), _fast(model, given, "zero")
-    for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+    for one, other in zip(tensors(found), tensors(expected), strict=True):
         assert torch.equal(one, other)
     assert not _accelerated() and reason in _reasons()[0]
 
@@ -315,7 +304,7 @@ def test_states_of_all_layers(architecture: str, side: str) -> None:
             given |= {name: given[name][:6].view(3, 2, -1) for name in ("input_ids", "attention_mask")}
         for padding, as_dict in (("exact", True), ("zero", True), ("zero", False)):
             expected = _plain(model, {**given, "return_dict": as_dict})
-            assert len(_tensors(expected)) > 2  # the last states and those before
+            assert len(tensors(expected)) > 2  # the last states and those before
             _check(model, {**given, "return_dict": as_dict}, padding)
             # With padding in front, poolers read it, and some models count positions from it.
             assert side == "left" or _accelerated() == (padding == "zero"), _reasons()
@@ -398,8 +387,6 @@ def test_little_padding_is_left(classifier: Any) -> None:
 
 
 def test_threads(classifier: Any) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     batches = [inputs([length, LONGEST, 3]) for length in range(2, 14)]
     expected = [_plain(classifier, given).logits for given in batches]
 
@@ -408,8 +395,7 @@ def test_threads(classifier: Any) -> None:
             return classifier(**given).logits
 
     with ThreadPoolExecutor(4) as pool:
-        for found, wanted in zip(pool.map(run, batches), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0.0, atol=TOLERANCE)
+        assert_close([*pool.map(run, batches)], expected)
     assert _accelerated() == len(batches)
 
 
@@ -424,15 +410,9 @@ def test_the_encoder_inside_an_encoder_decoder_model() -> None:
 
 
 def test_nothing_is_known_of_a_model_that_is_gone() -> None:
-    import gc
-
-    def one() -> None:
-        model = type(build("Bert"))(build("Bert").config).eval()
-        _fast(model, inputs(LENGTHS), "zero")
-
     gc.collect()
     before = len(call._known)
-    one()
+    _fast(type(build("Bert"))(build("Bert").config).eval(), inputs(LENGTHS), "zero")
     gc.collect()
     assert len(call._known) <= before
 

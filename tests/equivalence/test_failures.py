@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,16 +21,10 @@ from fastgen.optimizer.transformers.cache import ExchangedLayers
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
 from tests.equivalence.models import BY_NAME
+from tests.equivalence.options import SCORES, SEQ2SEQ, any_decoding, decoders, every
 from tests.equivalence.user_code import Listens
 
 pytestmark = pytest.mark.sampled(4)
-
-FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
-SCORES = {"return_dict_in_generate": True, "output_scores": True}
-
-every = pytest.mark.parametrize("family", FAMILIES, ids=str)
-decoders = pytest.mark.parametrize("family", [f for f in FAMILIES if not f.encoder_decoder], ids=str)
-any_decoding = pytest.mark.parametrize("decoding", [BEAM, BEAM_SAMPLE, SAMPLE], ids=["beam", "both", "sample"])
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +60,17 @@ def assert_failed_once(record: pytest.WarningsRecorder) -> None:
     assert accelerated() == 0
 
 
+def assert_repeated(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+    """A call that fails there gives what the original code gives. `call` is made twice, on objects of its own."""
+    with fastgen.disabled():
+        original = call()
+    break_(monkeypatch, owner, name, at)
+    with pytest.warns() as record:
+        ours = call()
+    assert_same(original, ours)
+    assert_failed_once(record)
+
+
 PLACES = {
     "before anything": (GrowingKV, "__init__", 1),
     "first layer of the prompt": (GrowingKV, "extend", 1),
@@ -73,6 +80,7 @@ PLACES = {
     "a later step": (GrowingKV, "extend", 13),
     "making the shared tensor": (KVView, "of", 3),
     "reordering": (GrowingKV, "reorder", 4),
+    "handing over": (GrowingKV, "materialize", 2),  # the tokens are there, but the cache cannot be returned
 }
 
 
@@ -81,39 +89,20 @@ PLACES = {
 @every
 def test_same_result(family: Any, place: str, decoding: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the random state after the call, from which the next one draws."""
-    if place == "reordering" and "num_beams" not in decoding:
-        decoding = BEAM_SAMPLE  # nothing is reordered without beams
-    with fastgen.disabled():
-        original = run(family.build(), family.make_inputs(), {**decoding, **SCORES}), torch.rand(2)
-    break_(monkeypatch, *PLACES[place])
-    with pytest.warns() as record:
-        ours = run(family.build(), family.make_inputs(), {**decoding, **SCORES}), torch.rand(2)
-    assert_same(original, ours)
-    assert_failed_once(record)
+    if (place == "reordering" and "num_beams" not in decoding) or not decoding:
+        decoding = BEAM_SAMPLE  # nothing is reordered without beams, and nothing branches with one sequence
+
+    def call() -> Any:
+        return run(family.build(), family.make_inputs(), {**decoding, **SCORES}), torch.rand(2)
+
+    assert_repeated(call, monkeypatch, *PLACES[place])
 
 
 @decoders
 def test_attention_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fastgen.disabled():
-        original = run(family.build(), family.make_inputs(), BEAM)
-    break_(monkeypatch, shared, "shared_prefix_scores", 3)
     monkeypatch.setitem(shared._RULES, torch.nn.functional.scaled_dot_product_attention, shared._matmul)
-    with pytest.warns() as record:
-        ours = run(family.build("eager"), family.make_inputs(), BEAM)
-    assert_same(original, ours)
-    assert_failed_once(record)
-
-
-@every
-def test_handing_over_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens are there, but the cache cannot be returned."""
-    with fastgen.disabled():
-        original = run(family.build(), family.make_inputs(), {**BEAM, **SCORES})
-    break_(monkeypatch, GrowingKV, "materialize", 2)
-    with pytest.warns() as record:
-        ours = run(family.build(), family.make_inputs(), {**BEAM, **SCORES})
-    assert_same(original, ours)
-    assert_failed_once(record)
+    call = partial(run, family.build("eager"), family.make_inputs(), BEAM)
+    assert_repeated(call, monkeypatch, shared, "shared_prefix_scores", 3)
 
 
 def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +140,7 @@ def test_streamer_is_not_fed_twice(family: Any, at: int, monkeypatch: pytest.Mon
         )
         return mine.heard
 
-    with fastgen.disabled():
-        original = call()
-    break_(monkeypatch, GrowingKV, "extend", at)
-    with pytest.warns(RuntimeWarning, match="planted"):
-        assert call() == original
+    assert_repeated(call, monkeypatch, GrowingKV, "extend", at)
 
 
 @pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
@@ -172,14 +157,10 @@ def test_own_cache_is_intact(family: Any, filled: bool, monkeypatch: pytest.Monk
             cache.batch_repeat_interleave(4)
         return run(model, inputs, lambda: {**BEAM, **SCORES, **releases.with_cache(cache)}), cache
 
-    with fastgen.disabled():
-        original = call()
-    break_(monkeypatch, GrowingKV, "reorder", 7)
-    with pytest.warns(RuntimeWarning, match="planted"):
-        assert_same(original, call())
+    assert_repeated(call, monkeypatch, GrowingKV, "reorder", 7)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.encoder_decoder], ids=str)
+@pytest.mark.parametrize("family", SEQ2SEQ, ids=str)
 def test_own_encoder_outputs_are_intact(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = family.build(), family.make_inputs()
     with torch.no_grad():
@@ -190,11 +171,7 @@ def test_own_encoder_outputs_are_intact(family: Any, monkeypatch: pytest.MonkeyP
         result = model.generate(encoder_outputs=mine, attention_mask=inputs["attention_mask"], **BEAM, **SCORES)
         return result, mine
 
-    with fastgen.disabled():
-        original = call()
-    break_(monkeypatch, GrowingKV, "extend", 9)
-    with pytest.warns(RuntimeWarning, match="planted"):
-        assert_same(original, call())
+    assert_repeated(call, monkeypatch, GrowingKV, "extend", 9)
 
 
 class Remembers(LogitsProcessor):
@@ -275,12 +252,7 @@ def test_state_of_the_users_objects_is_put_back(family: Any, how: str, monkeypat
         result = run(family.build(), family.make_inputs(), lambda: options)
         return result, {name: str(value) for name, value in vars(mine).items()}, getattr(mine, "mine", None)
 
-    with fastgen.disabled():
-        original = call()
-    break_(monkeypatch, GrowingKV, "extend", 13)
-    with pytest.warns(RuntimeWarning, match="planted"):
-        ours = call()
-    assert_same(original, ours)
+    assert_repeated(call, monkeypatch, GrowingKV, "extend", 13)
 
 
 def test_streamer_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,8 +263,4 @@ def test_streamer_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
         run(family.build(), family.make_inputs(batch=1), {"streamer": mine, "return_dict_in_generate": True})
         return mine.heard
 
-    with fastgen.disabled():
-        original = call()
-    break_(monkeypatch, ExchangedLayers, "hand_over", 1)
-    with pytest.warns(RuntimeWarning, match="planted"):
-        assert call() == original
+    assert_repeated(call, monkeypatch, ExchangedLayers, "hand_over", 1)

@@ -15,6 +15,7 @@ import fastgen
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, run
 from tests.equivalence.models import BY_NAME, Family
+from tests.equivalence.options import every
 from tests.ops.torch_attention import skipped_where_torch_fails
 
 FAMILIES = [
@@ -47,7 +48,7 @@ def test_half(family: Family, dtype: torch.dtype, decoding: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("decoding", [BEAM, SAMPLE], ids=["beam", "sample"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")], ids=str)
+@every
 def test_autocast(family: Family, attention: str, decoding: dict[str, Any]) -> None:
     """Parameters in float32, products in bfloat16."""
     options = {**decoding, "return_dict_in_generate": True, "output_scores": True, "min_new_tokens": 12}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import fastgen
 from fastgen.decoding import host_memory
 from fastgen.optimizer.transformers.captured import graph_cache
-from tests import near_ties
 from tests.equivalence.captured import need_programs, record_from
-from tests.equivalence.models import BY_NAME
 
 
 @pytest.fixture(autouse=True)
@@ -21,32 +17,6 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
     graph_cache.drop_all()
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_beams": 2}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "bart", "t5"])
-def test_calls_of_any_lengths_after_another(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Longer and shorter ones, padded on either side: nothing of a call before is seen."""
-    monkeypatch.setattr(host_memory, "_MIN_MAPPED", 1)
-    given_back: list[int] = []
-    give_back = host_memory.give_back
-    monkeypatch.setattr(host_memory, "give_back", lambda part: given_back.append(done := give_back(part)) or done)
-    family = BY_NAME[name]
-    model = family.build()
-    fastgen.reset_stats()
-    for batch, length, new in ((2, 9, 12), (3, 30, 9), (2, 30, 20), (1, 5, 9), (3, 17, 12), (2, 9, 12)):
-        inputs = family.make_inputs(batch, length)
-
-        def run(inputs: dict[str, Any] = inputs, new: int = new) -> Any:
-            torch.manual_seed(0)
-            copied = {name: value.clone() for name, value in inputs.items()}
-            return model.generate(**copied, **{"do_sample": False, **options}, max_new_tokens=new)
-
-        near_ties.check(run)
-    assert fastgen.stats()["transformers.captured_step"]["accelerated"] == 6, fastgen.stats()
-    assert given_back and all(given_back)
 
 
 def test_idle_steps_take_no_memory() -> None:
@@ -65,7 +35,9 @@ def test_idle_steps_take_no_memory() -> None:
         call = model.generate(
             ids[:rows], attention_mask=torch.ones_like(ids[:rows]), do_sample=False, max_new_tokens=12
         )
-        assert call.shape == (rows, 1512)
+        with fastgen.disabled():
+            wanted = model.generate(ids[:rows], do_sample=False, max_new_tokens=12)
+        assert torch.equal(call, wanted)  # whatever calls before have left
     steps = list(graph_cache._of(model).steps.values())
     assert [step.key.rows for step in steps] == [1, 4]
     assert steps[1].buffers.own[0].prefix[0].any()  # the next call may be like the last one

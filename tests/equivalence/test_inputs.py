@@ -21,35 +21,21 @@ pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
 
 @pytest.mark.parametrize("decoding", [SAMPLE, {}, {"num_beams": 3, "num_return_sequences": 3}], ids=["s", "g", "b"])
-@decoders
+@every
 def test_returned_cache_continues(family: Family, decoding: dict[str, Any]) -> None:
-    """The cache that comes back is an ordinary one: a second call goes on from it."""
+    """The cache that comes back is an ordinary one, with a part for the source: a second call goes on from it."""
     model, inputs = family.build(), family.make_inputs()
 
     def twice() -> Any:
         first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
-        rows = first.sequences.shape[0] // inputs["input_ids"].shape[0]
-        mask = inputs["attention_mask"].repeat_interleave(rows, 0)
-        mask = torch.nn.functional.pad(mask, (0, first.sequences.shape[1] - LONG), value=1)
-        again = {"input_ids": first.sequences, "attention_mask": mask, **releases.with_cache(releases.cache_in(first))}
-        return first, model.generate(**again, return_dict_in_generate=True)
-
-    near_ties.check(twice)
-    assert accelerated() == 2
-
-
-@beam_and_sample
-@seq2seq
-def test_returned_cache_continues_for_a_decoder(family: Family, decoding: dict[str, Any]) -> None:
-    """The same where the cache has a part for the source."""
-    model, inputs = family.build(), family.make_inputs()
-    decoding = {"num_return_sequences": 4, **decoding}
-    per_input = decoding["num_return_sequences"]
-
-    def twice() -> Any:
-        first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
-        again = {key: value.repeat_interleave(per_input, 0) for key, value in inputs.items()}
-        again |= {"decoder_input_ids": first.sequences, **releases.with_cache(releases.cache_in(first))}
+        rows, length = first.sequences.shape[0] // inputs["input_ids"].shape[0], first.sequences.shape[1]
+        again = {key: value.repeat_interleave(rows, 0) for key, value in inputs.items()}
+        if family.encoder_decoder:
+            again["decoder_input_ids"] = first.sequences
+        else:
+            mask = torch.nn.functional.pad(again["attention_mask"], (0, length - LONG), value=1)
+            again = {"input_ids": first.sequences, "attention_mask": mask}
+        again |= releases.with_cache(releases.cache_in(first))
         return first, model.generate(**again, max_new_tokens=6, return_dict_in_generate=True)
 
     near_ties.check(twice)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from typing import Any
 
 import pytest
@@ -16,14 +14,11 @@ from fastgen.decoding.layer_forms import FloatLinear
 from fastgen.ops.linear import choose, gemm
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, check, run
-from tests.equivalence.models import BY_NAME
+from tests.equivalence.options import every
+from tests.equivalence.others import made
 from tests.equivalence.test_failures import break_
 
 pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
-
-SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True}
-FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
-every = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
 @pytest.fixture
@@ -85,8 +80,7 @@ def test_a_weight_that_changes_in_the_middle(family: Any, strict: None) -> None:
 def test_a_failed_call_and_a_declined_one_run_on_the_original(
     products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = BY_NAME["gpt2"]
-    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    model, inputs = made("gpt2", batch=2, length=9)
     break_(monkeypatch, GrowingKV, "expand", 1)
     with pytest.warns(RuntimeWarning, match="planted"):
         run(model, inputs, BEAM)
@@ -94,40 +88,3 @@ def test_a_failed_call_and_a_declined_one_run_on_the_original(
     assert prompt and installed(model) == 0
     run(model, inputs, {**BEAM, "use_cache": False})
     assert len(products) == prompt and installed(model) == 0
-
-
-class Waits(LogitsProcessor):
-    """Holds a call at its third step until it may go on."""
-
-    def __init__(self) -> None:
-        self.step, self.arrived, self.may_go_on = 0, threading.Event(), threading.Event()
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.step += 1
-        if self.step == 3:
-            self.arrived.set()
-            assert self.may_go_on.wait(60)
-        return scores
-
-
-@every
-def test_a_call_that_begins_while_another_runs_sees_the_weights_of_now(family: Any, strict: None) -> None:
-    """Even if they were written to in a way that torch does not count."""
-    # A copy: what is done to its weights below must not reach other tests.
-    model, inputs, waits = copy.deepcopy(family.build()), family.make_inputs(batch=2, length=9), Waits()
-    other = threading.Thread(target=run, args=(model, inputs, {**BEAM, "logits_processor": [waits]}))
-    other.start()
-    try:
-        assert waits.arrived.wait(60)
-        before = run(model, inputs, SCORES)
-        for parameter in model.parameters():
-            parameter.data.copy_(parameter.flip(0) if parameter.dim() == 2 else parameter * 1.5)
-        with fastgen.disabled():
-            expected = run(model, inputs, SCORES)
-        assert_same(expected, run(model, inputs, SCORES))
-        assert not torch.allclose(expected.scores[0], before.scores[0])
-    finally:
-        waits.may_go_on.set()
-        other.join()
-    assert_same(expected, run(model, inputs, SCORES))
-    assert installed(model) == 0

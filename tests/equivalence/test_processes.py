@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +72,14 @@ def _model(path: Path) -> None:
     LlamaForCausalLM(config).eval().save_pretrained(path)
 
 
-def _run(tmp_path: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+def _run(program: Path, tmp_path: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     """What both processes write."""
     _model(tmp_path / "model")
     source = _PROCESS % {"vocabulary": VOCABULARY, "rows": ROWS}
     results = [tmp_path / f"result-{rank}.json" for rank in range(2)]
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                source,
-                str(rank),
-                tmp_path / "model",
-                tmp_path / "store",
-                result,
-                json.dumps(options),
-            ],
+            [program, "-c", source, str(rank), tmp_path / "model", tmp_path / "store", result, json.dumps(options)],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -106,9 +96,11 @@ def _run(tmp_path: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.skipif(not _can_shard(), reason="this release of Transformers does not distribute models like that")
-def test_tensor_parallelism_with_other_seeds(tmp_path: Path) -> None:
+def test_tensor_parallelism_with_other_seeds(tmp_path: Path, programs: Path) -> None:
     """Two halves of a model draw other tokens: whatever is decided from them differs between the processes."""
-    found = _run(tmp_path, {"do_sample": True, "sequence_bias": [[[EOS], 1.5]], "max_new_tokens": STEPS})
+    found = _run(
+        programs / "python", tmp_path, {"do_sample": True, "sequence_bias": [[[EOS], 1.5]], "max_new_tokens": STEPS}
+    )
     for side in found:
         assert side["ours"] == side["original"]
         assert side["stats"]["transformers.generate"]["fallback"] == {"a model sharded over processes": 1}

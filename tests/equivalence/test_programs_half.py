@@ -17,11 +17,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import fastgen
 from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
 from tests.equivalence.check import run
-from tests.equivalence.models import BY_NAME, Family
+from tests.equivalence.models import Family
+from tests.equivalence.options import FAMILIES
 from tests.equivalence.test_programs import CPU, Program, programs, replays  # noqa: F401 (fixtures)
 from tests.ops.torch_attention import skipped_where_torch_fails
 
-FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
 pytestmark = pytest.mark.sampled(3)
 # How many times the difference that half precision makes to the original's numbers.
 ROUNDING = 2

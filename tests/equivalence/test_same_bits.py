@@ -119,14 +119,6 @@ def test_a_row_depends_on_no_other_row_and_on_no_number_of_threads(layer: nn.Lin
     assert len(of_kernel) >= 2
 
 
-def test_without_vectors_the_product_is_torchs(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "instruction_set", lambda: Isa.PORTABLE)
-    x, model = torch.randn(5, 600), nn.Sequential(layer)
-    with FastLayers.of(model):
-        for _ in range(10):
-            assert torch.equal(model(x), nn.functional.linear(x, layer.weight, layer.bias))
-
-
 @pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
 def test_no_precision_depends_on_free_memory(precision: str, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where weights in the precision that was asked for do not fit, the call fails; nothing is float32 instead."""

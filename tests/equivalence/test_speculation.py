@@ -27,6 +27,7 @@ from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from tests import near_ties
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
+from tests.equivalence.others import made
 from tests.equivalence.speculation import (
     DRAFTS,
     EARLY_EXIT,
@@ -37,6 +38,7 @@ from tests.equivalence.speculation import (
     disturbed,
     draft_of,
     same,
+    speculates,
 )
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(6)]
@@ -67,11 +69,7 @@ def test_same_tokens(name: str, draft: str, any_lengths: None) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_drafts_chosen_by_what_they_gain(name: str) -> None:
-    family = KNOWN[name]
-    fastgen.enable(self_speculation="int4")
-    for batch in (2, 2, 5):
-        same(family.build(), family.make_inputs(batch), GREEDY)
-    assert_speculates(3)
+    speculates(name, "int4", batches=(2, 2, 5))
 
 
 def test_an_identical_assistant_is_always_right(any_lengths: None) -> None:
@@ -91,8 +89,7 @@ def test_an_assistant_has_an_encoder_of_its_own(
     name: str, padding: str | None, any_lengths: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is run once in each call; the model's is not asked by it. What it says is right up to rounding."""
-    family = KNOWN[name]
-    model, inputs = family.build(), family.make_inputs(3, LONG, padding)
+    model, inputs = made(name, 3, LONG, padding)
     assistant, options = copy.deepcopy(model), {**GREEDY, "eos_token_id": None}
     encoder = assistant.get_encoder()
     runs, forward = [], encoder.forward
@@ -105,30 +102,16 @@ def test_an_assistant_has_an_encoder_of_its_own(
 
 
 def test_an_assistant_with_a_prompt_of_the_decoder(any_lengths: None) -> None:
-    family = KNOWN["bart"]
-    model, inputs = family.build(), family.make_inputs(3, SHORT)
+    model, inputs = made("bart", 3, SHORT)
     inputs["decoder_input_ids"] = torch.randint(4, VOCABULARY, (3, 3), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         same(model, inputs, GREEDY, assistant_model=disturbed(model, 0.01))
     assert_speculates(2)
 
 
-def test_an_assistant_with_copies_of_each_source(any_lengths: None) -> None:
-    """With so low a temperature each copy is what greedy search finds."""
-    family = KNOWN["t5"]
-    model, inputs = family.build(), family.make_inputs(3)
-    cold = {**GREEDY, "do_sample": True, "temperature": 1e-4, "num_return_sequences": 2}
-    with fastgen.disabled():
-        wanted = model.generate(**inputs, **GREEDY).repeat_interleave(2, dim=0).tolist()
-    for _ in range(2):
-        assert model.generate(**inputs, **cold, assistant_model=disturbed(model, 0.01)).tolist() == wanted
-    assert_speculates(2)
-
-
 def test_an_encoders_output_that_is_given_is_left_to_the_library(any_lengths: None) -> None:
     """The assistant's encoder has nothing to read then."""
-    family = KNOWN["bart"]
-    model, inputs = family.build(), family.make_inputs(1, SHORT)
+    model, inputs = made("bart", 1, SHORT)
     with fastgen.disabled(), torch.no_grad():
         encoded = model.get_encoder()(**inputs)
 
@@ -214,11 +197,7 @@ def test_rows_together_where_a_length_of_each_cannot_be(any_lengths: None, monke
 def test_options(name: str, options: dict[str, Any], any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
     monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
-    family = KNOWN[name]
-    fastgen.enable(self_speculation="int8")
-    for _ in range(2):
-        same(family.build(), family.make_inputs(3), {**GREEDY, **options})
-    assert_speculates(2)
+    speculates(name, "int8", options)
 
 
 def test_returned_cache(any_lengths: None) -> None:
@@ -363,10 +342,7 @@ def test_a_check_that_fails_is_not_tried_again() -> None:
 def test_lookup_with_rows_that_fill_the_batch_up(any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(decoding.Decoding, "_batch", lambda self, inputs: 4)
-    family = KNOWN["bart"]
-    for _ in range(2):
-        same(family.build(), family.make_inputs(3), GREEDY, prompt_lookup_num_tokens=3)
-    assert_speculates(2)
+    speculates("bart", "lookup")
 
 
 def test_tokens_that_only_the_encoder_has(any_lengths: None) -> None:

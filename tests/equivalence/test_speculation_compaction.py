@@ -14,7 +14,8 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from tests.equivalence.models import LONG, SHORT
-from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, draft_of, same
+from tests.equivalence.others import made
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, draft_of, same, speculates
 from tests.equivalence.user_code import Listens
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(6)]
@@ -39,12 +40,13 @@ def rows_left() -> int:
 
 
 @functools.cache
-def ends(name: str, batch: int, length: int, **options: Any) -> tuple[int, ...]:
+def ends(name: str, batch: int, length: int, padding: str | None = "natural", **options: Any) -> tuple[int, ...]:
     """Tokens that, taken as ends, end the rows of a call at very different times; at least one goes on to the limit."""
     family = KNOWN[name]
     with fastgen.disabled():
         found = family.build().generate(
-            **family.make_inputs(batch, length), **{**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": None, **options}
+            **family.make_inputs(batch, length, padding),
+            **{**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": None, **options},
         )
     rows = found[:, -TOKENS:].tolist()
 
@@ -62,24 +64,13 @@ def ends(name: str, batch: int, length: int, **options: Any) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("draft", ["int8", "lookup"])
 def test_greedy(name: str, draft: str, at_once: None, any_lengths: None) -> None:
-    """Calls of several sizes, of which the smaller steps are used again, padded on the left or, of a source, right."""
-    family, asked, calls = KNOWN[name], draft_of(draft), 0
-    for batch, length in ((9, LONG), (5, SHORT), (9, LONG)):
-        options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends(name, batch, length)]}
-        same(family.build(), family.make_inputs(batch, length), options, **asked)
-        calls += 1
-    assert_speculates(calls)
-    assert rows_left() > 0
-
-
-@pytest.mark.parametrize("padding", ["left", "right", None])
-def test_padding(padding: str | None, at_once: None, any_lengths: None) -> None:
-    family, asked = KNOWN["llama"], draft_of("lookup")
-    inputs = family.make_inputs(8, LONG, padding)
-    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 8, LONG)]}
-    for _ in range(2):
-        same(family.build(), inputs, options, **asked)
-    assert_speculates(2)
+    """Calls of several sizes, of which the smaller steps are used again, padded on either side or not at all."""
+    family, asked = KNOWN[name], draft_of(draft)
+    calls = ((9, LONG, "right"), (5, SHORT, "left"), (9, LONG, None))
+    for call in calls:
+        options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends(name, *call)]}
+        same(family.build(), family.make_inputs(*call), options, **asked)
+    assert_speculates(len(calls))
     assert rows_left() > 0
 
 
@@ -93,13 +84,9 @@ def test_padding(padding: str | None, at_once: None, any_lengths: None) -> None:
 )
 @pytest.mark.parametrize("draft", ["int8", "lookup"])
 def test_options(more: dict[str, Any], draft: str, at_once: None, any_lengths: None) -> None:
-    family, asked = KNOWN["llama"], draft_of(draft)
     others = {name: value for name, value in more.items() if name in ("repetition_penalty", "no_repeat_ngram_size")}
     tokens = [*ends("llama", 8, SHORT, **others)]
-    for _ in range(2):
-        options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": tokens, **more}
-        same(family.build(), family.make_inputs(8, SHORT), options, **asked)
-    assert_speculates(2)
+    speculates("llama", draft, {"max_new_tokens": TOKENS, "eos_token_id": tokens, **more}, (8, 8), SHORT)
     assert rows_left() > 0
 
 
@@ -116,28 +103,27 @@ def test_rows_that_end_at_once(at_once: None, any_lengths: None) -> None:
     assert rows_left() == 3
 
 
-def test_copies_of_an_input_leave_together(at_once: None, any_lengths: None) -> None:
+@pytest.mark.parametrize("name, draft", [("llama", "int8"), ("t5", "assistant")])
+def test_copies_of_an_input_leave_together(name: str, draft: str, at_once: None, any_lengths: None) -> None:
     """`num_return_sequences`: with so low a temperature each copy is what greedy search finds."""
-    family, asked = KNOWN["llama"], draft_of("int8")
-    model, inputs = family.build(), family.make_inputs(5, SHORT)
-    tokens = [*ends("llama", 5, SHORT)]
+    model, inputs = made(name, 5, SHORT)
+    asked = draft_of(draft, model)
     cold = {"do_sample": True, "temperature": 1e-4, "num_return_sequences": 2}
-    options = {"max_new_tokens": TOKENS, "eos_token_id": tokens}
+    options = {"max_new_tokens": TOKENS, "eos_token_id": [*ends(name, 5, SHORT)]}
     with fastgen.disabled():
         wanted = model.generate(**inputs, **{**GREEDY, **options})
     for _ in range(2):
         found = model.generate(**inputs, **{**GREEDY, **options, **cold}, **asked)
         assert found.tolist() == wanted.repeat_interleave(2, dim=0).tolist()
     assert_speculates(2)
-    assert rows_left() > 0 and rows_left() % 2 == 0
+    assert rows_left() % 2 == 0 and (rows_left() > 0) == (draft != "assistant")
 
 
 @pytest.mark.parametrize("way", ["strings", "streamer", "cache", "encoder processor", "assistant"])
 def test_all_rows_stay(way: str, at_once: None, any_lengths: None, tokenizer: Any) -> None:
     """Where something looks at all rows at each position, or keeps something for each."""
     name = "bart" if way == "encoder processor" else "llama"
-    family = KNOWN[name]
-    model, inputs = family.build(), family.make_inputs(4, SHORT)
+    model, inputs = made(name, 4, SHORT)
     options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends(name, 4, SHORT)]}
     asked = draft_of("lookup")
     if way == "strings":

@@ -12,7 +12,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import lm_head
 from fastgen.decoding.speculation.draft_length import DraftLength
-from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
+from fastgen.decoding.speculation.self_draft import DraftWeights
 from fastgen.ops import approximate_logits
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
@@ -64,29 +64,6 @@ def test_models_in_half_precision_have_no_estimates() -> None:
     weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, model.get_output_embeddings())
     weights.copy_head(for_argmax=True)
     assert weights._used_head is None and model.get_output_embeddings() in weights._overrides
-
-
-def test_the_copy_of_the_output_layer() -> None:
-    """In 8 bits only where all of its outputs are wanted; logits that are others are told from the outputs."""
-    model = KNOWN["llama"].build()
-    head = model.get_output_embeddings()
-    weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64, head)
-    weights.copy()
-    assert head not in weights._overrides
-    weights.copy_head(for_argmax=True)
-    x = torch.randn(5, 1, head.in_features)
-    with weights.used(), torch.no_grad():
-        assert head not in weights._overrides
-        estimated = weights._used_head.logits(x)
-    exact = (x.flatten(0, 1) @ head.weight.detach().t()).argmax(dim=1)
-    assert (weights.argmax(estimated[:, -1]) == exact).all()
-    weights._used_head.logits(x)
-    with pytest.raises(OtherLogits):
-        weights.argmax(estimated[:, -1] + 0.0)
-    weights.copy_head(for_argmax=True)
-    assert head in weights._overrides and weights._used_head is None
-    logits = torch.randn(3, 7)
-    assert torch.equal(weights.argmax(logits), logits.argmax(dim=1))
 
 
 @pytest.mark.parametrize("options", [{}, {"min_new_tokens": 12}, {"no_repeat_ngram_size": 3}])

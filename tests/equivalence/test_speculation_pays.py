@@ -11,8 +11,7 @@ import transformers
 import fastgen
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.costs import Costs
-from fastgen.decoding.speculation.draft_length import can_begin
-from fastgen.optimizer.transformers.captured import graph_cache, pays
+from fastgen.optimizer.transformers.captured import pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
@@ -72,30 +71,6 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
     for _ in range(2):
         same(model, inputs, {**FEW, "max_new_tokens": 9}, **draft)
     assert counts()["accelerated"] == 4
-
-
-def test_short_calls_measure_again_what_was_measured_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MOST_CALLS", 2)
-    monkeypatch.setattr(decoding, "can_begin", can_begin)
-    family = KNOWN["llama"]
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)
-    same(model, inputs, FEW)
-    fastgen.enable(self_speculation="int8")
-    monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 100.0)  # so drafts gain something
-    for _ in range(3):
-        same(model, inputs, FEW)
-    assert counts()["accelerated"] == 3
-    (step,) = [step.drafting for step in graph_cache._models[model].steps.values() if step.drafting is not None]
-    step.costs.forget()
-    for part in (0, 1, 4):
-        for _ in range(2):
-            step.costs.add(part, 1e6 if part > 1 else 1.0)
-    for accelerated in (3, 3, 4):
-        before = counts()["drafted"]
-        same(model, inputs, FEW)
-        assert counts()["accelerated"] == accelerated
-    assert counts()["drafted"] > before
-    assert (step.costs.seconds(4) or 0.0) < 60
 
 
 def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:

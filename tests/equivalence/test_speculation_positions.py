@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import fastgen
@@ -17,7 +16,8 @@ from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from tests import near_ties
 from tests.equivalence.models import SHORT
-from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, draft_of, same
+from tests.equivalence.others import made
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, draft_of, same, speculates
 from tests.equivalence.user_code import Listens
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(4)]
@@ -52,8 +52,7 @@ def test_returned_scores(name: str, draft: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "whisper"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_streamer(name: str, batch: int) -> None:
-    family = KNOWN[name]
-    model, inputs = family.build(), family.make_inputs(batch)
+    model, inputs = made(name, batch)
     fastgen.enable(self_speculation="int8")
     seen = []
     for run in range(3):
@@ -68,8 +67,7 @@ def test_streamer(name: str, batch: int) -> None:
 @pytest.mark.parametrize("user", ["streamer", "criterion"])
 def test_the_users_code_gets_what_the_librarys_drafts_give_it(user: str) -> None:
     """All tokens that a check has accepted at once; FastGen's drafts are others, so the library's run."""
-    family = KNOWN["llama"]
-    model, inputs = family.build(), family.make_inputs(1)
+    model, inputs = made("llama", 1)
     inputs = {name: value.repeat(1, 3) for name, value in inputs.items()}  # which a lookup finds something in
     seen = []
     for run in range(3):
@@ -82,24 +80,9 @@ def test_the_users_code_gets_what_the_librarys_drafts_give_it(user: str) -> None
     assert counts()["accelerated"] == 0
 
 
-def test_text_streamers(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    family = KNOWN["llama"]
-    model, inputs = family.build(), family.make_inputs(1)
-    texts = []
-    for run in range(2):
-        fastgen.enable(self_speculation="int8" if run else "off")
-        iterator = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
-        model.generate(**inputs, **GREEDY, streamer=iterator)
-        model.generate(**inputs, **GREEDY, streamer=transformers.TextStreamer(tokenizer))
-        texts.append((list(iterator), capsys.readouterr().out))
-    assert texts[0] == texts[1] and all(texts[0])
-    assert_speculates(2)
-
-
 def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check fails when some tokens have been put; the library's loop goes on."""
-    family = KNOWN["llama"]
-    model, inputs = family.build(), family.make_inputs(1)
+    model, inputs = made("llama", 1)
     plain, watcher = Listens(), Listens()
     with fastgen.disabled():
         model.generate(**inputs, **GREEDY, streamer=plain)
@@ -138,13 +121,8 @@ def test_what_a_streamer_raises_is_passed_on() -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_stop_strings(name: str, batch: int, draft: str, tokenizer: Any) -> None:
     """The library refuses them for batches of an assisted call."""
-    family = KNOWN[name]
-    model = family.build()
-    asked = draft_of(draft, model)
     stops = {"stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer}
-    for _ in range(2):
-        same(model, family.make_inputs(batch), {**GREEDY, **stops}, **asked)
-    assert_speculates(2)
+    speculates(name, draft, stops, batches=(batch, batch))
 
 
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": None}, RETURNS | {"eos_token_id": None}], ids=str)
@@ -152,8 +130,7 @@ def test_stop_strings(name: str, batch: int, draft: str, tokenizer: Any) -> None
 @pytest.mark.parametrize("batch", [1, 4])
 def test_criteria(name: str, batch: int, options: dict[str, Any]) -> None:
     """Called once for each position, with the sequences of all rows up to there, filled up behind their ends."""
-    family = KNOWN[name]
-    model, inputs = family.build(), family.make_inputs(batch)
+    model, inputs = made(name, batch)
     with fastgen.disabled():
         said = model.generate(**inputs, **GREEDY)
     length = said.shape[1]
@@ -186,8 +163,7 @@ def test_a_criterion_and_a_buffer_that_grows(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
     monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
-    family = KNOWN["llama"]
-    model, inputs = family.build(), family.make_inputs(4)
+    model, inputs = made("llama", 4)
     options = {**GREEDY, "max_new_tokens": 60, "min_new_tokens": 50}
     with fastgen.disabled():
         said = model.generate(**inputs, **options)[:, -45:-43]
@@ -220,8 +196,7 @@ def test_what_a_row_has_stored_before_it_was_cut_is_known(monkeypatch: pytest.Mo
 
 def test_sampling_with_criteria_and_scores() -> None:
     """The scores are those that the tokens were drawn by."""
-    family = KNOWN["llama"]
-    model, inputs = family.build(), family.make_inputs(1)
+    model, inputs = made("llama", 1)
     fastgen.enable(self_speculation="int8")
     torch.manual_seed(1)
     options = {"do_sample": True, "top_k": 4, "max_new_tokens": 20, **RETURNS}

@@ -13,7 +13,6 @@ from fastgen import memory
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.self_draft import DraftWeights
 from fastgen.decoding.weights import cache
-from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
@@ -117,18 +116,6 @@ def test_where_steps_are_always_recorded_the_first_call_drafts(captured_step: An
 
 
 # ---- copies of weights
-
-
-def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(KNOWN["llama"].build())  # of which there are no copies yet
-    weights = DraftWeights(model, LINEAR_LAYERS, "int8", 64)
-    packed, pack = [], quantized_linear.pack
-    monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(None), pack(*given))[1])
-    assert not weights.copy(0.0) and not weights._overrides
-    assert weights.copy() and weights.copy(0.0)
-    number = len(packed)
-    assert 0 < number <= len(weights._overrides)
-    assert weights.copy() and len(packed) == number
 
 
 def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,14 +64,6 @@ def test_one_row_is_left_of_a_batch(checks: list[list[int]]) -> None:
     assert checks and counts().get("rows_left", 0) > 0
 
 
-def test_chosen_by_what_it_gains(checks: list[list[int]]) -> None:
-    family = KNOWN["llama"]
-    for _ in range(3):
-        same(family.build(), family.make_inputs(8), {**GREEDY, "max_new_tokens": 48}, prompt_lookup_num_tokens=8)
-    assert_speculates(3)
-    assert checks
-
-
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"do_sample": True}])
 def test_what_has_as_many_tokens_of_each_row(options: dict, any_lengths: None, checks: list[list[int]]) -> None:
     """Processors look at one row after the other, and so does sampling."""

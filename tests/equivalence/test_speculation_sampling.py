@@ -24,7 +24,7 @@ from tests.equivalence.speculation import DRAFTS, assert_speculates, counts, dra
 pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(4)]
 
 VOCABULARY, TOKENS = 5, 3
-DRAWS, ROWS = 20_000, 5_000
+DRAWS, ROWS = 10_000, 5_000
 SIGNIFICANT = 0.001
 PROMPT = [4, 0, 4, 2, 2, 3]  # what the model says now and then
 PLAIN: dict[str, Any] = {"top_k": 0}

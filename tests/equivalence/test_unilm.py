@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from fastgen import releases
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.conftest import SharedPrefixes
-from tests.models.tiny_unilm import PAD, batch, sources, tiny_model
+from tests.models.tiny_unilm import batch, sources, tiny_model
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -52,12 +51,6 @@ def test_options(model: Any, name: str, side: str, strict: None, shared_prefixes
     assert len({tuple(row) for row in found.tolist()}) > 1
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 2}])
-def test_an_end_at_the_first_step(options: dict[str, Any], strict: None) -> None:
-    check(tiny_model(end=100.0), batch(sources(*LENGTHS)), {"max_new_tokens": 6, **options})
-    assert accelerated() == 1
-
-
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_everything_that_is_returned(kind: str, strict: None) -> None:
     options = {
@@ -73,12 +66,6 @@ def test_everything_that_is_returned(kind: str, strict: None) -> None:
     assert releases.cache_in(found).self_attention_cache.get_seq_length() == max(LENGTHS) + 5, (
         "a [MASK] is in the cache"
     )
-
-
-def test_a_target_that_is_given_is_part_of_the_prefix(model: Any, strict: None) -> None:
-    inputs = {**batch(sources(40, 20)), "decoder_input_ids": torch.tensor([[PAD, 20, 21], [PAD, 30, 31]])}
-    check(model, inputs, {"num_beams": 4, "max_new_tokens": 8})
-    assert accelerated() == 1
 
 
 def test_without_a_cache_it_falls_back(model: Any) -> None:

@@ -8,10 +8,10 @@ from the others.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,6 +23,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -40,36 +41,15 @@ from tests.equivalence.models import EOS, VOCABULARY
 from tests.equivalence.user_code import (
     AT,
     BART,
-    FORMS,
     LLAMA,
-    PLACES,
     MyError,
     Raises,
     assert_passed_on,
     loop_of,
-    partial_form,
 )
 
 loops = pytest.mark.parametrize("loop", ["library", "captured"])
 named = {"ids": lambda name: name.replace(" ", "-")}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("form", FORMS, **named)
-@pytest.mark.parametrize("place", PLACES, **named)
-def test_every_form(place: str, form: str) -> None:
-    make, body = PLACES[place]
-    mine = Raises(MyError("mine"))
-    assert_passed_on(LLAMA, make(FORMS[form](mine, body)), mine)
-
-
-@loops
-@pytest.mark.parametrize("place", PLACES, **named)
-def test_every_place(place: str, loop: str) -> None:
-    make, body = PLACES[place]
-    mine = Raises(MyError("mine"))
-    with loop_of(loop):
-        assert_passed_on(BART, make(partial_form(mine, body)), mine)
 
 
 ERRORS = (
@@ -87,9 +67,9 @@ ERRORS = (
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_every_error(error: BaseException) -> None:
-    make, body = PLACES["processor"]
+    """Of a function, whose state nothing puts back: whether it is called again is seen."""
     mine = Raises(error)
-    assert_passed_on(LLAMA, make(partial_form(mine, body)), mine)
+    assert_passed_on(LLAMA, {**BEAM, "logits_processor": [partial(_hit, mine)]}, mine)
 
 
 # ---- objects with methods
@@ -154,6 +134,14 @@ def _mock_streamer(mine: Raises) -> dict[str, Any]:
     return {"streamer": Mock(put=Mock(side_effect=lambda value: mine.hit()))}
 
 
+def _hit(mine: Raises, tokens: Any, scores: Any) -> Any:
+    return mine.hit(scores)
+
+
+def _prefix(mine: Raises) -> PrefixConstrainedLogitsProcessor:
+    return PrefixConstrainedLogitsProcessor(lambda row, tokens: mine.hit(list(range(20))), 4)
+
+
 def _fails_to_iterate(mine: Raises) -> dict[str, Any]:
     given = FailsToIterate([Processor(MyError("never"))])
     given.mine = mine
@@ -169,6 +157,8 @@ OBJECTS: dict[str, tuple[type[Raises], Callable[[Any], dict[str, Any]]]] = {
     "criterion of a list": (Criterion, lambda mine: {**BEAM, "stopping_criteria": StoppingCriteriaList([mine])}),
     "end of a streamer": (EndsBadly, lambda mine: {"streamer": mine}),
     "mock of a streamer": (Raises, _mock_streamer),
+    "partial of a function": (Raises, lambda mine: {**BEAM, "logits_processor": [partial(_hit, mine)]}),
+    "prefix of a processor": (Raises, lambda mine: {**BEAM, "logits_processor": [_prefix(mine)]}),
 }
 
 
@@ -424,21 +414,6 @@ def test_the_user_gets_themselves(loop: str) -> None:
         assert_same(original, call())
 
 
-@pytest.mark.parametrize("form", ["partial", "mock", "builtin"])
-def test_hooks_of_every_form(form: str) -> None:
-    hook: Any = {
-        "partial": functools.partial(lambda module, args: None),
-        "mock": Mock(return_value=None),
-        "builtin": {}.get,  # which belongs to no module of Python's; returns its second argument here
-    }[form]
-    handle = LLAMA.build().model.layers[0].register_forward_pre_hook(hook)
-    try:
-        check(LLAMA.build(), LLAMA.make_inputs(), BEAM)
-    finally:
-        handle.remove()
-    assert list(fallbacks()) == ["forward hooks are registered on the model"]
-
-
 def test_hooks_of_all_modules() -> None:
     """A forward hook for every module of the process is code that sees the rows of the model, too."""
     calls: list[Any] = []
@@ -448,3 +423,28 @@ def test_hooks_of_all_modules() -> None:
     finally:
         hook.remove()
     assert calls and list(fallbacks()) == ["forward hooks are registered on the model"]
+
+
+@loops
+def test_a_cache_of_the_users_that_its_code_writes_to(loop: str) -> None:
+    class Scales(LogitsProcessor):
+        def __init__(self, cache: Any) -> None:
+            self.cache, self.seen = cache, []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            layer = self.cache.layers[0]
+            self.seen.append((tuple(layer.keys.shape), self.cache.get_seq_length()))
+            if len(self.seen) in (2, 5):
+                layer.keys, layer.values = layer.keys * -3.0, layer.values.flip(1)
+            return scores
+
+    model, inputs = LLAMA.build(), LLAMA.make_inputs()
+    found = []
+    for context in (fastgen.disabled(), loop_of(loop)):
+        cache = DynamicCache(config=model.config)
+        given = releases.with_cache(cache)
+        processor = Scales(cache)
+        with context:
+            result = model.generate(**inputs, max_new_tokens=12, logits_processor=[processor], **given)
+        found.append((result.tolist(), processor.seen, cache.layers[1].keys.shape))
+    assert found[0] == found[1]

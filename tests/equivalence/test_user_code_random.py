@@ -1,13 +1,14 @@
-"""Random code of the user's in `generate`: its calls, their arguments, tokens and exceptions are the library's.
+"""Code of the user's in `generate`: its calls, their arguments, tokens and exceptions are the library's.
 
-`make test-long` runs 1,000 sequences of calls, `make test` a sample.
+Each kind of code alone, in the library's loop and in a captured step, and random ones together: `make test-long` runs
+1,000 sequences of calls, `make test` a sample.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from fastgen import settings
 from fastgen.optimizer.transformers.captured import host_code
 from tests import near_ties
 from tests.equivalence.captured import build, captures
-from tests.equivalence.models import BY_NAME
+from tests.equivalence.models import BY_NAME, EOS
 from tests.equivalence.test_programs import programs  # noqa: F401 (steps are recorded at once)
 
 CPU = torch.device("cpu")
@@ -46,6 +47,7 @@ class Processor(LogitsProcessor):
     def __init__(self, log: Log, name: str, kind: str, at: int) -> None:
         self.log, self.name, self.kind, self.at, self.calls = log, name, kind, at, 0
         self.own: torch.Tensor | None = None
+        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.log.note(self.name, input_ids, scores)
@@ -66,6 +68,15 @@ class Processor(LogitsProcessor):
         self.own[30 + self.calls % 100] += 3.0
         return scores + self.own
 
+    def keeps(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """What it is given, without a copy, for a later step."""
+        self.given.append((input_ids, scores))
+        tokens, earlier = self.given[max(len(self.given) - 3, 0)]
+        return scores + 0.5 * earlier + (tokens[:, -1:] % 3)
+
+    def rolls(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.roll(self.calls, dims=-1)
+
     def double(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.double() if self.calls >= self.at else scores
 
@@ -76,15 +87,26 @@ class Processor(LogitsProcessor):
         return scores.scatter_add(1, input_ids.sum(1, keepdim=True) % 150, torch.full_like(scores[:, :1], 3.0))
 
     def writes(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.calls == self.at + 1:
-            tokens = input_ids.numpy() if self.at % 2 else input_ids  # the former is not counted by torch
-            tokens[:, -1] = 9
+        if self.calls in (self.at + 1, self.at + 3):
+            _write(input_ids, self.at)
         return self.tokens(input_ids, scores)
 
     def raises(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.calls == self.at:
             raise Planted(self.name)
         return scores
+
+
+def _write(tokens: torch.Tensor, way: int) -> None:
+    """Into the tokens that the user's code is given: their last ones, an end, their first, or behind torch's back."""
+    if way % 4 == 0:
+        tokens[:, -1] = 9
+    elif way % 4 == 1:
+        tokens[0, -1] = EOS
+    elif way % 4 == 2:
+        tokens[0, 0] = 11
+    else:
+        tokens.numpy()[:, -1:] = 17
 
 
 class Criterion(StoppingCriteria):
@@ -94,7 +116,7 @@ class Criterion(StoppingCriteria):
         self.log, self.name, self.kind, self.at, self.calls = log, name, kind, at, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.log.note(self.name, input_ids)
+        self.log.note(f"{self.name}, {len(scores or ())} scores", input_ids)
         self.calls += 1
         return getattr(self, self.kind)(input_ids)
 
@@ -111,8 +133,8 @@ class Criterion(StoppingCriteria):
         return self.done
 
     def writes(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.calls == self.at:
-            tokens[:, -1] = 13
+        if self.calls in (self.at, self.at + 3):
+            _write(tokens, self.at)
         return torch.zeros(len(tokens), dtype=torch.bool)
 
     def raises(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -151,7 +173,7 @@ def autocast() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
 
-_PROCESSORS = ("state", "in_place", "own_tensor", "double", "strided", "tokens", "writes", "raises")
+_PROCESSORS = ("state", "in_place", "own_tensor", "keeps", "rolls", "double", "strided", "tokens", "writes", "raises")
 _CRITERIA = ("all_at", "some", "kept", "writes", "raises")
 _MODES: list[Callable[[], Any]] = [
     contextlib.nullcontext, contextlib.nullcontext, torch.no_grad, torch.inference_mode, torch.inference_mode,
@@ -167,12 +189,20 @@ _DECODING: list[dict[str, Any]] = [
 
 
 def _draw_parts(rng: random.Random, options: dict[str, Any], rows: int) -> Callable[[Log], dict[str, Any]]:
-    """Makes the user's objects anew for each run, all of them with the same behaviour."""
     processors = [(kind, rng.randrange(1, 8)) for kind in rng.choices(_PROCESSORS, k=rng.choice([0, 1, 1, 2]))]
     criteria = [(kind, rng.randrange(1, 8)) for kind in rng.choices(_CRITERIA, k=rng.choice([0, 0, 1, 1, 2]))]
     streams = rows == 1 and options["num_beams"] == 1 and rng.random() < 0.2
-    late = rng.choice([3, 1000, 1000])
-    has_prefix = rng.random() < 0.15
+    return _parts(processors, criteria, streams, rng.random() < 0.15, late=rng.choice([3, 1000, 1000]))
+
+
+def _parts(
+    processors: Sequence[tuple[str, int]] = (),
+    criteria: Sequence[tuple[str, int]] = (),
+    streams: bool = False,
+    has_prefix: bool = False,
+    late: int = 1000,
+) -> Callable[[Log], dict[str, Any]]:
+    """Makes the user's objects anew for each run, all of them with the same behaviour."""
 
     def make(log: Log) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -257,3 +287,28 @@ def sequences_are_worth_it() -> Iterator[None]:
 def test_users_code(seed: int) -> None:
     host_code._writers.clear()
     _sequence(random.Random(seed))
+
+
+KINDS: dict[str, Callable[[int], Callable[[Log], dict[str, Any]]]] = {
+    **{f"processor {kind}": lambda at, kind=kind: _parts([(kind, at)]) for kind in _PROCESSORS},
+    **{f"criterion {kind}": lambda at, kind=kind: _parts(criteria=[(kind, at)]) for kind in _CRITERIA},
+    "both write": lambda at: _parts([("writes", at)], [("writes", at)]),
+    "a streamer that raises": lambda at: _parts(streams=True, late=at + 2),
+    "a prefix function that raises": lambda at: _parts(has_prefix=True, late=at + 2),
+}
+
+
+@pytest.mark.parametrize("captured_step", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_code(kind: str, captured_step: Any) -> None:
+    """In two of the ways of decoding; a streamer sees one sequence."""
+    host_code._writers.clear()
+    ways = [0] if "stream" in kind else [len(kind) % 4, (len(kind) + 2) % 4]
+    for number in ways:
+        decoding = _DECODING[1 + number]
+        model, inputs = build(BY_NAME[("llama", "bart")[number % 2]], CPU)
+        inputs = {name: value[: 1 if "stream" in kind else 3] for name, value in inputs.items()}
+        options = {**decoding, "max_new_tokens": 12, "min_new_tokens": 8}
+        options |= {"output_scores": True, "return_dict_in_generate": True} if number % 2 == 0 else {}
+        with settings.changed(captured_step=captured_step):
+            _same(model, inputs, options, KINDS[kind](number + 2), _MODES[1 + number])

@@ -19,6 +19,7 @@ from fastgen.ops import quantized_linear
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
+from tests.equivalence.options import every
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -84,7 +85,7 @@ def test_calls_in_other_threads_have_their_own_precision(
         torch.testing.assert_close(found[name], scores, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")], ids=str)
+@every
 def test_scores_are_near_those_of_float32(family: Any, precision: str, outputs: list[int], device: Any) -> None:
     if torch.device(device).type != "cpu":
         pytest.skip("on the CPU only")
@@ -103,37 +104,6 @@ def test_scores_are_near_those_of_float32(family: Any, precision: str, outputs: 
     # And float32 is what it was, in the next call without the setting.
     with settings.changed(weight_dtype="fp32"):
         assert_same(original, run(model, inputs, SCORES))
-
-
-class Meanwhile(LogitsProcessor):
-    """Runs the model with the original code in the middle of a call."""
-
-    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
-        self.model, self.inputs, self.result = model, inputs, None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.result is None:
-            with fastgen.disabled():
-                self.result = run(self.model, self.inputs, BEAM)
-        return scores
-
-
-def test_a_call_of_the_original_code_inside_one(precision: str) -> None:
-    family = BY_NAME["gpt2"]
-    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
-    with fastgen.disabled():
-        expected = run(model, inputs, BEAM)
-    meanwhile = Meanwhile(model, inputs)
-    run(model, inputs, {**BEAM, "logits_processor": [meanwhile]})
-    assert_same(expected, meanwhile.result)
-
-
-def test_compare(precision: str, outputs: list[int]) -> None:
-    family = BY_NAME["bart"]
-    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
-    comparison = fastgen.compare(model, inputs, **BEAM)
-    assert comparison.accelerated and outputs
-    assert "tokens: " in str(comparison)
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

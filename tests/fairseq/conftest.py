@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from importlib import metadata
-from typing import Any
 
 import pytest
 
@@ -35,12 +34,3 @@ def counted(counted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
-
-
-@pytest.fixture(scope="session")
-def trained_model(shared_folder: Any) -> Any:
-    """A model that has learnt something (see trained.py)."""
-    from tests.fairseq import trained
-
-    with shared_folder("trained") as (folder, _):
-        return trained.trained(folder / "weights.pt")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,7 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 import fastgen
 from fastgen import patching
 from fastgen.optimizer.fairseq import attention
+from tests.equivalence.check import in_threads
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, assert_same, check, fallbacks
 from tests.fairseq.test_generate import generator_for
@@ -202,26 +201,6 @@ def test_a_source_of_nothing_but_padding():
     assert list(fallbacks()) == ["a source that is nothing but padding"]
 
 
-def test_disabling_restores_the_very_objects():
-    targets = [
-        ("fairseq.sequence_generator", "SequenceGenerator", "_generate"),
-        ("fairseq.sequence_generator", "EnsembleModel", "forward_decoder"),
-        ("fairseq.modules.multihead_attention", "MultiheadAttention", "forward"),
-        ("fairseq.ngram_repeat_block", "NGramRepeatBlock", "forward"),
-    ]
-    classes = [(getattr(importlib.import_module(module), name), attribute) for module, name, attribute in targets]
-    originals = [patching.original_of(vars(cls)[attribute]) for cls, attribute in classes]
-    fastgen.disable()
-    for (cls, attribute), original in zip(classes, originals, strict=True):
-        assert vars(cls)[attribute] is original
-    generator = generator_for_any(models.encoder_decoder())
-    left = generator.generate([], models.sources(3))
-    assert fastgen.stats() == {}
-    fastgen.enable()
-    assert_same(left, generator.generate([], models.sources(3)))
-    assert accelerated() == 1
-
-
 def test_a_hook_that_is_missing_means_that_nothing_is_accelerated(monkeypatch):
     monkeypatch.setattr(
         EnsembleModel, "reorder_encoder_out", patching.original_of(vars(EnsembleModel)["reorder_encoder_out"])
@@ -270,11 +249,7 @@ def test_threads_do_not_meet():
         for _ in range(3):
             results[index] = generators[index].generate([], models.sources(4))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 3)
     for index, want in enumerate(expected):
         assert_same(want, results[index])
 

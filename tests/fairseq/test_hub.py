@@ -13,6 +13,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+from fairseq.models import transformer
 from fairseq.models.bart import BARTModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
@@ -112,21 +113,23 @@ def test_bart_fills_masks(bart):
 
 
 @pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory, trained_model: Any) -> Any:
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("translator")
     for language in ("xx", "yy"):
-        trained_model.dictionary.save(str(folder / f"dict.{language}.txt"))
+        models.dictionary().save(str(folder / f"dict.{language}.txt"))
+    arguments = models.sizes()
+    transformer.base_architecture(arguments)
     about = {"arch": "transformer", "task": "translation", "criterion": "cross_entropy", "data": ""}
-    arguments = Namespace(**vars(trained_model.arguments))
-    write_checkpoint(folder / "model.pt", trained_model.model, arguments, source_lang="xx", target_lang="yy", **about)
+    write_checkpoint(
+        folder / "model.pt", models.encoder_decoder(), arguments, source_lang="xx", target_lang="yy", **about
+    )
     return TransformerModel.from_pretrained(str(folder), tokenizer="space").eval()
 
 
 def test_translations(translator):
     sentences = ["w1 w2 w3", "w4 w8 w15 w16", "w19 w0 w7 w7 w5 w11"]
     original, ours = both(lambda: translator.translate(sentences, beam=5))
-    # See trained.translation: ids are those of the words, and 4.
-    assert ours == original and ours[0] == "w7 w14 w1"
+    assert ours == original and all(ours)
     assert accelerated() == 1
     assert translator.translate(sentences[0]) == ours[0]
 

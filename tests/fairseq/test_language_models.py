@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq import search
 
 from fastgen.optimizer.fairseq.prefill import Prefill
 from tests.fairseq import models
@@ -122,16 +121,3 @@ def test_without_a_prefix(runs):
     sample = {"net_input": {"src_tokens": torch.full((3, 4), 5)}}
     check(lambda: generator_for([pool("gpt2")], beam_size=3), sample)
     assert runs == [] and accelerated() == 1
-
-
-@pytest.mark.parametrize("topk", [-1, 1, 4])
-def test_samples_behind_a_long_prefix(topk):
-    check_prefix(
-        lambda: generator_for(
-            [pool("post-norm")],
-            beam_size=4,
-            max_len_b=80,
-            _search=lambda words: search.Sampling(words, sampling_topk=topk),
-        ),
-        models.prefixes(3, 50),
-    )

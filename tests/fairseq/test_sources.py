@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq import search
 
 import fastgen
 from fastgen.decoding import length_buckets
@@ -59,15 +58,6 @@ def test_an_ensemble(passes):
     assert len(passes) == 3
 
 
-def test_samples(passes):
-    def make() -> Any:
-        return generator_for([model], beam_size=3, _search=lambda words: search.Sampling(words, sampling_topk=5))
-
-    model = models.encoder_decoder()
-    check(make, sample())
-    assert len(passes) == 3
-
-
 def test_padding_in_the_middle(passes):
     batch = sample(left_pad=False)
     batch["net_input"]["src_tokens"][2, 3] = 1
@@ -96,11 +86,6 @@ def test_one_pass_where_more_would_be_seen(passes, make):
     model = make()
     check(lambda: generator_for([model], beam_size=3), sample())
     assert accelerated() == 1 and passes == []
-
-
-def test_one_pass_where_it_does_not_pay(passes):
-    check(lambda: generator_for([models.encoder_decoder()], beam_size=3), sample(lengths=[40, 39, 38]))
-    assert passes == []
 
 
 def test_disabled_it_is_one_pass(passes):

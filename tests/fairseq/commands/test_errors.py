@@ -14,10 +14,6 @@ from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import BASE, one_line
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def _shorten(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
 
@@ -42,8 +38,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "missing subset": (lambda data: (data / "test.de-en.de.idx").unlink(), "Dataset not found: test"),
     "index": (lambda data: (data / "test.de-en.de.idx").write_bytes(b"nothing that is an index" * 9), "be read: "),
-    "index cut": (lambda data: _cut(data / "test.de-en.de.idx"), "be read: "),
-    "data cut": (lambda data: _cut(data / "test.de-en.de.bin"), "be read: "),
     "tokens": (lambda data: _spoil_tokens(data / "test.de-en.de.bin"), "source data hold token 32767, but the dict"),
     "negative tokens": (_make_negative, "source data hold token -1, but the dict"),
 }

@@ -31,7 +31,7 @@ from tests.fairseq.commands.world import (
     train_language_model,
 )
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(8)
 
 OPTIONS = [
     "--nbest 3",
@@ -71,17 +71,18 @@ def test_the_same_lines(world, options):
 
 def test_a_whole_command_and_its_workers(world, programs):
     """The commands as they are called, with workers, and with FastGen's generation."""
-    words = [world.data, "--path", world.model, *BASE, "--nbest", 2, "--remove-bpe", "--scoring", "sacrebleu"]
+    options = ["--nbest", 2, "--remove-bpe", "--scoring", "sacrebleu"]
+    words = [world.data, "--path", world.model, *BASE, *options]
     command = functools.partial(run, program=programs / "python")
-    original = command("fastgen.fairseq", "--no-fastgen", "generate", *words)
+    original, _ = both(world, *options)
     plain = command("fastgen_cli.fairseq", "generate", *words, "--no-fastgen", "--postprocess-workers", 2)
-    assert lines(plain.stdout) == lines(original.stdout)
+    assert lines(plain.stdout) == original
     assert re.search(r"the model waited \S+ % of the time for input and \S+ % for post-processing", plain.stderr)
     disabled = "not accelerated: FastGen is disabled (--no-fastgen or FASTGEN_DISABLE=1)"
     assert plain.stderr.splitlines()[-1] == disabled
     fast = command("fastgen_cli.fairseq", "generate", *words, "--postprocess-workers", 1)
     assert re.fullmatch(r"accelerated by FastGen: all \d+ calls", fast.stderr.splitlines()[-1])
-    same_but_for_rounding(lines(fast.stdout), lines(original.stdout))
+    same_but_for_rounding(lines(fast.stdout), original)
 
 
 def same_but_for_rounding(ours: list[str], original: list[str]) -> None:

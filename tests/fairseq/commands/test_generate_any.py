@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -14,7 +12,7 @@ from fastgen.pipeline import PipelineError
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from fastgen_cli.generate import main as generate_any
-from tests.fairseq.commands.world import BASE, ROOT, World, configuration, lines, one_line, printed
+from tests.fairseq.commands.world import BASE, World, configuration, lines, one_line, printed
 
 
 class TestGenerateAnything:
@@ -78,15 +76,6 @@ class TestGenerateAnything:
         words = [model, str(world.folder / "test.de"), str(output), "-s", "de", "-t", "en", *BASE]
         assert generate_any([word for word in words if word not in ("--num-workers", "0")]) == 0
         assert output.read_text().splitlines() == self.expected(world)
-
-    def test_a_package_that_nobody_needs_is_not_asked_for(self, world, tmp_path):
-        """In a process of its own, which imports FairSeq."""
-        words = [str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE]
-        script = "import sys; from fastgen_cli.generate import main; sys.exit(main(sys.argv[1:]))"
-        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        assert "accelerated by FastGen" in done.stderr
-        assert "tensorboardX" not in done.stdout + done.stderr
 
     def test_fairseqs_own_arguments(self, world, capfd):
         assert generate_any([str(world.data), "--path", str(world.model), *BASE]) == 0

@@ -19,6 +19,7 @@ from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import ROOT, both_interactive, configuration, printed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -22,7 +22,7 @@ def into(stdout: str) -> dict[str, Any]:
     return {"preexec_fn": lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("stdout", "said"), [("closed", "stdout is closed"), ("full", "cannot write standard output: No space left")]
 )

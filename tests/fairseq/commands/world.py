@@ -54,6 +54,7 @@ def run(
     command = [str(program), "-m", module, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, **options)
     assert done.returncode == status, done.stderr[-3000:]
+    assert "tensorboardX" not in done.stdout + done.stderr  # a package that nobody needs is not asked for
     return done
 
 

@@ -37,15 +37,7 @@ def test_from_text_to_a_trained_model_to_its_output(tmp_path, capsys):
     train_command.main(convert_namespace_to_omegaconf(args))
     fastgen.enable(strict=True)
     generate = [binary, *languages, "--path", f"{saved}/checkpoint_last.pt", "--gen-subset", "valid", "--beam", "3"]
-    generate += [
-        "--task",
-        "translation_prophetnet",
-        "--cpu",
-        "--num-workers",
-        "0",
-        "--required-batch-size-multiple",
-        "1",
-    ]
+    generate += "--task translation_prophetnet --cpu --num-workers 0 --required-batch-size-multiple 1".split()
     parser = options.get_generation_parser()
     capsys.readouterr()
     generate_command.main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=generate)))

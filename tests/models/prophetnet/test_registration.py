@@ -81,6 +81,7 @@ assert models.ARCH_MODEL_REGISTRY["ngram_transformer_prophet_large"].__module__ 
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "code",
     [
