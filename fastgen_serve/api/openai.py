@@ -278,9 +278,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
             return prompts.chat_tokens(
                 model,
                 messages,
-                starts_answer=body.add_generation_prompt,
-                continues=body.continue_final_message,
-                variables=body.chat_template_kwargs,
+                body.template(),
                 cut=body.cut(),
                 room=body.limit or 1,
             )
