@@ -66,6 +66,7 @@ def read(words: Sequence[str]) -> ServeSettings:
     given = vars(parser.parse_args(words))
     models, names = given.pop("models"), given.pop("served_model_name")
     key_file, languages = given.pop("api_key_file"), given.pop("languages") or ()
+    origins = tuple(given.pop("cors_origin") or ())
     if names and len(names) != len(models):
         raise UsageError(f"--served-model-name has {len(names)} names for {len(models)} models")
     named = [_named(model) for model in models]
@@ -74,7 +75,7 @@ def read(words: Sequence[str]) -> ServeSettings:
     try:
         api_keys = keys.read(key_file) if key_file else ()
         pairs = dict(_languages(words, named[0][0]) for words in languages)
-        return ServeSettings(models=tuple(named), api_keys=api_keys, languages=pairs, **given)
+        return ServeSettings(models=tuple(named), api_keys=api_keys, cors_origins=origins, languages=pairs, **given)
     except OSError as error:
         raise UsageError(f"cannot read {key_file}: {error.strerror or error}") from error
     except ValueError as error:
@@ -116,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     add(where, "port", "0 for a free one", type=int)
     add(where, "served-model-name", "a name for each model", nargs="+", metavar="NAME")
     add(where, "api-key-file", "keys that clients must have, one a line", metavar="FILE")
+    add(
+        where, "cors-origin", "a site whose pages may ask from browsers, * for any; may be repeated", action="append",
+        metavar="ORIGIN",
+    )  # fmt: skip
     models = parser.add_argument_group("models")
     add(models, "dtype", "of the weights", choices=DTYPES)
     add(
@@ -127,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     add(models, "warm-up", "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
     add(models, "slots", "rows of a decode step", type=int)
     add(models, "threads", "of each model's process; one on each core by default", type=int)
+    add(
+        models, "cache-gib", "of K and V, for each model; by default its part of a quarter of what is free", type=float,
+        metavar="GIB",
+    )  # fmt: skip
     add(
         models, "scheduler", "when a batch is encoded: at once, or when it uses up half of --slo-ms", choices=SCHEDULERS
     )
