@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _listen(settings).close()
             return on_ray.run(settings)
         listening = _listen(settings)
-        return asyncio.run(_serve(settings, listening))
+        asyncio.run(_serve(settings, listening))
     except (PipelineError, OSError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:  # before the server takes signals
@@ -182,7 +183,7 @@ def _listen(settings: ServeSettings) -> socket.socket:
         raise OSError(f"cannot listen at {where}: {error.strerror or error} (--host, --port)") from error
 
 
-async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
+async def _serve(settings: ServeSettings, listening: socket.socket) -> NoReturn:
     from fastgen_serve import log
     from fastgen_serve.app import create_app
     from fastgen_serve.server import Server
@@ -192,7 +193,19 @@ async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
     _say.info("%s (models are loading)", settings.url(listening.getsockname()[1]))
     server = Server(app, settings)
     await server.serve(sockets=[listening])
-    return SETUP if server.has_given_up else DONE
+    _leave(SETUP if server.has_given_up else DONE)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process. The interpreter would wait for threads, which may tokenise for long what nobody waits for."""
+    try:
+        for child in multiprocessing.active_children():  # of a server that did not wait for these either
+            child.kill()
+            child.join()
+        logging.shutdown()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":
