@@ -235,9 +235,10 @@ def test_a_processor_whose_scores_are_none_leaves_the_others(llama: Any, spoil: 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return spoil(scores) if input_ids.shape[1] % 9 == 0 else scores
 
-    executor, options = ContinuousBatches(llama, 16), {"do_sample": True, "max_new_tokens": 20}
+    options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
+    executor = ContinuousBatches(llama, 16)
     plain = requests_for(llama, PROMPTS, logits_processor=[_Bans(40)], **options)
-    failing = requests_for(llama, PROMPTS[:2], logits_processor=[Spoils()], eos_token_id=None, **options)
+    failing = requests_for(llama, PROMPTS[:2], logits_processor=[Spoils()], **options)
     run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
     assert_as_alone(llama, plain, PROMPTS)
     assert all(isinstance(request.future.exception(0), (ValueError, RuntimeError)) for request in failing)
