@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import fastgen
@@ -81,6 +82,14 @@ def create_app(
         write_error=interfaces.write_error,
         traffic=app.state.traffic,
     )
+    if settings.cors_origins:  # around the guard, as a page is to read what that refuses, too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 

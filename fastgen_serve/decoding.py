@@ -5,7 +5,8 @@ What a request does not say is what the model's own generation config says, as i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,6 +23,17 @@ _OTHERS = {
     "encoder_no_repeat_ngram_size": "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty": "encoder_repetition_penalty",
     "min_tokens": "min_new_tokens",
+}
+# By what a job calls it, the fields that it may come from, where these have other names.
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    **{option: (field,) for field, option in _OTHERS.items()},
+    "prompt": ("prompt", "messages"),
+    "max_new_tokens": ("max_tokens", "max_completion_tokens"),
+    "num_beams": ("num_beams", "best_of", "n", "num_return_sequences"),
+    "num_return_sequences": ("n", "num_return_sequences", "best_of"),
+    "eos_token_id": ("stop_token_ids", "ignore_eos"),
+    "sequence_bias": ("logit_bias",),
+    "forced_bos_token_id": ("tgt_lang",),
 }
 
 
@@ -136,6 +148,17 @@ def make_job(
         logprobs = 0
     limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
     return Generate(tokens, {**decoding.options, **limit, **options}, seed, tuple(stop), logprobs, streams)
+
+
+@contextmanager
+def named_by(fields: object) -> Iterator[None]:
+    """A block in which what a job is refused for has the name that it has in the request."""
+    try:
+        yield
+    except BadRequest as error:
+        names = _FIELDS.get(error.param or "", (error.param,))
+        error.param = next((name for name in names if name and getattr(fields, name, None)), names[0])
+        raise
 
 
 def _agreed(fields: Fields, *names: str) -> int | None:

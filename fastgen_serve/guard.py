@@ -96,6 +96,10 @@ class Guard:
         self._traffic.running += 1
         try:
             await self._answer(scope, headers, receive, send_with_id)
+        except asyncio.CancelledError:
+            if status != _GONE or not self._traffic.is_draining:
+                raise
+            await self._refuse(scope, receive, send_with_id, _stops())  # uvicorn has waited for it long enough
         except Exception:
             if status != _GONE:  # it has begun: the connection is cut, and uvicorn says why in the log
                 raise
@@ -114,7 +118,7 @@ class Guard:
             if self._needs_header(path):
                 keys.check(keys.of_header(headers.get("authorization")), self._settings.api_keys)
             if self._traffic.is_draining and scope["method"] == "POST":  # what asks a model for something
-                raise Unavailable("the server stops: try another one", retry_after=10)
+                raise _stops()
             await self._run(scope, body, send)
         except ServeError as error:
             await self._refuse(scope, receive, send, error)
@@ -159,6 +163,10 @@ class Guard:
             for task in (running, reading):
                 task.cancel()
             await asyncio.gather(running, reading, return_exceptions=True)
+
+
+def _stops() -> Unavailable:
+    return Unavailable("the server stops: try another one", retry_after=10)
 
 
 class _Body:

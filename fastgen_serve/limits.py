@@ -27,7 +27,7 @@ def bounded(job: Generate, info: ModelInfo, settings: ServeSettings) -> Generate
     tokens = job.options.get("max_new_tokens")
     if tokens is not None and tokens > settings.max_tokens:
         raise BadRequest(
-            f"{tokens} new tokens: this server gives {settings.max_tokens} at the most", param="max_tokens"
+            f"{tokens} new tokens: this server gives {settings.max_tokens} at the most", param="max_new_tokens"
         )
     options, most = {**info.defaults, **job.options}, min(settings.max_beams, settings.slots)
     for name in ("num_beams", "num_return_sequences"):

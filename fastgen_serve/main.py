@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _listen(settings).close()
             return on_ray.run(settings)
         listening = _listen(settings)
-        return asyncio.run(_serve(settings, listening))
+        asyncio.run(_serve(settings, listening))
     except (PipelineError, OSError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:  # before the server takes signals
@@ -66,6 +67,7 @@ def read(words: Sequence[str]) -> ServeSettings:
     given = vars(parser.parse_args(words))
     models, names = given.pop("models"), given.pop("served_model_name")
     key_file, languages = given.pop("api_key_file"), given.pop("languages") or ()
+    origins = tuple(given.pop("cors_origin") or ())
     if names and len(names) != len(models):
         raise UsageError(f"--served-model-name has {len(names)} names for {len(models)} models")
     named = [_named(model) for model in models]
@@ -74,7 +76,7 @@ def read(words: Sequence[str]) -> ServeSettings:
     try:
         api_keys = keys.read(key_file) if key_file else ()
         pairs = dict(_languages(words, named[0][0]) for words in languages)
-        return ServeSettings(models=tuple(named), api_keys=api_keys, languages=pairs, **given)
+        return ServeSettings(models=tuple(named), api_keys=api_keys, cors_origins=origins, languages=pairs, **given)
     except OSError as error:
         raise UsageError(f"cannot read {key_file}: {error.strerror or error}") from error
     except ValueError as error:
@@ -116,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     add(where, "port", "0 for a free one", type=int)
     add(where, "served-model-name", "a name for each model", nargs="+", metavar="NAME")
     add(where, "api-key-file", "keys that clients must have, one a line", metavar="FILE")
+    add(
+        where, "cors-origin", "a site whose pages may ask from browsers, * for any; may be repeated", action="append",
+        metavar="ORIGIN",
+    )  # fmt: skip
     models = parser.add_argument_group("models")
     add(models, "dtype", "of the weights", choices=DTYPES)
     add(
@@ -127,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     add(models, "warm-up", "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
     add(models, "slots", "rows of a decode step", type=int)
     add(models, "threads", "of each model's process; one on each core by default", type=int)
+    add(
+        models, "cache-gib", "of K and V, for each model; by default its part of a quarter of what is free", type=float,
+        metavar="GIB",
+    )  # fmt: skip
     add(
         models, "scheduler", "when a batch is encoded: at once, or when it uses up half of --slo-ms", choices=SCHEDULERS
     )
@@ -173,7 +183,7 @@ def _listen(settings: ServeSettings) -> socket.socket:
         raise OSError(f"cannot listen at {where}: {error.strerror or error} (--host, --port)") from error
 
 
-async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
+async def _serve(settings: ServeSettings, listening: socket.socket) -> NoReturn:
     from fastgen_serve import log
     from fastgen_serve.app import create_app
     from fastgen_serve.server import Server
@@ -183,7 +193,19 @@ async def _serve(settings: ServeSettings, listening: socket.socket) -> int:
     _say.info("%s (models are loading)", settings.url(listening.getsockname()[1]))
     server = Server(app, settings)
     await server.serve(sockets=[listening])
-    return SETUP if server.has_given_up else DONE
+    _leave(SETUP if server.has_given_up else DONE)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process. The interpreter would wait for threads, which may tokenise for long what nobody waits for."""
+    try:
+        for child in multiprocessing.active_children():  # of a server that did not wait for these either
+            child.kill()
+            child.join()
+        logging.shutdown()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":

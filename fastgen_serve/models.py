@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fastgen_serve.concurrency import together
 from fastgen_serve.errors import ModelNotFound
 from fastgen_serve.served import ServedModel
 
@@ -44,5 +45,4 @@ class Models:
 
     async def stop(self) -> None:
         """Ends them. What has no result yet fails with `Unavailable`."""
-        for model in self:
-            await model.stop()
+        await together(model.stop() for model in self)

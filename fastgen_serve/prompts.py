@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -79,6 +79,21 @@ class Cut:
     side: str | None = None
 
 
+@dataclass(frozen=True)
+class Template:
+    """How a request wants the model's chat template to write a conversation.
+
+    Attributes:
+        starts_answer: the template's beginning of an answer comes behind the messages.
+        continues: the last message is left open.
+        variables: what the template may read besides, such as `enable_thinking`.
+    """
+
+    starts_answer: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
 def tokens_of(
     model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0, any_length: bool = False
 ) -> tuple[int, ...]:
@@ -126,10 +141,7 @@ def pair_of(
 def chat_tokens(
     model: ServedModel,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    starts_answer: bool = True,
-    continues: bool = False,
-    variables: Mapping[str, Any] | None = None,
+    template: Template,
     cut: Cut,
     room: int = 0,
     any_length: bool = False,
@@ -139,9 +151,7 @@ def chat_tokens(
     Args:
         model: that reads them.
         messages: role and content of each.
-        starts_answer: the template's beginning of an answer comes behind them.
-        continues: the last message is left open.
-        variables: what the template may read besides, such as `enable_thinking`.
+        template: how they are written.
         cut: how the text is tokenised.
         room: positions that new tokens need.
         any_length: as for `tokens_of`.
@@ -155,7 +165,7 @@ def chat_tokens(
             f"{model.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
             param="messages",
         )
-    if wrong := sorted(set(variables or ()) & (_NO_VARIABLES | tokenizer.special_tokens_map.keys())):
+    if wrong := sorted(set(template.variables) & (_NO_VARIABLES | tokenizer.special_tokens_map.keys())):
         raise BadRequest(f"chat_template_kwargs has {wrong[0]}: leave it out", param="chat_template_kwargs")
     if "developer" not in str(tokenizer.chat_template):  # which newer clients of OpenAI's call the system
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
@@ -163,9 +173,9 @@ def chat_tokens(
         text = tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
-            add_generation_prompt=starts_answer,
-            continue_final_message=continues,
-            **(variables or {}),
+            add_generation_prompt=template.starts_answer,
+            continue_final_message=template.continues,
+            **template.variables,
         )
     except Exception as error:  # the template is a program: with these variables it may raise whatever it can
         raise BadRequest(

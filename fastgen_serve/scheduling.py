@@ -14,13 +14,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
 
-from fastgen.engine.planning import mean
-from fastgen.partition import cheapest
+from fastgen.engine.planning import WINDOW, mean, oldest_batch
 from fastgen.pipeline.encoding.run import PASS_COST
 from fastgen_serve.settings import ServeSettings
 
@@ -32,8 +31,6 @@ Run = Callable[[int, int], object]
 LONGEST_MEASURED = 0.25
 # The shortest length that is measured.
 SHORTEST = 8
-# Planning takes time, too: so many full batches of the oldest inputs are looked at.
-WINDOW = 16
 # One batch that something has held up moves the costs by that factor at the most, before the moving average.
 MOST_CORRECTION = 2.0
 
@@ -194,25 +191,17 @@ class Cheapest(Plan):
         self._limits, self._costs, self._padded = limits, costs, padded
 
     def choose(self, lengths: Sequence[int]) -> list[int]:
-        window = lengths[: WINDOW * self._limits.inputs]
-        order = sorted(range(len(window)), key=window.__getitem__)
-        rising = [window[index] for index in order]
-        before = [0, *accumulate(rising)]  # tokens of all inputs before
+        def cost(longest: int, inputs: int, tokens: int) -> float:
+            return self._costs.of(self._length(longest, inputs, tokens), inputs)
 
-        def starts(end: int) -> Iterable[int]:
-            return range(max(0, end - self._limits.most(rising[end - 1])), end)
-
-        def cost(start: int, end: int) -> float:
-            inputs, tokens = end - start, before[end] - before[start]
-            return self._costs.of(rising[end - 1] if self._padded else -(-tokens // inputs), inputs)
-
-        _, groups = cheapest(range(1, len(order) + 1), starts, cost)
-        batches = (order[start:end] for start, end in groups)
-        return next(batch for batch in batches if 0 in batch)
+        return oldest_batch(lengths[: WINDOW * self._limits.inputs], self._limits.most, cost)
 
     def note(self, lengths: Sequence[int], seconds: float) -> None:
-        length = max(lengths) if self._padded else -(-sum(lengths) // len(lengths))
-        self._costs.note(length, len(lengths), seconds)
+        self._costs.note(self._length(max(lengths), len(lengths), sum(lengths)), len(lengths), seconds)
+
+    def _length(self, longest: int, inputs: int, tokens: int) -> int:
+        """That of all inputs of a batch that costs as much."""
+        return longest if self._padded else -(-tokens // inputs)
 
 
 @dataclass(frozen=True)
@@ -294,12 +283,7 @@ def make_scheduler(settings: ServeSettings, encoder: Encodes, longest: int, limi
 
     Args:
         longest: an input that there can be, in tokens.
-
-    Raises:
-        ValueError: the lazy strategy has no latency budget.
     """
-    if settings.scheduler == "lazy" and settings.slo_ms is None:
-        raise ValueError("scheduler is lazy, which needs a latency budget: give slo_ms")
     delay = settings.slo_ms / 2000 if settings.scheduler == "lazy" and settings.slo_ms else 0.0
     return Scheduler(_plan(settings, encoder, longest, limits), limits, delay)
 

@@ -46,6 +46,8 @@ class Server(uvicorn.Server):
         draining = asyncio.ensure_future(self._drain())
         try:
             await super().serve(sockets)
+            if not self.force_exit:
+                await self._until_idle(_LAST_ANSWERS)  # those that uvicorn has cancelled are told so
         finally:
             draining.cancel()
 
@@ -57,10 +59,18 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         await self._told_to_stop.wait()
-        traffic, loop = self._app.state.traffic, asyncio.get_running_loop()
-        traffic.is_draining, until = True, loop.time() + self._settings.drain_s
+        traffic = self._app.state.traffic
+        traffic.is_draining = True
         _log.info("stopping: %d requests run, %g s at the most", traffic.running, self._settings.drain_s)
+        await self._until_idle(self._settings.drain_s)
+        try:
+            await self._app.state.models.stop()  # what is left gets 503
+        finally:
+            self.should_exit = True
+
+    async def _until_idle(self, seconds: float) -> None:
+        """Waits until no request runs, for so many seconds at the most."""
+        traffic, loop = self._app.state.traffic, asyncio.get_running_loop()
+        until = loop.time() + seconds
         while traffic.running and loop.time() < until:
             await asyncio.sleep(_LOOK)
-        await self._app.state.models.stop()  # what is left gets 503
-        self.should_exit = True

@@ -11,6 +11,8 @@ WEIGHT_DTYPES = ("fp32", "int8", "int4", "bf16")
 SCHEDULERS = ("hungry", "lazy", "naive", "none")
 # How the address of a Redis server begins.
 REDIS = ("redis://", "rediss://", "unix://")
+# A site, as browsers write it in the header Origin; or any.
+_ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+|[a-z][a-z0-9+.-]*-extension://[^/?#@\s]+")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -30,6 +32,8 @@ class ServeSettings:
         dtype: of the weights.
         weight_dtype: that linear layers multiply with, as `fastgen.enable(weight_dtype=...)` takes it.
         threads: of each model's process; None for one on each core.
+        cache_gib: GiB of K and V that the requests of a model may have stored at a time, infinity for any number; None
+            for a quarter of the memory that is free once its weights are read, divided by the number of models.
         max_body_bytes: of a request.
         max_tokens: new tokens that a request may ask for.
         max_beams: beams, or sequences, of a request; at most `slots`.
@@ -37,6 +41,7 @@ class ServeSettings:
         request_timeout_s: seconds that a request may take.
         drain_s: seconds in which requests may end once the server is told to stop.
         api_keys: with one of which clients come; none for anybody.
+        cors_origins: sites whose pages may ask the server from browsers, such as "https://example.org"; "*" for all.
         cache: of responses: a size such as "256MiB" in memory, or "redis://..."; None for none.
         languages: by model, the pairs of languages that it translates, where its files do not say that, or say more.
         translation_prefix: in front of each sentence that such a model translates: {source} and {target} stand for the
@@ -62,6 +67,7 @@ class ServeSettings:
     dtype: str = "fp32"
     weight_dtype: str = "fp32"
     threads: int | None = None
+    cache_gib: float | None = None
     max_body_bytes: int = 4 * 2**20
     max_tokens: int = 4096
     max_beams: int = 16
@@ -69,6 +75,7 @@ class ServeSettings:
     request_timeout_s: float = 600.0
     drain_s: float = 30.0
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
     cache: str | None = field(default=None, repr=False)  # the address of a Redis server may have a password
     languages: Mapping[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
     translation_prefix: str = ""
@@ -102,10 +109,12 @@ class ServeSettings:
             raise ValueError("replicas are Ray's: give --ray, too")
         if self.ray is not None and self.port == 0:
             raise ValueError("port is 0: give the one that Ray listens at on each machine")
-        for option in ("slo_ms", "request_timeout_s"):
+        for option in ("slo_ms", "request_timeout_s", "cache_gib"):
             value = getattr(self, option)
             if value is not None and not value > 0:
                 raise ValueError(f"{option} is {value}: give a positive number")
+        if self.scheduler == "lazy" and self.slo_ms is None:
+            raise ValueError("scheduler is lazy, which needs a latency budget: give --slo-ms, too")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}: give one from 0 to 65535")
         for option, known in (("dtype", DTYPES), ("weight_dtype", WEIGHT_DTYPES), ("scheduler", SCHEDULERS)):
@@ -113,6 +122,9 @@ class ServeSettings:
                 raise ValueError(f"{option} is {getattr(self, option)!r}; known: {', '.join(known)}")
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ValueError("api_keys: a key has characters of ASCII only, and one at least")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"cors_origin is {origin!r}: give a site without a path, https://HOST[:PORT], or *")
 
     def url(self, port: int | None = None) -> str:
         """Where the server is; at another port than `port`, where 0 stood for a free one."""

@@ -177,6 +177,13 @@ class Engine:
 
     # ---- its life
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the engine's own code has raised: all requests have failed with it, and no others are taken. None as
+        long as there is no such fault.
+        """
+        return self._waiting.failure
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context in which no request runs, to change the model in: what runs is finished first, what waits waits."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
@@ -89,7 +91,7 @@ class Resolved:
         """
         prompt = length
         if self.has_encoder:
-            source = _first(self.model.config, _SOURCE_POSITIONS)
+            source = positions_of(self.model.config, of_source=True)
             if length is not None and source is not None and length > source:
                 raise ValueError(f"the input has {length} tokens, the model {source} positions")
             starts = any(name.startswith("decoder_input") for name in (*self.given, *self.others))
@@ -97,14 +99,16 @@ class Resolved:
         if prompt is None:
             return 0, None
         new_tokens = self._new_tokens(prompt)
-        positions = _first(self.model.config.get_text_config(decoder=True), _POSITIONS)
+        positions = positions_of(self.model.config)
         if new_tokens < 1:
             raise ValueError(
                 f"no room for new tokens: a prompt of {prompt}, max_new_tokens {self.config.max_new_tokens}, "
                 f"max_length {self.config.max_length}"
             )
         if positions is not None and prompt + new_tokens - 1 > positions:  # the last token is not read
-            raise ValueError(f"{prompt} tokens and {new_tokens} new ones: the model has {positions} positions")
+            raise ValueError(
+                f"{prompt} tokens and {new_tokens} new ones (max_new_tokens): the model has {positions} positions"
+            )
         return prompt, new_tokens
 
     def _new_tokens(self, prompt: int) -> int:
@@ -196,13 +200,29 @@ def _is_on(name: str, value: Any) -> bool:
     return bool(value) and value != _OFF.get(name)
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
+def positions_of(config: Any, of_source: bool = False) -> int | None:
+    """Tokens that a model generates behind, or, with an encoder, tokens of a source; None for any number.
+
+    Args:
+        config: of the model.
+        of_source: the number is that of the encoder.
+    """
+    if not of_source:
+        config = config.get_text_config(decoder=True)
+    names = _SOURCE_POSITIONS if of_source else _POSITIONS
     return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
 
 
 def has_own_generate(model: Any) -> bool:
     """Whether `generate` of this model, such as Whisper's, is not the library's own for all."""
     return inspect.getattr_static(type(model), "generate", None) is not vars(GenerationMixin)["generate"]
+
+
+def _check_values(model: Any, config: Any) -> None:
+    """Has the library make its processors of the options, as it looks at their values no sooner. Raises as they do."""
+    made, one = copy.copy(config), torch.ones(1, 1, dtype=torch.long)
+    model._prepare_special_tokens(made, kwargs_has_attention_mask=True, device=one.device)
+    model._get_logits_processor(made, input_ids_seq_length=1, encoder_input_ids=one, device=one.device, model_kwargs={})
 
 
 def resolve(model: Any, given: dict[str, Any], options: dict[str, Any]) -> Resolved | None:
@@ -227,6 +247,8 @@ def resolve(model: Any, given: dict[str, Any], options: dict[str, Any]) -> Resol
         mode = made.get_generation_mode(options.get("assistant_model"))
         of_loop = {name: options[name] for name in _OF_THE_LOOP if options.get(name) is not None}
         model._validate_generation_mode(mode, made, of_loop)
+        if custom is None:
+            _check_values(model, made)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"generate refuses the options: {error}") from error
     lengths = (left.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)

@@ -8,6 +8,7 @@ planned again, with what has come meanwhile. Costs decide which requests share a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from fastgen.engine.requests import Request
 from fastgen.partition import cheapest
@@ -63,20 +64,31 @@ def _rounded(number: int) -> int:
     return -(-number // step) * step
 
 
-def batches(lengths: Sequence[int], most: int, cost: Callable[[int, int], float]) -> list[list[int]]:
+def batches(
+    lengths: Sequence[int], most: Callable[[int], int], cost: Callable[[int, int, int], float]
+) -> list[list[int]]:
     """Inputs of these lengths, cut into the batches that cost least together: indices into `lengths`, shortest first.
 
     Args:
-        most: inputs of a batch.
-        cost: of a batch, by its longest input and its number of inputs.
+        most: inputs of a batch, by its longest one.
+        cost: of a batch, by its longest input, its number of inputs, and the tokens of all of them.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    rising = [lengths[index] for index in order]
+    before = [0, *accumulate(rising)]  # tokens of all inputs before
     groups = cheapest(
         range(1, len(order) + 1),
-        lambda end: range(max(0, end - most), end),
-        lambda start, end: cost(lengths[order[end - 1]], end - start),
+        lambda end: range(max(0, end - most(rising[end - 1])), end),
+        lambda start, end: cost(rising[end - 1], end - start, before[end] - before[start]),
     )[1]
     return [order[start:end] for start, end in groups]
+
+
+def oldest_batch(
+    lengths: Sequence[int], most: Callable[[int], int], cost: Callable[[int, int, int], float]
+) -> list[int]:
+    """That of `batches` with the first input, which has waited the longest."""
+    return next(batch for batch in batches(lengths, most, cost) if 0 in batch)
 
 
 def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list[Request]:
@@ -90,8 +102,7 @@ def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list
     most = most_rows // first.rows
     window = waiting[: WINDOW * most]
 
-    def cost(length: int, inputs: int) -> float:
+    def cost(length: int, inputs: int, tokens: int) -> float:
         return costs.of(length, inputs * first.rows, first.new_tokens or 0)
 
-    planned = batches([request.length for request in window], most, cost)
-    return [window[index] for index in next(batch for batch in planned if 0 in batch)]
+    return [window[index] for index in oldest_batch([request.length for request in window], lambda length: most, cost)]

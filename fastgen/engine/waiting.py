@@ -26,6 +26,9 @@ class Waiting:
         choose: which of those that wait run next, together; the first one is among them.
         stop: ends the call that runs, if none of its requests is wanted any more.
         reset: nothing runs any more: this process was forked.
+
+    Attributes:
+        failure: what the engine's own code has raised; None as long as it has not.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Waiting:
         self.running: list[Request] = []
         self.thread: threading.Thread | None = None  # that takes the requests
         self.is_closed = False
+        self.failure: BaseException | None = None
         self.submitted = self.cancelled = 0  # so many, so far
         self._choose, self._stop, self._reset = choose, stop, reset
         self._pauses = 0
@@ -175,7 +179,7 @@ class Waiting:
     def fail(self, error: BaseException) -> None:
         """The engine's own code has failed: nobody is left to run anything."""
         with self._changed:
-            self.is_closed = True
+            self.is_closed, self.failure = True, error
             found = [*self.requests, *self.running]
             self.requests, self.running = [], []
             self._changed.notify_all()

@@ -23,7 +23,7 @@ from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import ClosedStream
-from fastgen_serve.decoding import Decoding, decoding, make_job
+from fastgen_serve.decoding import Decoding, decoding, make_job, named_by
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
 from fastgen_serve.served import ServedModel
@@ -154,7 +154,8 @@ class _Run:
 
     async def whole(self) -> tuple[list[Piece], answers.Usage]:
         """The choices, each in one piece."""
-        results = await self.model.generate_all(self.jobs)
+        with named_by(self.body):
+            results = await self.model.generate_all(self.jobs)
         pieces = [
             piece
             for index, result in enumerate(results)
@@ -165,13 +166,14 @@ class _Run:
     async def stream(self) -> AsyncGenerator[Piece | answers.Usage, None]:
         """The pieces of the choices, and at the end the usage."""
         generated = 0
-        async with aclosing(self.model.stream_all(self.jobs)) as events:
-            async for index, event in events:
-                if isinstance(event, Generated):
-                    generated += sum(each.generated for each in event.sequences)
-                new = event if isinstance(event, Delta) else self.decoding.best(event)
-                for piece in self.choices.pieces(index * self.decoding.results, new):
-                    yield piece
+        with named_by(self.body):
+            async with aclosing(self.model.stream_all(self.jobs)) as events:
+                async for index, event in events:
+                    if isinstance(event, Generated):
+                        generated += sum(each.generated for each in event.sequences)
+                    new = event if isinstance(event, Delta) else self.decoding.best(event)
+                    for piece in self.choices.pieces(index * self.decoding.results, new):
+                        yield piece
         yield self.usage(generated)
 
 
@@ -278,9 +280,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
             return prompts.chat_tokens(
                 model,
                 messages,
-                starts_answer=body.add_generation_prompt,
-                continues=body.continue_final_message,
-                variables=body.chat_template_kwargs,
+                body.template(),
                 cut=body.cut(),
                 room=body.limit or 1,
             )

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
-from fastgen_serve.prompts import Cut
+from fastgen_serve.prompts import Cut, Template
 
 _STOPS, _STOP_LENGTH = 16, 256
 _MOST_LOGPROBS = 20
@@ -206,13 +206,9 @@ class Message(Body):
 TemplateVariable = Annotated[bool | int | float | Text | None, described("is no text, number, true, false or null")]
 
 
-class Chat(Cutting):
-    """A conversation, and how the model's chat template writes it."""
+class Templating(Body):
+    """How the model's chat template writes a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    add_special_tokens: bool = Field(
-        default=False, description="Special tokens are added to what the chat template writes."
-    )
     add_generation_prompt: bool = Field(
         default=True, description="The template's beginning of an answer ends the prompt."
     )
@@ -226,17 +222,24 @@ class Chat(Cutting):
     documents: Any = off([])
 
     @model_validator(mode="after")
-    def _continues_or_starts(self) -> Chat:
+    def _continues_or_starts(self) -> Templating:
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest(
                 "continue_final_message: give add_generation_prompt=false with it", param="continue_final_message"
             )
         return self
 
+    def template(self) -> Template:
+        return Template(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs or {})
 
-class ChatRequest(Chat, Generation):
+
+class ChatRequest(Templating, Generation):
     """A conversation that the model answers."""
 
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_special_tokens: bool = Field(
+        default=False, description="Special tokens are added to what the chat template writes."
+    )
     max_completion_tokens: Count | None = Field(
         default=None, description="New tokens, at the most; without it, as many as fit."
     )

@@ -82,9 +82,7 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
         return prompts.chat_tokens(
             model,
             messages,
-            starts_answer=body.add_generation_prompt,
-            continues=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            body.template(),
             cut=Cut(special=bool(body.add_special_tokens)),
             any_length=True,
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from fastgen_serve.api.openai_schema import Cutting, Message, TemplateVariable
+from fastgen_serve.api.openai_schema import Cutting, Message, Templating
 from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
 
@@ -85,7 +85,7 @@ class RerankRequest(Pairing):
         return _listed(self.documents)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templating):
     """A text, or a conversation."""
 
     model: str | None = Field(default=None, description=_MODEL)
@@ -94,13 +94,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = Field(
         default=None, description="true for a prompt, false for messages, if not said."
     )
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, TemplateVariable] | None = None
     return_token_strs: bool | None = None
-
-    tools: Any = off([])
-    chat_template: Any = off()
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeRequest:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fastgen_serve.errors import Unavailable
 from fastgen_serve.jobs import Encode
 from fastgen_serve.scheduling import Limits, Scheduler, make_scheduler
 from fastgen_serve.settings import ServeSettings
@@ -58,13 +59,13 @@ class EncodingWorker:
 
         Raises:
             BadRequest: the model cannot do it.
-            ValueError: the worker is closed.
+            Unavailable: the worker is closed.
         """
         self._encoder.check(job)
         request = _Request(job, on_done, on_error, self._cancel)
         with self._changed:
             if self._is_closed:
-                raise ValueError("the worker is closed")
+                raise Unavailable("the server stops")
             self._counts["submitted"] += 1
             self._scheduler.put(request, len(job.tokens))
             self._changed.notify()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,8 +13,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import fastgen
+from fastgen.engine.options import positions_of
+from fastgen.memory import free_host_memory
 from fastgen.pipeline.generation.model import SequenceScores
-from fastgen_serve.errors import BadRequest
+from fastgen_serve.errors import BadRequest, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, ModelInfo, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.loading import read_generating
@@ -26,9 +29,6 @@ from fastgen_serve.workers.watching import (
     TokenStreamer,
 )
 
-# What configurations call the positions of a decoder, and of an encoder: the first that there is.
-_POSITIONS = ("max_position_embeddings", "max_target_positions")
-_SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_source_positions", "max_position_embeddings")
 # Options whose values are token ids, or lists of them, or lists of such lists.
 _TOKEN_OPTIONS = (
     "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id",
@@ -37,6 +37,9 @@ _TOKEN_OPTIONS = (
 _OPTIONS = GenerationConfig().to_dict().keys() - {"transformers_version", "_from_model_config"}
 # What the requests of the warm-up have in common.
 _WARM_UP = {"num_return_sequences": 1, "max_new_tokens": 4, "min_new_tokens": 4}
+# The part of the memory that is free that K and V of all models may take, where nobody says how much; the rest is for
+# copies of weights and what steps compute. And the bytes that a model has in any case.
+SHARE_FOR_CACHE, LEAST_CACHE = 0.25, 2**26
 # New tokens if neither the request nor the model says anything: the library's default.
 _DEFAULT_LENGTH = 20
 
@@ -58,13 +61,19 @@ class GenerationWorker:
         self._model, self._tokenizer = read_generating(path, settings.dtype)
         self._config = self._model.config
         # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
-        self._engine = fastgen.Engine(self._model, slots=settings.slots, max_waiting=2**20)
+        cache_gib = settings.cache_gib or cache_share(len(settings.models))
+        self._engine = fastgen.Engine(
+            self._model,
+            slots=settings.slots,
+            max_waiting=2**20,
+            cache_gib=None if math.isinf(cache_gib) else cache_gib,
+        )
         generation = self._model.generation_config
         self.info = ModelInfo(
             name=os.path.basename(path.rstrip("/")),
             kind="encoder-decoder" if self._config.is_encoder_decoder else "decoder-only",
             tasks=("generate",),
-            positions=self._positions(_SOURCE_POSITIONS if self._config.is_encoder_decoder else _POSITIONS),
+            positions=positions_of(self._config, of_source=self._config.is_encoder_decoder) or MOST_TOKENS,
             max_new_tokens=self._default_new_tokens(),
             slots=settings.slots,
             defaults={name: value for name, value in generation.to_diff_dict().items() if value is not None},
@@ -73,10 +82,6 @@ class GenerationWorker:
             self._warm_up(progress)
 
     # ---- what the model is
-
-    def _positions(self, names: tuple[str, ...]) -> int:
-        config = self._config.get_text_config(decoder=not self._config.is_encoder_decoder)
-        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), MOST_TOKENS)
 
     def _default_new_tokens(self) -> int:
         generation = self._model.generation_config
@@ -120,7 +125,10 @@ class GenerationWorker:
         Raises:
             BadRequest: it cannot be run.
             ValueError: `generate` would refuse it.
+            Unavailable: the engine has failed.
         """
+        if self._engine.failure is not None:
+            raise _failed()
         future, recorder = self._start(job, on_delta)
         future.add_done_callback(partial(self._settle, job, recorder, on_done, on_error))
         return future
@@ -204,7 +212,7 @@ class GenerationWorker:
             error, made = failure, None
         if made is None:
             assert error is not None
-            on_error(error)
+            on_error(_failed() if error is self._engine.failure else error)
         else:
             on_done(made)
 
@@ -220,6 +228,16 @@ class GenerationWorker:
             logprobs = None if recorder is None else tuple(recorder.of(row)[: len(written)])
             made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated))
         return tuple(made)
+
+
+def cache_share(models: int) -> float:
+    """GiB of K and V for one of so many models, of what is free once its weights are read."""
+    return max(SHARE_FOR_CACHE * free_host_memory() / max(models, 1), LEAST_CACHE) / 2**30
+
+
+def _failed() -> Unavailable:
+    """For the requests of an engine that has failed: its process ends, and the server starts another one."""
+    return Unavailable("the process of the model has failed: try again", retry_after=5)
 
 
 def _flat(value: Any) -> list[int]:

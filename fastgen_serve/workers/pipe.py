@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
+_log = logging.getLogger("fastgen_serve")
 # Behind the last message.
 _END: Any = object()
+
+
+class _Ended(Exception):
+    """The other process has closed its end, or is gone."""
+
+
+@contextmanager
+def _other_end() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise _Ended from error
 
 
 class Pipe:
@@ -18,17 +33,24 @@ class Pipe:
     Args:
         connection: which this closes at the end.
         on_message: takes each message, in the thread that reads.
-        on_end: is called once, in that thread: the other process has closed its end, or is gone.
+        on_end: is called once, in one of the threads, with None where the other process has closed its end, or is gone;
+            otherwise with what has failed here, of which the log says more. Then nothing comes, and nothing is sent.
     """
 
     def __init__(
-        self, connection: Connection, on_message: Callable[[Any], object], on_end: Callable[[], object]
+        self,
+        connection: Connection,
+        on_message: Callable[[Any], object],
+        on_end: Callable[[BaseException | None], object],
     ) -> None:
         self._connection, self._on_message, self._on_end = connection, on_message, on_end
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._write)]
-        for thread in self._threads:
-            thread.start()
+        self._is_first_end = threading.Lock()
+        self._reader, self._writer = (
+            threading.Thread(target=self._run, args=(work,), daemon=True) for work in (self._read, self._write)
+        )
+        self._reader.start()
+        self._writer.start()
 
     def send(self, message: Any) -> None:
         """Sends a message of plain data, later. It is lost if the other process is gone."""
@@ -37,26 +59,41 @@ class Pipe:
     def close(self, patience: float | None) -> None:
         """Sends what there is, and nothing more; waits for so many seconds at the most, or until it is done."""
         self._outgoing.put(_END)
-        self._threads[1].join(patience)
+        self._writer.join(patience)
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except _Ended:
+            self._end(None)
+        except BaseException as error:  # whatever it is: who waits for an answer would wait for ever
+            _log.exception("the pipe between the server and the process of a model has failed")
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        try:
+            if self._is_first_end.acquire(blocking=False):
+                self._on_end(error)
+        finally:
+            if threading.current_thread() is self._reader:
+                self.close(patience=None)
+                self._connection.close()
 
     def _read(self) -> None:
-        try:
-            while True:
-                for message in self._connection.recv():
-                    self._on_message(message)
-        except (EOFError, OSError):
-            self._on_end()
-            self.close(patience=None)
-            self._connection.close()
+        while True:
+            with _other_end():
+                batch = self._connection.recv()
+            for message in batch:
+                self._on_message(message)
 
     def _write(self) -> None:
-        try:
-            while (batch := self._taken())[-1] is not _END:
-                self._connection.send(batch)
-            if batch[:-1]:
-                self._connection.send(batch[:-1])
-        except OSError:
-            """The one that reads is told of it."""
+        is_last = False
+        while not is_last:
+            batch = self._taken()
+            is_last = batch[-1] is _END
+            if messages := batch[:-1] if is_last else batch:
+                with _other_end():
+                    self._connection.send(messages)
 
     def _taken(self) -> list[Any]:
         """All messages that are there, one at least; nothing comes behind the last one."""

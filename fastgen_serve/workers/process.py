@@ -15,11 +15,14 @@ from fastgen_serve.workers import messages
 
 # Seconds in which the last message gets to the server.
 _PATIENCE = 5.0
+# The exit statuses of a process that cannot load its model, and of one in which something has failed.
+_BROKEN, _FAILED = 2, 3
 
 
 def run(connection: Connection, name: str, settings: ServeSettings) -> None:
     """Loads a model and runs its jobs until the server says so, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which says when to end
+    threading.excepthook = _end_with
     import torch
 
     import fastgen
@@ -40,7 +43,7 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
 
     # It sends nothing before there is a pipe, and the server nothing before the model is ready.
     worker = Worker(name, settings, lambda message: pipe.send(message))
-    pipe = Pipe(connection, receive, lambda: _leave(0))
+    pipe = Pipe(connection, receive, lambda error: _leave(0 if error is None else _FAILED))
     try:
         worker.load()
     except Exception as error:
@@ -50,8 +53,15 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
             reason = f"model {settings.path(name)} cannot be loaded: {type(error).__name__}: {reason}"
         pipe.send(messages.Broken(reason))
         pipe.close(_PATIENCE)
-        _leave(2)
+        _leave(_BROKEN)
     threading.Event().wait()
+
+
+def _end_with(failure: threading.ExceptHookArgs) -> None:
+    """A thread has ended that runs jobs: nobody is left to answer. The server starts another process."""
+    threading.__excepthook__(failure)
+    if failure.thread is not None and failure.thread.name.startswith("fastgen-"):
+        _leave(_FAILED)
 
 
 def _leave(status: int) -> None:

@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import time
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -28,8 +28,8 @@ _MOST_RUNS = 2
 _FIRST_DELAY, _LONGEST_DELAY, _LONG_LIFE = 0.1, 30.0, 60.0
 # A model of which so many processes have died before it was ready is given up.
 _MOST_STARTS = 3
-# Seconds in which a process ends when it is told to.
-_PATIENCE = 5.0
+# Seconds in which a process ends when it is told to, and between two looks at whether it has.
+_PATIENCE, _LOOK = 5.0, 0.02
 
 
 class RemoteModel(ClientModel):
@@ -70,10 +70,11 @@ class RemoteModel(ClientModel):
             return
         ended, self._process = self._process, None
         self._pipe.send(messages.Stop())
-        await asyncio.to_thread(ended.join, _PATIENCE)
-        if ended.exitcode is None:
-            ended.kill()
-            await asyncio.to_thread(ended.join)
+        until = time.monotonic() + _PATIENCE
+        while ended.exitcode is None and time.monotonic() < until:  # in no thread: all of these may be busy
+            await asyncio.sleep(_LOOK)
+        ended.kill()
+        ended.join()
 
     def _start_process(self) -> None:
         if self._is_stopping:
@@ -89,12 +90,12 @@ class RemoteModel(ClientModel):
         started.start()
         others.close()  # it is the other process that has it open, so that its end is seen here
         self._process = started
-        self._pipe = Pipe(own, self.receive, partial(self._in_loop, self._died, started))
+        self._pipe = Pipe(own, self.receive, lambda error: self._in_loop(self._died, started))
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         """Has a function called in the event loop. Any thread may call this."""
         assert self._loop is not None, "it has been started"
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # ---- messages
@@ -138,6 +139,7 @@ class RemoteModel(ClientModel):
     def _died(self, ended: BaseProcess) -> None:
         if self._is_stopping or ended is not self._process:
             return
+        ended.kill()  # where it is the pipe that has failed, it is still there
         ended.join()
         self.is_ready, self._pipe, self.progress = False, None, "its process has died and is started again"
         metrics.RESTARTS.labels(self.name).inc()

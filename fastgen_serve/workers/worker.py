@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -110,11 +111,17 @@ class Worker:
             if handle is not None:
                 handle.cancel()
         elif isinstance(message, messages.AskStats):
-            self._send(messages.Stats(message.number, self.stats()))
+            self._send(self._stats_for(message.number))
 
     def stats(self) -> dict[str, Any]:
         own = {} if self._runner is None else self._runner.stats()
         return {**own, "fastgen": {name: dict(entry) for name, entry in fastgen.stats().items()}}
+
+    def _stats_for(self, number: int) -> messages.Stats | messages.Failure:
+        try:
+            return messages.Stats(number, self.stats())
+        except Exception as error:  # jobs are of more use than numbers: the server says in its log that it has none
+            return messages.Failure(number, as_serve_error(error))
 
     def close(self) -> None:
         """Cancels what has no result, and ends the threads."""
@@ -131,6 +138,9 @@ class Worker:
             if self._runner is None:
                 raise Unavailable("the model is loading: try again")
             handle = self._runner.submit(job, *callbacks)
+        except ValueError as error:
+            self._fail(number, refused(error, job))
+            return
         except Exception as error:
             self._fail(number, error)
             return
@@ -154,14 +164,20 @@ class Worker:
             return self._handles.pop(number, self) is not self
 
 
+def refused(error: ValueError, job: Any) -> BadRequest:
+    """Why a job cannot be run. `param` is what the reason names first: an option of the job, or its prompt."""
+    reason = one_line(error)
+    known = {"input": "prompt", **{name: name for name in getattr(job, "options", ())}}
+    named = (known[word] for word in re.findall(r"\w+", reason) if word in known)
+    return BadRequest(reason, param=next(named, None))
+
+
 def as_serve_error(error: BaseException) -> ServeError:
     """What a request has failed with, as the interfaces write it."""
     if isinstance(error, ServeError):
         return error
     if isinstance(error, fastgen.EngineFull):
         return Busy(f"{one_line(error)}: try again", retry_after=1)
-    if isinstance(error, ValueError):
-        return BadRequest(one_line(error))
     if isinstance(error, CancelledError):
         return Unavailable("the server stops")
     if isinstance(error, MemoryError) or "not enough memory" in str(error):

@@ -34,7 +34,7 @@ def test_no_other_batches_cost_less(lengths: list[int], most: int, new_tokens: i
     def total(batches: list[list[int]]) -> float:
         return sum(costs.of(max(lengths[i] for i in batch), len(batch), new_tokens) for batch in batches)
 
-    made = planning.batches(lengths, most, lambda length, rows: costs.of(length, rows, new_tokens))
+    made = planning.batches(lengths, lambda _: most, lambda length, rows, _: costs.of(length, rows, new_tokens))
     assert sorted(itertools.chain(*made)) == list(range(len(lengths)))
     assert max(map(len, made)) <= most
     assert total(made) <= min(map(total, _partitions(list(range(len(lengths))), most))) + 1e-9

@@ -209,6 +209,42 @@ def test_one_that_raises_leaves_the_others(model: Any) -> None:
     assert not executor.static.counts["repeated"] and not executor.busy
 
 
+class _Hears(BaseStreamer):
+    def put(self, value: torch.Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None:
+    """The model makes NaN of a token. Others, whose tokens have been seen, are in the same step."""
+    token, options = 45, {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [45]}
+    with torch.no_grad():
+        llama.get_input_embeddings().weight[token] = torch.nan
+    executor = ContinuousBatches(llama, 16)
+    plain = requests_for(llama, PROMPTS, streamer=_Hears(), **options)
+    (spoilt,) = requests_for(llama, [[5, token, 6]], **options)
+    run(executor, [*plain[:2], spoilt, *plain[2:]], at_once=2)
+    assert_as_alone(llama, plain, PROMPTS)
+    assert "not numbers" in str(spoilt.future.exception(0))
+    assert not executor.static.counts["repeated"] and not executor.busy
+
+
+@pytest.mark.parametrize("spoil", [lambda found: found * torch.nan, lambda found: found[:, 1:]], ids=["nan", "size"])
+def test_a_processor_whose_scores_are_none_leaves_the_others(llama: Any, spoil: Any) -> None:
+    class Spoils:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return spoil(scores) if input_ids.shape[1] % 9 == 0 else scores
+
+    options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
+    executor = ContinuousBatches(llama, 16)
+    plain = requests_for(llama, PROMPTS, logits_processor=[_Bans(40)], **options)
+    failing = requests_for(llama, PROMPTS[:2], logits_processor=[Spoils()], **options)
+    run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
+    assert_as_alone(llama, plain, PROMPTS)
+    assert all(isinstance(request.future.exception(0), (ValueError, RuntimeError)) for request in failing)
+    assert not executor.static.counts["repeated"] and not executor.busy
+
+
 def test_a_cancelled_one_gives_its_slots_to_others(llama: Any, gate: Gate) -> None:
     with fastgen.Engine(llama, slots=2) as engine:
         first = engine.submit(PROMPTS[0], logits_processor=[gate], max_new_tokens=400, eos_token_id=None)

@@ -297,7 +297,7 @@ def test_what_the_engine_itself_fails_with_reaches_everybody(llama: Any, monkeyp
         futures = [engine.submit(prompt) for prompt in PROMPTS]
         monkeypatch.setattr(engine._waiting, "_choose", lambda waiting: 1 / 0)
     for future in futures:
-        assert isinstance(future.exception(WAIT), ZeroDivisionError)
+        assert isinstance(future.exception(WAIT), ZeroDivisionError) and future.exception() is engine.failure
     with pytest.raises(ValueError, match="closed"):
         engine.submit(PROMPTS[0])
     engine.close()

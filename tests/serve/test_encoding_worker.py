@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen_serve.errors import BadRequest, Failed
+from fastgen_serve.errors import BadRequest, Failed, Unavailable
 from fastgen_serve.jobs import Encode
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.encoders import VectorEncoder, classifies, load_encoder
@@ -228,7 +228,7 @@ def test_closing_cancels_what_has_no_result(held: tuple[EncodingWorker, Future[A
     closing.join(60)
     assert not closing.is_alive() and not first.done() and not waiting.done()
     assert worker.stats()["cancelled"] == 2
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(Unavailable, match="stops"):
         ask(worker, Encode((3,)))
     worker.close()
 

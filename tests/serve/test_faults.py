@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fastgen_serve.errors import Failed, Unavailable
-from fastgen_serve.jobs import Delta, Generate, Generated
+from fastgen.engine.continuous import ContinuousBatches
+from fastgen_serve import metrics
+from fastgen_serve.errors import BadRequest, Failed, Unavailable
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated
 from fastgen_serve.settings import ServeSettings
-from fastgen_serve.workers import worker
+from fastgen_serve.workers import messages, process, worker
+from fastgen_serve.workers.encoding import EncodingWorker
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
+from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2, WAIT
 
 SETTINGS = ServeSettings(models=(("gpt2", GPT2), ("bart", BART)), slots=8, warm_up=False)
@@ -169,5 +176,97 @@ def test_a_model_whose_processes_die_while_they_load_is_given_up() -> None:
     asyncio.run(work())
 
 
+# ---- threads that die
+
+
+POISON = (5, 9, 5, 9)
+
+
+def dying(connection: Connection, name: str, settings: ServeSettings) -> None:
+    """`process.run`, where the thread of the engine dies of a prompt; but for that, a process as any other."""
+    choose = ContinuousBatches.choose
+
+    def planted(batches: Any, waiting: Any) -> Any:
+        if any(request.token_list == list(POISON) for request in waiting):
+            raise LookupError("planted")
+        return choose(batches, waiting)
+
+    ContinuousBatches.choose = planted  # type: ignore[method-assign]
+    process.run(connection, name, settings)
+
+
+def restarts() -> float:
+    return metrics.REGISTRY.get_sample_value("fastgen_restarts_total", {"model": "gpt2"}) or 0.0
+
+
+def test_a_thread_that_dies_ends_the_process_which_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of the engine, in the process; and here, that which reads what the process sends."""
+    fails, receive, before = [False], RemoteModel.receive, restarts()
+
+    def planted(model: RemoteModel, message: Any) -> None:
+        if isinstance(message, messages.Done) and fails[0]:
+            fails[0] = False
+            raise LookupError("planted")
+        receive(model, message)
+
+    async def work() -> None:
+        job = Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 5})
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "run", dying)
+            async with running() as model:
+                patch.undo()
+                wanted = await model.generate(job)
+                # It is told that it has failed, or it is run again in the process that is started then.
+                (found,) = await asyncio.gather(model.generate(Generate(POISON, job.options)), return_exceptions=True)
+                assert isinstance(found, (Unavailable, Generated))
+                await happens(lambda: restarts() == before + 1 and model.is_ready)
+                fails[0] = True
+                assert await model.generate(job) == wanted
+                assert restarts() == before + 2 and model.is_ready and not model._pending
+
+    monkeypatch.setattr(RemoteModel, "receive", planted)
+    asyncio.run(work())
+    assert "has died (3)" in caplog.text and "the pipe between" in caplog.text
+
+
+def test_what_an_encoder_dies_of_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process of a model, who sees it ends that."""
+    deaths: list[threading.ExceptHookArgs] = []
+    ended = threading.Event()
+    runner = EncodingWorker(str(tiny.bert(tmp_path)), ServeSettings(warm_up=False))
+    monkeypatch.setattr(threading, "excepthook", lambda death: (deaths.append(death), ended.set()))
+    monkeypatch.setattr(runner._scheduler, "take", lambda: 1 / 0)
+    runner.submit(Encode((2, 5, 3)), print, print)
+    assert ended.wait(WAIT)
+    (death,) = deaths
+    assert death.exc_type is ZeroDivisionError and death.thread is not None and death.thread.name == "fastgen-encode"
+
+
+def test_numbers_that_cannot_be_told_leave_the_thread_that_reads() -> None:
+    sent: list[Any] = []
+    made = worker.Worker("gpt2", SETTINGS, sent.append)
+    made._runner = SimpleNamespace(stats=lambda: {}[1])  # type: ignore[assignment]
+    made.receive(messages.AskStats(7))
+    assert [(type(each), each.number) for each in sent] == [(messages.Failure, 7)]
+
+
 def test_what_a_request_has_failed_with_has_a_status() -> None:
-    assert [worker.as_serve_error(error).status for error in (ValueError("x"), RuntimeError("x"))] == [400, 500]
+    """What is refused is a mistake of the client; what fails later is none, whatever its type."""
+    assert [worker.as_serve_error(error).status for error in (ValueError("x"), RuntimeError("x"))] == [500, 500]
+    sent: list[Any] = []
+    made = worker.Worker("gpt2", SETTINGS, sent.append)
+
+    def refuse(*given: Any) -> None:
+        raise ValueError("`top_k` must not be 3")
+
+    def fail(job: Any, on_done: Any, on_error: Any) -> None:
+        on_error(ValueError("probabilities to draw from are not numbers"))
+
+    for submit in (refuse, fail):
+        made._runner = SimpleNamespace(submit=submit)  # type: ignore[assignment]
+        made.receive(messages.Submit(1, Generate((5,), {"top_k": 3})))
+    first, second = (each.error for each in sent)
+    assert isinstance(first, BadRequest) and first.param == "top_k"
+    assert isinstance(second, Failed)

@@ -114,7 +114,7 @@ def test_a_request_asks_for_no_more_than_there_is() -> None:
     job = Generate((1,), {"max_new_tokens": 100, "num_beams": 4})
     assert limits.bounded(job, info, settings) is job
     for options, param in (
-        ({"max_new_tokens": 101}, "max_tokens"),
+        ({"max_new_tokens": 101}, "max_new_tokens"),
         ({"num_beams": 5}, "num_beams"),
         ({"num_return_sequences": 9}, "num_return_sequences"),
     ):
@@ -285,6 +285,27 @@ def test_what_fails_says_so_and_not_why(url: str) -> None:
     assert httpx.get(f"{url}/nothing").status_code == 404
     assert httpx.get(f"{url}/echo").status_code == 405
     assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_pages_of_other_sites_ask_where_they_may() -> None:
+    site, other = "https://example.org", "https://example.com"
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+
+    async def ask(*origins: str) -> list[tuple[int, str | None]]:
+        app = create_app(ServeSettings(api_keys=("key",), cors_origins=origins), Models([]))
+        found = []
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            for origin in (site, other):
+                answers = [
+                    await client.options("/v1/completions", headers={"Origin": origin, **preflight}),
+                    await client.post("/v1/completions", headers={"Origin": origin}, json={}),  # which has no key
+                ]
+                found += [(each.status_code, each.headers.get("Access-Control-Allow-Origin")) for each in answers]
+        return found
+
+    assert asyncio.run(ask()) == [(401, None)] * 4
+    assert asyncio.run(ask("http://localhost:3000", site)) == [(200, site), (401, site), (400, None), (401, None)]
+    assert asyncio.run(ask("*")) == [(200, "*"), (401, "*")] * 2
 
 
 def test_a_server_that_stops_takes_no_requests(url: str, probe: Probe) -> None:

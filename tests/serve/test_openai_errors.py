@@ -11,14 +11,16 @@ import openai
 import pytest
 from openai import OpenAI
 
+from fastgen_serve.api.openai_schema import ChatRequest
 from fastgen_serve.app import create_app
-from fastgen_serve.errors import Failed
+from fastgen_serve.decoding import named_by
+from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import Delta, Generated, ModelInfo
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from tests.serve import checkpoints
 from tests.serve.checkpoints import PROMPT, USER, complete
-from tests.serve.servers import GPT2
+from tests.serve.servers import BART, GPT2, in_thread
 
 
 @pytest.mark.parametrize(
@@ -142,6 +144,37 @@ def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
         complete(client, "bart", prompt=[5] * 257)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512"):
         client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "law " * 600}])
+
+
+def test_what_the_engine_refuses_has_the_name_of_the_field() -> None:
+    settings, models = checkpoints.load({"bart": BART})
+    with in_thread(create_app(settings, models)) as url:
+        for stream in (False, True):
+            body = {"prompt": "fear not", "max_tokens": 300, "stream": stream}
+            response = httpx.post(f"{url}/v1/completions", json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "max_tokens") and "256 positions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("option", "fields", "param"),
+    [
+        ("max_new_tokens", {"messages": [USER], "max_completion_tokens": 3}, "max_completion_tokens"),
+        ("min_new_tokens", {"messages": [USER], "min_tokens": 3}, "min_tokens"),
+        ("num_beams", {"messages": [USER], "n": 3, "use_beam_search": True}, "n"),
+        ("num_return_sequences", {"messages": [USER], "num_return_sequences": 3}, "num_return_sequences"),
+        ("eos_token_id", {"messages": [USER], "stop_token_ids": [3]}, "stop_token_ids"),
+        ("sequence_bias", {"messages": [USER], "logit_bias": {"3": 1.0}}, "logit_bias"),
+        ("top_k", {"messages": [USER], "top_k": 3}, "top_k"),
+        ("prompt", {"messages": [USER]}, "messages"),
+        (None, {"messages": [USER]}, None),
+    ],
+    ids=str,
+)
+def test_options_have_the_names_of_the_request(option: str | None, fields: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(BadRequest) as refused, named_by(ChatRequest.model_validate(fields)):
+        raise BadRequest("no", param=option)
+    assert refused.value.param == param
 
 
 def test_an_unknown_model(client: OpenAI) -> None:

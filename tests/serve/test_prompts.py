@@ -145,7 +145,9 @@ def test_whatever_a_template_raises_is_the_requests(template: str, size: int) ->
     tokenizer = tiny.tokenizer(False)
     tokenizer.chat_template = template
     with pytest.raises(BadRequest, match="chat template refuses the messages: ") as refused:
-        prompts.chat_tokens(served(tokenizer), [{"role": "user", "content": "a"}], variables={"size": size}, cut=Cut())
+        prompts.chat_tokens(
+            served(tokenizer), [{"role": "user", "content": "a"}], prompts.Template(variables={"size": size}), Cut()
+        )
     assert refused.value.param == "messages"
 
 

@@ -225,5 +225,3 @@ def test_the_scheduler_of_the_settings() -> None:
     scheduler = made(clock, scheduler="lazy", slo_ms=60_000.0, warm_up=False)
     scheduler.put(0, 3)
     assert 29 < (scheduler.seconds_left() or 0) <= 30
-    with pytest.raises(ValueError, match="slo_ms"):
-        made(clock, scheduler="lazy")

@@ -32,6 +32,8 @@ def test_options_have_the_defaults_of_the_settings() -> None:
     assert read([BART]) == ServeSettings(models=(("kjv-bart", BART),))
     found = read([BART, "--slots", "8", "--slo-ms", "250", "--scheduler", "lazy", "--host", "::1", "--drain-s", "0"])
     assert (found.slots, found.slo_ms, found.scheduler, found.host, found.drain_s) == (8, 250.0, "lazy", "::1", 0.0)
+    found = read([BART, "--cache-gib", "1.5", "--cors-origin", "http://localhost:3000", "--cors-origin", "*"])
+    assert (found.cache_gib, found.cors_origins) == (1.5, ("http://localhost:3000", "*"))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,9 @@ def test_options_have_the_defaults_of_the_settings() -> None:
         ([BART, "--api-key-file", "/no/such/file"], "cannot read /no/such/file"),
         ([BART, "--port", "70000"], "port is 70000"),
         ([BART, "--request-timeout-s", "0"], "request_timeout_s is 0"),
+        ([BART, "--cache-gib", "0"], "cache_gib is 0"),
+        ([BART, "--scheduler", "lazy"], "give --slo-ms"),
+        ([BART, "--cors-origin", "https://example.org/page"], "cors_origin is 'https://example.org/page'"),
         ([BART, "--nonsense"], "--nonsense"),
     ],
 )

@@ -148,6 +148,11 @@ def test_tokens_of_a_chat(http: httpx.Client, paths: dict[str, str]) -> None:
         ("/rerank", {"model": "pairs", "query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/tokenize", {"model": "vectors"}, "prompt"),
         ("/tokenize", {"model": "vectors", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+        (
+            "/tokenize",
+            {"model": "chat", "messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
+            "continue_final_message",
+        ),
         ("/detokenize", {"model": "vectors", "tokens": [99999]}, "tokens"),
         ("/detokenize", {"model": "vectors", "tokens": ["a"]}, "tokens.0"),
     ],

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, 
 
 from fastgen_serve.api.openai_schema import CompletionRequest
 from fastgen_serve.decoding import decoding, make_job
-from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavailable
+from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, TimedOut, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers import generation
 from fastgen_serve.workers.client import ClientModel
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
@@ -290,6 +291,25 @@ def test_a_request_takes_no_longer_than_it_may(loop: Loop) -> None:
             loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200, "min_new_tokens": 200})))
     finally:
         model.close()
+
+
+@pytest.mark.parametrize("gib", [None, 1e-4])
+def test_k_and_v_have_a_limit(loop: Loop, gib: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of the user's, it is a part of what is free."""
+    monkeypatch.setattr(generation, "free_host_memory", lambda: 100_000)
+    monkeypatch.setattr(generation, "LEAST_CACHE", 100_000)
+    model = LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, cache_gib=gib))
+    try:
+        assert isinstance(loop.run(model.generate(Generate((5,), {"num_beams": 1, "max_new_tokens": 1}))), Generated)
+        with pytest.raises(Failed, match="not enough memory"):
+            loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200})))
+    finally:
+        model.close()
+
+
+def test_models_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "free_host_memory", lambda: 8 * 2**30)
+    assert [generation.cache_share(models) for models in (1, 4)] == [2.0, 0.5]
 
 
 def test_errors_cross_a_pipe_with_all_that_they_say(loop: Loop, remote: RemoteModel) -> None:

@@ -17,6 +17,8 @@ from fastgen.ops import search_step
 
 # Stands in front of a prompt that is shorter than its part of the buffer: no token.
 NOTHING = -1
+# What a search fails with whose probabilities are NaN.
+NOT_NUMBERS = "probabilities to draw from are not numbers"
 
 
 class Search:
@@ -41,7 +43,8 @@ class Search:
         parents: [rows], int64: the row that each row continues; None: itself.
         taken: [batch, per_input], int64: by how many tokens the step has continued each sequence.
         done: one bool: all of the search is over.
-        has_nan: one bool: probabilities to draw from were NaN.
+        has_nan: one bool: probabilities to draw from were NaN, and all of the search is over.
+        nan_inputs: [batch, 1], bool: the same where inputs come and go: only these are over.
         noise: [rows, vocabulary], float32, exponentially distributed: what the next step draws with, where inputs have
             generators of their own; None: torch's draws.
     """
@@ -78,6 +81,7 @@ class Search:
         self._fill = torch.zeros_like(self.tokens)
         self.done = torch.zeros((), dtype=torch.bool, device=device)
         self.has_nan = torch.zeros_like(self.done)
+        self.nan_inputs = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         # Inputs that are there; the others fill the batch up.
         self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
         if growing is not None:
@@ -129,6 +133,7 @@ class Search:
         self.limit[inputs] = self.prompt_capacity + new_tokens
         self._is_real[inputs] = (torch.arange(room, device=prompt.device) < count).unsqueeze(1)
         self.unfinished[inputs] = self._is_real[inputs]
+        self.nan_inputs[inputs] = False
         self.done.fill_(False)
         if inputs == slice(None):
             self.has_nan.fill_(False)
@@ -262,9 +267,11 @@ class Search:
         probabilities = torch.softmax(scores.float(), dim=-1)
         # One score that is not a number spoils its whole row, be the sequence finished or not.
         is_real = self._is_real.expand(-1, scores.shape[0] // self._batch).reshape(-1)
-        self.has_nan.logical_or_((probabilities[:, 0].isnan() & is_real & ~self.done).any())
+        is_nan = probabilities[:, 0].isnan() & is_real & ~self.done
         if self.noise is not None:
+            self.nan_inputs.logical_or_(self._by_input(is_nan).any(dim=1, keepdim=True))
             return probabilities / self.noise.view_as(probabilities)
+        self.has_nan.logical_or_(is_nan.any())
         return probabilities / torch.empty_like(probabilities).exponential_()
 
     def _by_input(self, rows: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from transformers.generation.utils import (
 from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.search import Search
+from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
@@ -167,7 +167,7 @@ class Decoding:
     def _result(self, step: DecodeStep) -> Any:
         config, search = self.config, step.search
         if bool(search.has_nan):
-            raise ValueError("probabilities to draw from are not numbers")
+            raise ValueError(NOT_NUMBERS)
         count = slice(self.prompt.inputs), self._count
         sequences = search.results(*count)
         if not config.return_dict_in_generate:

@@ -24,7 +24,7 @@ class Slot:
         host: what the host does in each step; None if that is nothing.
         generator: what its tokens are drawn with; None where none are.
         put: gets each token, [1], as it comes; None without a streamer.
-        error: what code of the user's has raised.
+        error: what code of the user's has raised, or that there is nothing to draw from.
         positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
         is_over: it has come to its end.
     """
@@ -48,18 +48,12 @@ class Slot:
         """The same, where an exception is noted, and ends this input alone."""
 
         def process(tokens: Tensor, scores: Tensor) -> Tensor:
-            return self.catch(lambda: self._drawable(host.process(tokens, scores)), scores)
+            return self.catch(lambda: host.process(tokens, scores).expand_as(scores), scores)
 
         def stops(tokens: Tensor) -> Tensor:
-            return self.catch(lambda: host.stops(tokens), torch.ones(len(tokens), dtype=torch.bool))
+            return self.catch(lambda: host.stops(tokens).view(len(tokens)), torch.ones(len(tokens), dtype=torch.bool))
 
         return Host(process, stops, host.keep)
-
-    def _drawable(self, scores: Tensor) -> Tensor:
-        """Scores that a token can be drawn by: otherwise the error is this input's alone."""
-        if self.generator is not None and bool(torch.softmax(scores, dim=-1).isnan().any()):
-            raise ValueError("probabilities to draw from are not numbers")
-        return scores
 
     def catch(self, run: Callable[[], Any], otherwise: Any = None) -> Any:
         """What `run` returns; `otherwise` where it raises, or something has raised before."""

@@ -18,6 +18,7 @@ import torch
 
 from fastgen import memory, settings
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.search import NOT_NUMBERS
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
@@ -237,14 +238,14 @@ class Slots:
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
-        if bool(step.search.has_nan):
-            self.failure = ValueError("probabilities to draw from are not numbers")
-            raise self.failure
 
     def _over(self, step: DecodeStep) -> list[Slot]:
         """Those that are over, which go on no more."""
         goes_on = step.search.unfinished.view(self._key.batch, -1).any(dim=1).tolist()
+        has_nan = step.search.nan_inputs[:, 0].tolist()
         for place, slot in self.taken.items():
+            if has_nan[place] and slot.error is None:
+                slot.error = ValueError(NOT_NUMBERS)
             if not slot.is_over and (slot.error is not None or not goes_on[place]):
                 step.search.leave(slice(place, place + 1))
                 slot.is_over = True

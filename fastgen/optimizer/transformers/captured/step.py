@@ -169,7 +169,6 @@ class DecodeStep:
     def open(self, eos: Sequence[int]) -> None:
         """Begins with no input. Tokens of `eos` end the sequences of all that come."""
         self.search.put_ends(eos)
-        self.search.has_nan.fill_(False)
         self.buffers.present = self.key.batch
         for place in range(self.key.batch):
             self.leave(place)
