@@ -17,12 +17,7 @@ from benchmarks.workloads.fairseq_shapes import Continuation, InFairSeq, Transla
 
 needs_fairseq = pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="FairSeq is not installed")
 
-_DECODER = {
-    "decoder_embed_dim": 16,
-    "decoder_ffn_embed_dim": 32,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 2,
-}
+_DECODER = {"decoder_embed_dim": 16, "decoder_ffn_embed_dim": 32, "decoder_layers": 2, "decoder_attention_heads": 2}
 _ENCODER = {name.replace("decoder", "encoder"): value for name, value in _DECODER.items()}
 
 

@@ -68,9 +68,7 @@ def options_of_the_commands() -> set[str]:
 
 
 # Options of other programs: pip, pytest, FairSeq's commands.
-FOREIGN = {
-    *"--index-url --no-build-isolation --no-deps --strict --check --force-reinstall".split(),
-}
+FOREIGN = {*"--index-url --no-build-isolation --no-deps --strict --check --force-reinstall".split()}
 
 
 @pytest.fixture(scope="module")

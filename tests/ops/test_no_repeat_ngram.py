@@ -240,10 +240,7 @@ class TestErrors:
             ({"context": torch.zeros(3, 6, dtype=torch.int64)}, "must be a multiple of the 3 rows of context"),
             ({"context": torch.zeros(0, 6, dtype=torch.int64)}, "must be a multiple of the 0 rows of context"),
             (
-                {
-                    "context": torch.zeros(2, 6, dtype=torch.int64),
-                    "context_lengths": torch.zeros(4, dtype=torch.int64),
-                },
+                {"context": torch.zeros(2, 6, dtype=torch.int64), "context_lengths": torch.zeros(4, dtype=torch.int64)},
                 "context_lengths must have one element for each of the 2 rows",
             ),
         ],

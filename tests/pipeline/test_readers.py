@@ -116,10 +116,7 @@ def test_a_text_with_a_nul_character_is_a_bad_record(tmp_path, form):
     assert found[1].line == (3 if form == "csv" else 2)
 
 
-@pytest.mark.parametrize(
-    ("output", "bad"),
-    [("out.txt", [4]), ("out.jsonl", [4]), ("out.parquet", [1, 2, 4])],
-)
+@pytest.mark.parametrize(("output", "bad"), [("out.txt", [4]), ("out.jsonl", [4]), ("out.parquet", [1, 2, 4])])
 def test_an_id_that_the_output_cannot_hold(tmp_path, output, bad):
     path = tmp_path / "in.jsonl"
     ids = [2**63 - 1, 2**63, -(2**63) - 1, "b", "\ud800", -(2**63), None]
@@ -206,10 +203,7 @@ def test_references_follow_their_records(tmp_path):
     path = write(tmp_path / "in.txt", ["a", "", "c"], "txt")
     references = write(tmp_path / "ref.txt", ["A", "B", ""], "txt")
     found = read(path, reference=str(references))
-    assert [(record.position, record.reference) for record in found if not record.problem] == [
-        (0, "A"),
-        (2, ""),
-    ]
+    assert [(record.position, record.reference) for record in found if not record.problem] == [(0, "A"), (2, "")]
 
 
 @pytest.mark.parametrize("lines", [2, 4])

@@ -169,12 +169,7 @@ DAMAGED: list[tuple[Format, Callable[[QuantizedTensor], dict[str, Tensor]], dict
     (PackQuantized(), definitions.pack_quantized, {"weight_scale": None}, "weight_scale has 0 groups"),
     (PackQuantized(), definitions.pack_quantized, {"weight_scale": lambda t: t[:-1]}, "weight_scale is float16"),
     (PackQuantized(), definitions.pack_quantized, {"weight_zero_point": lambda t: t[:-1]}, "weight_zero_point is"),
-    (
-        PackQuantized(),
-        definitions.pack_quantized,
-        {"weight_g_idx": lambda t: t * 2},
-        "weight_g_idx names groups",
-    ),
+    (PackQuantized(), definitions.pack_quantized, {"weight_g_idx": lambda t: t * 2}, "weight_g_idx names groups"),
 ]
 
 
@@ -232,8 +227,7 @@ def test_fuzzed(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "write"),
-    [(GPTQ, definitions.gptq), (AWQ, definitions.awq), (PackQuantized, definitions.pack_quantized)],
+    ("form", "write"), [(GPTQ, definitions.gptq), (AWQ, definitions.awq), (PackQuantized, definitions.pack_quantized)]
 )
 def test_groups_of_another_size_than_the_configuration_says(form: Any, write: Any) -> None:
     weight = random_weight(16, 64, group_size=32, symmetric=False)

@@ -293,11 +293,7 @@ class TestProducts:
         """How many products are FastGen's, and what replays."""
         recorded = Replayed()
         result = recorded.capture(function)
-        own = {
-            torch.ops.fastgen.gemm_out.default,
-            torch.ops.fastgen.gemv_out.default,
-            upcast.upcast_gemm_out,
-        }
+        own = {torch.ops.fastgen.gemm_out.default, torch.ops.fastgen.gemv_out.default, upcast.upcast_gemm_out}
         return sum(each in own for each in recorded.functions), lambda: recorded.replay() or result
 
     @needs_kernel
@@ -336,17 +332,7 @@ class TestProducts:
             lambda x, weight, bias: x.t().contiguous().t() @ weight,
             lambda x, weight, bias: x.double() @ weight.double(),
         ],
-        ids=[
-            "beta",
-            "alpha",
-            "one bias",
-            "a matrix",
-            "strides",
-            "no inputs",
-            "no outputs",
-            "columns",
-            "double",
-        ],
+        ids=["beta", "alpha", "one bias", "a matrix", "strides", "no inputs", "no outputs", "columns", "double"],
     )
     def test_other_products_are_torchs(self, product: Callable[..., Tensor]) -> None:
         x, weight, bias = torch.randn(4, 6), torch.randn(6, 7), torch.randn(7)
