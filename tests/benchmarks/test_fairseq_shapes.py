@@ -45,19 +45,6 @@ def test_all_backends_do_the_same_work(workload):
 
 
 @needs_fairseq
-def test_sentences_leave_the_batch_at_different_times():
-    import torch
-
-    workload = tiny()[0]
-    model, inputs = workload.build(torch.device("cpu"))
-    tokens = workload.generate(model, inputs, workload.new_tokens)
-    lengths = tokens.ne(1).sum(dim=1).view(3, -1)
-    assert inputs["src_lengths"].tolist() == [9, 6, 4] and tokens.shape[1] == workload.new_tokens == 9
-    # The last beams of a sentence may end a step after the first.
-    assert all(0 <= extra <= 1 for extra in (lengths.amax(dim=1) - inputs["src_lengths"]).tolist())
-
-
-@needs_fairseq
 @pytest.mark.parametrize("kind", [Translation, Continuation])
 def test_other_hypotheses_are_noticed(monkeypatch, kind):
     generate = kind.generate

@@ -12,7 +12,7 @@ import torch
 
 import fastgen
 from fastgen_cli.encode import embed
-from fastgen_cli.generate import main, parse
+from fastgen_cli.generate import main
 from tests.pipeline.tiny import sentences, tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -113,17 +113,6 @@ def test_vectors_of_a_gguf_file(file: Path, texts: Path, tmp_path: Path) -> None
         assert embed([str(word) for word in given]) == 0
         found.append(torch.from_numpy(np.load(tmp_path / f"{name}.npy")))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
-
-
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastgen import settings
-    from fastgen.pipeline.generation import RunOptions
-
-    given, _ = parse(["model", "in", "out", "--keep-bits", "--activations", "int8"])
-    assert given["keep_bits"] is True and given["activations"] == "int8"
-    with settings.changed(keep_bits=True, activations="int8"):
-        options = RunOptions(model="model", input="in", output="out")
-    assert options.keep_bits and options.activations == "int8"
 
 
 def test_activations_that_do_not_exist(

@@ -6,12 +6,14 @@ What has once been wrong is here by name. The fuzzer (tests/ops/fuzz) draws the 
 from __future__ import annotations
 
 import json
+import random
 import re
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +137,10 @@ def test_decode_attention_without_keys_but_with_a_huge_head(dim):
     assert not args["out"].any()
 
 
-@pytest.mark.parametrize("shape", [(2**40,), (2**20, 2**30), (3, 4)])
-def test_evict_an_expanded_tensor(shape):
-    assert ops.evict(torch.ones(1).expand(shape)) == ops.evict(torch.ones(3))
-
-
-def test_evict_numbers_with_gaps():
-    x = torch.arange(64.0).view(8, 8)[::3, 1::2]
-    assert ops.evict(x) == ops.evict(torch.ones(3))
-    assert ops.evict(torch.empty(3, 0)) == ops.evict(torch.ones(3))
+def test_evict_tensors_that_are_expanded_or_have_gaps():
+    one = torch.ones(1)
+    for x in (one.expand(2**40), one.expand(2**20, 2**30), one.expand(3, 4), torch.ones(8, 8)[::3, 1::2], one[:0]):
+        assert ops.evict(x) == ops.evict(torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +272,43 @@ def assert_reached(counts: dict[str, dict[str, int]], share: float) -> None:
         serves = name not in ("pack_bf16", "bf16_gemm", "bf16x3_gemm_out") or found["right"]
         total = sum(found.values())
         assert total > 0 and (not serves or found["right"] >= share * total), (name, found)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "another type": lambda x: x.to(torch.complex64),
+    "a dimension more": lambda x: x.unsqueeze(0),
+    "a row more": lambda x: torch.cat([x, x[-1:]]) if x.dim() and len(x) else x.expand(3),
+}
+# These take numbers of any type and shape.
+OF_ANY = {"evict", "fingerprint", "elementwise"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", sorted(cases.CASES.keys() - OF_ANY))
+def test_each_argument_is_checked(name, change):
+    """Of arguments that fit, one is changed at a time: an error, and nothing has been written."""
+    operator = fuzzer.overload(name)
+    schema = operator._schema.arguments
+    for seed in range(3):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        case = cases.CASES[name](rng)
+        for place, arg in enumerate(case.args):
+            several = isinstance(arg, list)
+            for number, x in enumerate(arg if several else [arg]):
+                if not isinstance(x, torch.Tensor):
+                    continue
+                other = CHANGES[change](x)
+                args = list(case.args)
+                args[place] = [*arg[:number], other, *arg[number + 1 :]] if several else other
+                plain = [each for each, about in zip(args, schema, strict=True) if not about.kwarg_only]
+                named = {about.name: each for each, about in zip(args, schema, strict=True) if about.kwarg_only}
+                before = [tensor.clone() for tensor in tensors_of(dict(enumerate(args)))]
+                with pytest.raises((RuntimeError, NotImplementedError)):
+                    operator(*plain, **named)
+                    pytest.fail(f"{schema[place].name} is taken with {change}")
+                after = tensors_of(dict(enumerate(args)))
+                assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), schema[place].name
 
 
 def test_every_operator_has_a_generator():

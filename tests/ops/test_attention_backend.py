@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -90,19 +87,3 @@ class TestWhatServes:
             for own in ((None, None), (query, half[0])):
                 mixed = shared_prefix_attention(query, prefix, half[1], *own)
                 assert mixed.dtype == torch.bfloat16
-
-
-def test_without_the_extension():
-    code = """
-import torch
-from fastgen.ops import attention
-prefix, suffix, query = torch.randn(2, 2, 5, 8), torch.randn(4, 2, 3, 8), torch.randn(4, 2, 1, 8)
-args = query, prefix, prefix, suffix, suffix
-assert torch.equal(attention.decode_attention(*args), attention.reference(*args))
-assert torch.equal(attention.shared_prefix_attention(*args), attention.composed(*args))
-print(attention.backend())
-"""
-    environment = os.environ | {"FASTGEN_NO_EXT": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("torch reference: FASTGEN_NO_EXT is set")

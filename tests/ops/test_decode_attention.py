@@ -115,7 +115,7 @@ def kernel(out=None, **arguments):
 @example(case=SIMPLE | {"row_lengths": True, "prefix": 600, "window": 300, "suffix": 40})
 @example(case=SIMPLE | {"row_lengths": True, "prefix": 3, "suffix": 200, "window": 70, "ancestry": False})
 @example(case=SIMPLE | {"row_lengths": True, "bias": "all", "embedded": True, "padding": "both"})
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_kernel(name, case):
     arguments = arguments_of(case)
     with instruction_set(name):
@@ -188,78 +188,7 @@ def test_the_number_of_threads_does_not_matter(changes):
     torch.testing.assert_close(found[0], reference(**arguments), rtol=2e-5, atol=2e-5)
 
 
-@needs_kernel
-def test_dimensions_of_the_query_in_any_order():
-    arguments = arguments_of(SIMPLE)
-    arguments["query"] = arguments["query"].permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)
-    assert_right(SIMPLE, kernel(**arguments), reference(**arguments).double())
-
-
 ROWS, HEADS, DIM, CAPACITY = 4, 2, 8, 6
-RIGHT = {
-    "query": torch.zeros(ROWS, HEADS, 1, DIM),
-    "prefix_keys": torch.zeros(2, HEADS, 5, DIM),
-    "prefix_values": torch.zeros(2, HEADS, 5, 3),
-    "suffix_keys": torch.zeros(ROWS, HEADS, CAPACITY, DIM),
-    "suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 3),
-    "suffix_lengths": torch.tensor(6),
-}
-
-
-@needs_kernel
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"query": torch.zeros(5, HEADS, 1, DIM)},
-        {"query": torch.zeros(ROWS, 3, 1, DIM)},
-        {"query": torch.zeros(ROWS, HEADS, 1, 16)},
-        {"query": torch.zeros(ROWS, HEADS, DIM)},
-        {"query": torch.zeros(ROWS, HEADS, 1, DIM).double()},
-        {"query": torch.zeros(ROWS, HEADS, 1, DIM).half()},
-        {"prefix_keys": torch.zeros(0, HEADS, 5, DIM)},
-        {"prefix_keys": torch.zeros(2, 0, 5, DIM)},
-        {"prefix_keys": torch.zeros(2, HEADS, 5, DIM).half()},
-        {"prefix_keys": torch.zeros(2, HEADS, DIM, 5).transpose(2, 3)},
-        {"prefix_values": torch.zeros(2, HEADS, 4, 3)},
-        {"prefix_values": torch.zeros(2, 1, 5, 3)},
-        {"suffix_keys": torch.zeros(2, HEADS, CAPACITY, DIM)},
-        {"suffix_keys": torch.zeros(ROWS, HEADS, CAPACITY + 1, DIM)},
-        {"suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 4)},
-        {"suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 3).half()},
-        {"suffix_values": None},
-        {"suffix_lengths": torch.tensor([1, 2])},
-        {"suffix_lengths": torch.ones(ROWS, 1).long()},
-        {"suffix_lengths": torch.tensor(3, dtype=torch.int32)},
-        {"starts": torch.zeros(3, dtype=torch.int32)},
-        {"starts": torch.zeros(2, dtype=torch.int64)},
-        {"ends": torch.zeros(2, 1, dtype=torch.int32)},
-        {"ends": torch.zeros(4, dtype=torch.int32)[::2]},
-        {"ancestry": torch.zeros(ROWS, CAPACITY).long()},
-        {"ancestry": torch.zeros(ROWS, CAPACITY - 1).int()},
-        {"ancestry": torch.zeros(ROWS - 1, CAPACITY).int()},
-        {"ancestry": torch.full((ROWS, CAPACITY), ROWS).int()},
-        {"ancestry": torch.full((ROWS, CAPACITY), -1).int()},
-        {"row_map": torch.full((ROWS,), ROWS)},
-        {"row_map": torch.full((ROWS,), -1)},
-        {"row_map": torch.zeros(ROWS - 1, dtype=torch.int64)},
-        {"row_map": torch.zeros(ROWS, dtype=torch.int32)},
-        {"row_map": torch.zeros(ROWS, dtype=torch.int64), "ancestry": torch.zeros(ROWS, CAPACITY).int()},
-        {"mask": torch.zeros(ROWS, HEADS, 1, 10)},
-        {"mask": torch.zeros(2, HEADS, 1, 11)},
-        {"mask": torch.zeros(1, ROWS, HEADS, 1, 11)},
-        {"mask": torch.zeros(ROWS, HEADS, 1, 11).double()},
-        {"mask": torch.zeros(ROWS, HEADS, 1, 11).half()},
-        {"out": torch.zeros(ROWS, HEADS, 1, 4)},
-        {"out": torch.zeros(ROWS, HEADS, 1, 3).half()},
-        {"out": torch.zeros(ROWS, 3, 1, HEADS).transpose(1, 3)},
-    ],
-    ids=lambda changes: str({name: value if value is None else list(value.shape) for name, value in changes.items()}),
-)
-def test_the_kernel_reads_nothing_else(changes):
-    """Whoever calls the operator itself gets an error, not other memory."""
-    kernel(**RIGHT)
-    with pytest.raises(RuntimeError, match="decode_attention: "):
-        kernel(**(RIGHT | changes))
 
 
 @needs_kernel

@@ -194,17 +194,6 @@ class TestAgainstTheDefinition:
         scores = operator(torch.zeros(3, 3, device=device), tokens, lengths, 2)
         assert scores.isinf().tolist() == [[False] * 3, [False, True, False], [False, True, False]]
 
-    def test_threads_of_the_caller(self, operator, device):
-        """Calls from several threads at once do not disturb each other."""
-        from concurrent.futures import ThreadPoolExecutor
-
-        tokens = torch.randint(0, 4, (64, 200), device=device)
-        wanted = expected(torch.zeros(64, 9), tokens, None, 3)
-        with ThreadPoolExecutor(4) as pool:
-            results = list(pool.map(lambda _: operator(torch.zeros(64, 9, device=device), tokens, None, 3), range(16)))
-        for result in results:
-            assert_same(result, wanted)
-
 
 def moved(x, device):
     """A copy of `x` on `device` with the same strides, even those that make elements share memory."""
@@ -329,20 +318,3 @@ class TestCuda:
             command += ["-arch=sm_90", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", str(include)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{source.name}:\n{done.stdout}{done.stderr}"
-
-    @pytest.mark.gpu
-    def test_replays_in_a_graph_with_new_tokens_and_lengths(self, device):
-        scores = torch.zeros(2, 6, device=device)
-        tokens = torch.zeros(2, 8, dtype=torch.int64, device=device)
-        lengths = torch.zeros(2, dtype=torch.int64, device=device)
-        no_repeat_ngram_(scores, tokens, 2, lengths)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            no_repeat_ngram_(scores, tokens, 2, lengths)
-        for length in range(1, 9):
-            tokens.random_(0, 3)
-            lengths.fill_(length)
-            scores.zero_()
-            graph.replay()
-            assert_same(scores, expected(torch.zeros(2, 6), tokens, lengths, 2))

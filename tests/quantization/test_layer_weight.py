@@ -35,6 +35,7 @@ def _weight(inputs: int, group_size: int, bits: int, form: str) -> QuantizedTens
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["panels", "rows"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
@@ -104,6 +105,7 @@ def is_served(inputs: int, group_size: int) -> bool:
 
 
 @needs_kernels
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
@@ -127,6 +129,7 @@ def test_float_activations(
 
 
 @needs_kernels
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])

@@ -28,7 +28,6 @@ from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops import elementwise
 from fastgen.ops.linear import choose, gemm, upcast
-from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests import test_recorded_graph as cases
 
 needs_kernel = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
@@ -145,16 +144,6 @@ def test_a_capture_that_raises_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match=r"stream is capturing: aten.* waits for the device"):
         Program().capture(step)
     assert x.tolist() == [0, 1, 2, 3] and torch.equal(torch.get_rng_state(), state)
-
-
-def test_custom_operator() -> None:
-    tokens, lengths, scores = torch.randint(3, (4, 12)), torch.tensor([3, 5, 8, 12]), torch.randn(4, 6)
-
-    def refill() -> None:
-        tokens.random_(3)
-        scores.normal_()
-
-    cases.agrees(lambda: no_repeat_ngram_(scores, tokens, 2, lengths), [scores], refill)
 
 
 def test_results_go_where_they_were_planned() -> None:

@@ -54,7 +54,7 @@ def operators() -> list[str]:
     return [name.removeprefix("fastgen::") for name in names if any(has(name, key) for key in keys)]
 
 
-def _overload(name: str) -> Any:
+def overload(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.fastgen, base), overload or "default")
 
@@ -83,7 +83,7 @@ class Fuzzer:
                 _put_back()
 
     def _draw(self, name: str, rng: random.Random) -> None:
-        operator = _overload(name)
+        operator = overload(name)
         case = _CASES[name](rng)
         if rng.random() < _FITTING:
             self._fitting(name, operator, case, rng)

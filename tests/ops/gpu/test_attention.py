@@ -335,21 +335,3 @@ class TestPlan:
     def test_no_part_is_shorter_than_two_blocks(self):
         assert split_count(1, 1, 264) == 1
         assert split_count(1, 9, 264) == 4
-
-
-@pytest.mark.gpu
-def test_replays_in_a_graph_with_another_length(device):
-    arguments = make(PLAIN | {"dtype": torch.float16, "prefix": 200}, device)
-    arguments["suffix_keys"].nan_to_num_(), arguments["suffix_values"].nan_to_num_()
-    arguments["ancestry"].clamp_(max=3)
-    arguments["ancestry"][4:].fill_(5)
-    decode_attention(**arguments, splits=4)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention(**arguments, splits=4)
-    for length in (1, 7, 23):
-        arguments["suffix_lengths"].fill_(length)
-        out.fill_(math.nan)
-        graph.replay()
-        assert_right({"dtype": torch.float16}, out, expected(arguments))

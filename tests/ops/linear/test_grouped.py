@@ -42,7 +42,7 @@ def _weight(
     return packed, by_definition(weight)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     rows=st.integers(0, 70),
     inputs=st.integers(1, 600),
@@ -121,7 +121,7 @@ def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
     return rounded if order is None else rounded[:, order.argsort()]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     rows=st.integers(0, 50),
     inputs=st.integers(1, 300),
@@ -159,7 +159,7 @@ def test_is_a_linear_layer(vectors, rows, inputs, outputs, bits, group_size, for
     assert ((y.double() - added - x.double() @ meant.t()).abs() <= wide @ weights.t() / 253 + 1e-5 * size).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 40),
     inputs=st.integers(1, 300),
@@ -250,7 +250,7 @@ def _multiples(
     return SuperBlockScales(*bytes_of, *units), (meant[0], meant[1])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     rows=st.integers(0, 50),
     blocks=st.integers(1, 3),
@@ -337,7 +337,7 @@ def test_weights_and_inputs_are_rounded_alike(group_size: int, rotated: bool) ->
         assert inputs > group_size or not is_nan[[0, 1, 2, 3, 4, 8]].any()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     inputs=st.integers(1, 200),
     outputs=st.integers(1, 70),

@@ -204,7 +204,7 @@ def _check(kernel: Kernel, x: Tensor, packed: Packed, bias: Tensor | None) -> Te
 
 
 @EVERY
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     m=st.integers(0, 70),
     n=st.integers(0, 150),
@@ -248,7 +248,7 @@ def test_shapes_beyond_one_block(kernel: Kernel, vectors: str | None) -> None:
 def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vectors: str | None) -> None:
     """However many there are, and whatever is in them."""
     # All numbers of rows that fill tiles or parts of them, and sums in several parts.
-    many = (*range(1, 34), 39, 40, 41, 48, 49, 50, 63, 64, 65, 70, 96, 97, 127, 128, 129, 140)
+    many = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 41, 48, 49, 64, 65, 97, 128, 129, 140)
     for k, sizes in ((300, many), (1700, (1, 2, 5, 8, 9, 16, 17, 26, 49))):
         draw, sizes = Draw(kernel), [m for m in sizes if m <= kernel.most]
         x, bias = draw.numbers(sizes[-1], k), draw.numbers(53)
@@ -323,7 +323,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: 
 
 
 @WITH_SEVERAL
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     m=st.integers(0, 70),
     sizes=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=4),

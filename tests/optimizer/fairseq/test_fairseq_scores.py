@@ -96,19 +96,6 @@ def test_a_mask_that_is_written_into_holds_there(scores):
     assert (known == 2.0).nonzero().tolist() == [[0, 0], *([row, 7] for row in range(ROWS))]
 
 
-def test_other_ways_to_compare(scores):
-    known, mask = without_nan(scores), torch.ones(scores.shape, dtype=torch.bool)
-    torch.ne(known, known, out=mask)
-    assert not mask.any()
-    assert torch.ne(known, other=0.0).equal(scores != 0) and torch.ne(input=known, other=scores).equal(mask)
-
-
-def test_its_shape_can_be_changed_in_place(scores):
-    known, shape = without_nan(scores), scores.shape
-    known.unsqueeze_(0)
-    assert known.shape == (1, *shape) and (known != known).shape == (1, *shape)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda known: pickle.loads(pickle.dumps(known)), torch.clone])
 def test_copies_are_ordinary(scores, copied):
     made = copied(without_nan(scores))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -76,23 +73,6 @@ def test_asked_for_by_a_setting(checkpoint: tuple[Path, dict[str, Any]]) -> None
     with settings.changed(keep_bits=True):
         assert kept(load(folder, **named))
     assert not kept(load(folder, **named))
-
-
-def test_asked_for_in_the_environment(tmp_path: Path) -> None:
-    pack_of("pack")(tmp_path)
-    program = (
-        "import sys, fastgen\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "from fastgen.quantization.layers import QuantizedWeight\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "print(sum(isinstance(module, QuantizedWeight) for module in model.modules()))\n"
-        "print(fastgen.settings.current().activations)\n"
-    )
-    environment = os.environ | {"FASTGEN_KEEP_BITS": "1", "FASTGEN_ACTIVATIONS": "int8"}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    layers, activations = done.stdout.split()[-2:]
-    assert int(layers) > 0 and activations == "int8"
 
 
 def test_the_checkpoint_asks_itself(tmp_path: Path) -> None:
