@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastgen.ops import _library
 from fastgen.ops import gpu as package
-from fastgen.ops.attention import decode_attention, reference
+from fastgen.ops.attention import composed, decode_attention, reference
 from tests.ops.gpu.test_attention import PLAIN, TOLERANCE, assert_right, make
 from tests.ops.gpu.test_attention import cases as gpu_cases
 from tests.ops.instructions import instruction_set
@@ -24,16 +24,21 @@ CPU = torch.device("cpu")
 # What the kernel for the CPU takes beyond what the cases of the one for GPUs have.
 MORE = {
     "per_input": st.integers(1, 4),
-    "dims": st.sampled_from([(1, 1), (7, 7), (33, 5), (64, 64), (65, 130), (80, 80)]),
+    "queries": st.integers(1, 3),
+    # Around the kernel's blocks of 64 positions, and the chunks of 256 and more that a prefix is divided into.
+    "prefix": st.integers(0, 70) | st.sampled_from([127, 129, 200, 257, 530]),
+    "dims": st.sampled_from([(1, 1), (7, 7), (33, 5), (16, 31), (64, 64), (65, 130), (80, 80), (128, 100), (256, 1)]),
     "padding": st.sampled_from(["none", "left", "right", "all", "both"]),
     "filled": st.sampled_from([None, 0, 1, 2, 10**6, -1]),  # None: as many as the case has
-    "bias": st.sampled_from(["none", "a number", "positions", "heads", "rows", "rows and heads", "all", "all masked"]),
+    "bias": st.sampled_from(
+        ["none", "bool", "a number", "positions", "heads", "rows", "rows and heads", "all", "all masked"]
+    ),
     "bias_type": st.sampled_from(["float32", "query"]),
     "window": st.sampled_from([None, 0, 1, 17, 60, 10**6]),
     "embedded": st.booleans(),
 }
 cases = st.tuples(gpu_cases, st.fixed_dictionaries(MORE)).map(lambda parts: parts[0] | parts[1])
-SIMPLE = PLAIN | {"filled": None, "bias_type": "query", "embedded": False}
+SIMPLE = PLAIN | {"queries": 1, "filled": None, "bias_type": "query", "embedded": False}
 
 
 def embedded(tensor):
@@ -66,23 +71,29 @@ def arguments_of(case):
             own = torch.arange(len(arguments["query"]), dtype=torch.int32).unsqueeze(1)
             arguments["ancestry"][:] = own // case["per_input"] * case["per_input"]
             arguments["ancestry"][:, filled:] = -1
-    rows, heads = arguments["query"].shape[:2]
-    positions = prefix + capacity
+    rows, heads, _, dim = arguments["query"].shape
+    positions, queries = prefix + capacity, case["queries"]
+    if queries > 1:
+        arguments["query"] = torch.randn(rows, heads, queries, dim, generator=generator).to(case["dtype"])
     shape = {
         "a number": (1,), "positions": (positions,), "heads": (heads, 1, positions), "rows": (rows, 1, 1, positions),
-        "rows and heads": (rows, heads, 1, 1), "all": (rows, heads, 1, positions), "all masked": (1, 1, 1, positions),
+        "rows and heads": (rows, heads, 1, 1), "all": (rows, heads, queries, positions),
+        "bool": (rows, 1, 1, positions), "all masked": (1, 1, 1, positions),
     }.get(case["bias"])  # fmt: skip
     if shape is not None:
         bias = torch.randn(shape, generator=generator)
         bias[torch.rand(shape, generator=generator) < (2 if case["bias"] == "all masked" else 0.2)] = -math.inf
         arguments["mask"] = bias.to(case["dtype"] if case["bias_type"] == "query" else torch.float32)
+        if case["bias"] == "bool":
+            arguments["mask"] = ~bias.isneginf()
     if case["embedded"]:
         for name in ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "mask"):
-            if name in arguments:
+            if name in arguments and arguments[name].is_floating_point():
                 arguments[name] = embedded(arguments[name])
     return arguments
 
 
+FLOATS = ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values")
 NAMES = ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "mask", "scale", "starts", "ends",
          "suffix_lengths", "ancestry", "window", "causal", "row_map")  # fmt: skip
 
@@ -122,6 +133,25 @@ def test_kernel(name, case):
         found = kernel(**arguments)
     assert not found.isnan().any()
     assert_right(case, found, reference(**arguments).double())
+
+
+@given(case=cases)
+@settings(max_examples=50)
+def test_operations_of_torch(case):
+    """What hooks do where the kernel does not pay."""
+    plain = {"prefix": case["prefix"] + 1, "padding": "none", "window": None, "row_lengths": False, "filled": None}
+    args, length = arguments_of(case | plain), case["suffix"]
+    parts = {name: args[name][:, :, :length] for name in ("suffix_keys", "suffix_values") if name in args}
+    if "ancestry" in args:
+        parts["ancestry"] = args["ancestry"][:, :length]
+    if "mask" in args:
+        parts["mask"] = args["mask"][..., : case["prefix"] + 1 + length]
+    parts |= {name: args[name] for name in ("query", "prefix_keys", "prefix_values", "scale")}
+    wanted = reference(**{name: x.double() if name in FLOATS else x for name, x in parts.items()})
+    tolerance = TOLERANCE[case["dtype"]] * (3 if case["dtype"].itemsize == 2 else 1)
+    found = composed(**parts)
+    assert found.dtype is case["dtype"]
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @needs_kernel

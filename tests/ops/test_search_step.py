@@ -248,12 +248,6 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
             assert torch.equal(found, mask)
 
 
-def arguments(search: BeamSearch) -> list[object]:
-    with mock.patch.object(torch.ops.fastgen, "take_beams_", create=True) as operator:
-        search.take(candidates_of(search, 20, 0.0, torch.Generator().manual_seed(0)))
-    return list(operator.call_args.args)
-
-
 @pytest.mark.parametrize("beam", [-1, 3, 2**40])
 def test_a_beam_that_is_not_there(beam):
     search = BeamSearch(2, 3, 4, 6, CPU, (2,))

@@ -262,23 +262,17 @@ def test_results_without_a_number(shape, batch, kv_heads, suffix, interpreted, m
     [
         ({"query": torch.zeros(5, 2, 1, 8)}, "5 rows of the query must be a multiple of the 2"),
         ({"query": torch.zeros(4, 3, 1, 8)}, "3 heads of the query must be a multiple"),
-        ({"query": torch.zeros(4, 2, 8)}, "query must be"),
         ({"query": torch.zeros(4, 2, 1, 16)}, "prefix_keys must be"),
         ({"query": torch.zeros(4, 2, 1, 8).double()}, "prefix_keys must be .*float64"),
         ({"suffix_values": None}, "both keys and values"),
-        ({"suffix_keys": None}, "both keys and values"),
-        ({"suffix_keys": None, "suffix_values": torch.zeros(1)}, "both keys and values"),
         ({"suffix_keys": None, "suffix_values": None}, "of a suffix"),
-        ({"ancestry": torch.tensor(0).int()}, "ancestry must be"),
         ({"prefix_values": torch.tensor(0.0)}, "the prefix must be"),
-        ({"suffix_lengths": torch.tensor([1, 2, 3])}, "one for each row"),
         ({"suffix_lengths": torch.ones(4, 1).long()}, "one for each row"),
         ({"ancestry": torch.zeros(4, 6).long()}, "int32"),
         ({"ancestry": torch.zeros(4, 5).int()}, "ancestry must be"),
         ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "suffix_keys must be"),
         ({"suffix_keys": torch.zeros(4, 2)}, "the suffix must be"),
         ({"suffix_keys": torch.tensor(0.0), "row_map": torch.zeros(4).long()}, "the suffix must be"),
-        ({"suffix_values": torch.tensor(0.0)}, "the suffix must be"),
         (
             {"suffix_keys": torch.zeros(0, 2, 6, 8), "suffix_values": torch.zeros(0, 2, 6, 8)}
             | {"row_map": torch.zeros(4).long()},
