@@ -37,7 +37,7 @@ BUFFERS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12), st.intege
 @example(buffers={}, chunks=[])
 @example(buffers={0: Buffer(0, 0, 0), 1: Buffer(0, 0, 3)}, chunks=[64])
 @example(buffers={i: Buffer(100, 0, 9) for i in range(9)}, chunks=[128, 130, 1024])
-@of_hypothesis(max_examples=300)
+@of_hypothesis(max_examples=150)
 def test_buffers_in_use_do_not_overlap(buffers: dict[int, Buffer], chunks: list[int]) -> None:
     spots, further = plan(buffers, chunks)
     assert spots.keys() == buffers.keys()

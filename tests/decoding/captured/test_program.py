@@ -513,7 +513,7 @@ def run(steps: list[tuple[str, int, int]], x: Tensor) -> list[Tensor]:
 @example(steps=[("copy", 0, 1), ("in place", 0, 0), ("add", 0, 1)])
 @example(steps=[("constant", 0, 9), ("copy", 1, 1), ("in place", 1, 1), ("add", 1, 2)])
 @example(steps=[("copy", 0, 1), ("view", 1, 0), ("in place", 2, 0), ("add", 1, 0), ("copy", 1, 1), ("copy", 4, 1)])
-@of_hypothesis(max_examples=200)
+@of_hypothesis(max_examples=100)
 def test_any_function(steps: list[tuple[str, int, int]]) -> None:
     x = torch.randn(40)
     recorded = Replayed()

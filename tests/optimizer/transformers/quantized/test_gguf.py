@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,21 +42,33 @@ def blocks_are_kept() -> Iterator[None]:
 class Writer:
     """A GGUF file with a tiny model, whose weights are of these types by turns."""
 
-    def __init__(self, file: Path, architecture: str, types: tuple[str, ...]) -> None:
+    def __init__(self, file: Path, architecture: str, types: tuple[str, ...], vocabulary: int = VOCABULARY) -> None:
         self.writer = gguf.GGUFWriter(file, architecture)
-        self.types, self.count = types, 0
+        self.types, self.count, self.vocabulary = types, 0, vocabulary
         self.writer.add_block_count(LAYERS)
         self.writer.add_context_length(64)
         self.writer.add_embedding_length(HIDDEN)
         self.writer.add_feed_forward_length(INNER)
         self.writer.add_head_count(HEADS)
-        self.writer.add_vocab_size(VOCABULARY)
+        self.writer.add_vocab_size(vocabulary)
 
     def blocks(self, name: str, rows: int, inputs: int) -> None:
         kind = self.types[self.count % len(self.types)]
         self.count += 1
         data = random_blocks(kind, rows, inputs).numpy()
         self.writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+
+    def tokens(self, tokenizer: Any) -> None:
+        """Of a byte-pair tokenizer, whose first four tokens are the beginning, padding, the end, and the unknown."""
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        self.writer.add_tokenizer_model("gpt2")
+        self.writer.add_tokenizer_pre("gpt-2")
+        self.writer.add_token_list(sorted(model["vocab"], key=model["vocab"].get))
+        self.writer.add_token_types([gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * (self.vocabulary - 4))
+        self.writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+        self.writer.add_bos_token_id(0)
+        self.writer.add_pad_token_id(1)
+        self.writer.add_eos_token_id(2)
 
     def floats(self, name: str, *shape: int, around: float = 0.0) -> None:
         self.writer.add_tensor(name, (around + torch.randn(shape) * 0.02).numpy())
@@ -67,12 +80,16 @@ class Writer:
         self.writer.close()
 
 
-def write_llama(file: Path, types: tuple[str, ...] = TYPES, *, tied: bool = True, kv_heads: int = 2) -> None:
-    writer = Writer(file, "llama", types)
+def write_llama(
+    file: Path, types: tuple[str, ...] = TYPES, *, tied: bool = True, kv_heads: int = 2, tokenizer: Any = None
+) -> None:
+    writer = Writer(file, "llama", types, len(tokenizer) if tokenizer else VOCABULARY)
+    if tokenizer:
+        writer.tokens(tokenizer)
     writer.writer.add_head_count_kv(kv_heads)
     writer.writer.add_layer_norm_rms_eps(1e-5)
     writer.writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.blocks("token_embd", VOCABULARY, HIDDEN)
+    writer.blocks("token_embd", writer.vocabulary, HIDDEN)
     for layer in range(LAYERS):
         keys = HIDDEN // HEADS * kv_heads
         sizes = {"q": (HIDDEN, HIDDEN), "k": (keys, HIDDEN), "v": (keys, HIDDEN), "output": (HIDDEN, HIDDEN)}
@@ -85,7 +102,7 @@ def write_llama(file: Path, types: tuple[str, ...] = TYPES, *, tied: bool = True
             writer.floats(f"blk.{layer}.{norm}.weight", HIDDEN, around=1.0)
     writer.floats("output_norm.weight", HIDDEN, around=1.0)
     if not tied:
-        writer.blocks("output", VOCABULARY, HIDDEN)
+        writer.blocks("output", writer.vocabulary, HIDDEN)
     writer.close()
 
 
