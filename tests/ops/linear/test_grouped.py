@@ -135,7 +135,7 @@ def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
     seed=st.integers(0, 2**30),
 )
 def test_is_a_linear_layer(vectors, rows, inputs, outputs, bits, group_size, form, ordered, tiny, biased, seed) -> None:
-    group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
+    group_size += -group_size % {5: 32, 6: 16}.get(bits, 8)
     # What float16 cannot hold stays float32.
     size = {"dtype": torch.float32, "scale": 1e-4} if tiny else {}
     packed, meant = _weight(outputs, inputs, bits, group_size, form, seed, ordered, **size)
