@@ -91,15 +91,6 @@ def test_every_backend_in_one_record():
     assert record.backends["ctranslate2"]["version"] and len(record.backends["ctranslate2"]["seconds"]) == 2
 
 
-def test_ctranslate2_that_is_not_installed_costs_its_row(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    lines = []
-    record = run_workload(work(gpt2, _GPT2, further_backends=("ctranslate2",)), Context(threads=1, log=lines.append))
-    assert "CTranslate2 is not installed" in record.skipped["ctranslate2"]
-    assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok" and record.identical is True
-    assert sum("ctranslate2" in line for line in lines) == 1
-
-
 @needs_ctranslate2
 @pytest.mark.parametrize(
     ("options", "reason"),
@@ -165,13 +156,6 @@ def test_other_weights_in_one_record(monkeypatch):
     monkeypatch.setattr(quantized_linear, "pack", lambda *args: seen.append(1) or pack(*args))
     measured.run(3)
     assert seen
-
-
-def test_other_weights_that_are_not_faster_cost_the_backend(monkeypatch):
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
-    record = run_workload(work(bart_base, _BART, further_backends=("fastgen-int8",)), Context(threads=1))
-    assert record.skipped == {"fastgen-int8": "FastGen stays in float32: this processor is not fast"}
-    assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok"
 
 
 def test_chosen_backends():

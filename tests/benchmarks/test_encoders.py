@@ -106,16 +106,3 @@ def test_other_results_of_another_library_are_an_error(monkeypatch, added):
     monkeypatch.setattr(encoder_sides, "make", Side)
     with pytest.raises(RuntimeError, match="results of OpenVINO differ"):
         encoders.compared(None, [], ["Transformers", "OpenVINO", "FastGen"], 1)
-
-
-def test_texts_are_about_as_long_as_asked_for():
-    assert [len(text.split()) for text in encoders.texts([3, 40, 400])] == [1, 38, 398]
-    assert len({*encoders.texts([10] * 20)}) == 20
-
-
-def test_lengths():
-    assert min(encoders.mixture(2000)) >= 3 and max(encoders.mixture(2000)) == 400
-    assert {*encoders.uniform(2000)} == {*range(2, 101)}
-    (batch,) = encoders.batches([3, 5], 2)
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    assert not batch["input_ids"][0, 3:].any()

@@ -17,12 +17,7 @@ from benchmarks.workloads.fairseq_shapes import Continuation, InFairSeq, Transla
 
 needs_fairseq = pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="FairSeq is not installed")
 
-_DECODER = {
-    "decoder_embed_dim": 16,
-    "decoder_ffn_embed_dim": 32,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 2,
-}
+_DECODER = {"decoder_embed_dim": 16, "decoder_ffn_embed_dim": 32, "decoder_layers": 2, "decoder_attention_heads": 2}
 _ENCODER = {name.replace("decoder", "encoder"): value for name, value in _DECODER.items()}
 
 
@@ -47,19 +42,6 @@ def test_all_backends_do_the_same_work(workload):
         record.metrics["ratio"],
         record.metrics["fairseq/fastgen-fairseq-plain"],
     ]
-
-
-@needs_fairseq
-def test_sentences_leave_the_batch_at_different_times():
-    import torch
-
-    workload = tiny()[0]
-    model, inputs = workload.build(torch.device("cpu"))
-    tokens = workload.generate(model, inputs, workload.new_tokens)
-    lengths = tokens.ne(1).sum(dim=1).view(3, -1)
-    assert inputs["src_lengths"].tolist() == [9, 6, 4] and tokens.shape[1] == workload.new_tokens == 9
-    # The last beams of a sentence may end a step after the first.
-    assert all(0 <= extra <= 1 for extra in (lengths.amax(dim=1) - inputs["src_lengths"]).tolist())
 
 
 @needs_fairseq

@@ -32,12 +32,6 @@ def test_ratios_of_further_backends():
     }
 
 
-def test_no_ratio_without_both_backends():
-    made = record(backends={"transformers": summary([4.0])})
-    made.compare()
-    assert made.metrics == {}
-
-
 @pytest.mark.parametrize(("measured", "met"), [(3.2, True), (3.1, False), (None, None)])
 def test_lower_bound(measured, met):
     metrics = {} if measured is None else {"ratio": measured}

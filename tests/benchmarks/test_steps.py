@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -58,13 +57,6 @@ def test_steps_of_a_workload(tiny: Generation, monkeypatch: pytest.MonkeyPatch) 
 def test_no_captured_steps(tiny: Generation) -> None:
     with fastgen.disabled(), pytest.raises(RuntimeError, match="opus-mt-b1 has no captured steps"):
         steps.measure_steps(tiny, calls=1)
-
-
-def test_what_an_operator_is() -> None:
-    product, attention = torch.ops.fastgen.gemv_out.default, torch.ops.fastgen.decode_attention_out.default
-    assert steps.kind(partial(product)) == steps.kind(partial(torch.ops.aten.mm.out)) == steps.PRODUCTS
-    assert steps.kind(partial(print, partial(attention), [])) == "attention"
-    assert steps.kind(partial(torch.ops.aten.add.Tensor)) == steps.SEARCH
 
 
 def test_command(tiny: Generation, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,12 +45,6 @@ def tiny(name: str, /, **changes) -> Generation:
     return replace(workload, **{"config": config, **sizes, **fixed, **changes})
 
 
-def test_names_are_different_and_some_are_quick():
-    assert len(_ALL) == len(all_workloads())
-    quick = {name for name, workload in _ALL.items() if workload.quick}
-    assert {"bart-base-b4-s512", "gpt2-b4-p512", "no-repeat-ngram-64", "pipeline-100", "import"} <= quick
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", _GENERATION)
 def test_options_are_accepted_and_nothing_ends_early(name):

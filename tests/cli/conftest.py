@@ -8,8 +8,9 @@ import pytest
 
 import fastgen
 from tests.pipeline.conftest import bart, gpt2, inputs, one_thread, unilm
+from tests.pipeline.quantizing.conftest import pairs
 
-__all__ = ["bart", "gpt2", "inputs", "one_thread", "unilm"]
+__all__ = ["bart", "gpt2", "inputs", "one_thread", "pairs", "unilm"]
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -78,16 +76,6 @@ def test_wrong_words_are_one_line(name, words, message, one_line, monkeypatch, t
     assert message in one_line()
 
 
-def test_a_file_that_is_there_stays(model, inputs, tmp_path, one_line):
-    out = tmp_path / "out.npy"
-    out.write_bytes(b"mine")
-    assert call("embed", model, inputs, out, *FAST) == 2
-    assert "exists already (--overwrite replaces it)" in one_line()
-    assert out.read_bytes() == b"mine"
-    assert call("embed", model, inputs, out, *FAST, "--overwrite", "--quiet") == 0
-    assert np.load(out).shape == (40, 32)
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_says_how_to_continue(name, model, inputs, tmp_path, one_line):
     from fastgen.pipeline.encoding.run import EncodingStage
@@ -123,19 +111,6 @@ def test_without_fastgen_the_vectors_are_the_same(model, inputs, tmp_path):
     assert call("embed", model, inputs, tmp_path / "a.npy", *FAST, "--quiet") == 0
     assert call("embed", model, inputs, tmp_path / "b.npy", *FAST, "--quiet", "--no-fastgen") == 0
     np.testing.assert_allclose(np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy"), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_and_errors_import_nothing_heavy(name):
-    code = (
-        f"import sys; from fastgen_cli.encode import {name} as main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "assert main(['m', 'i', 'o.jsonl', '--dtype', 'x']) == 2\n"
-        "assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"usage: fastgen-{name} MODEL INPUT OUTPUT" in done.stdout and "--max-length" in done.stdout
 
 
 def test_options_of_generation_are_not_among_them():

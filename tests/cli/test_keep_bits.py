@@ -12,54 +12,21 @@ import torch
 
 import fastgen
 from fastgen_cli.encode import embed
-from fastgen_cli.generate import main, parse
+from fastgen_cli.generate import main
 from tests.pipeline.tiny import sentences, tokenizer
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
 
-HIDDEN, INNER, HEADS = 64, 96, 4
+from tests.optimizer.transformers.quantized.test_gguf import write_llama
+
 OPTIONS = ["--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4"]
 
 
 def write(path: Path) -> Path:
     """A tiny Llama in Q8_0, with its tokenizer."""
-    tokens = tokenizer(encoder_decoder=False)
-    model = json.loads(tokens.backend_tokenizer.to_str())["model"]
-    words = sorted(model["vocab"], key=model["vocab"].get)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * (len(words) - 4))
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(1)
-    generator = np.random.default_rng(0)
-    shapes = {"token_embd": (len(words), HIDDEN), "output": (len(words), HIDDEN)}
-    shapes |= {f"blk.0.attn_{name}": (HIDDEN, HIDDEN) for name in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.ffn_gate": (INNER, HIDDEN), "blk.0.ffn_up": (INNER, HIDDEN), "blk.0.ffn_down": (HIDDEN, INNER)}
-    for name, shape in shapes.items():
-        kind = gguf.GGMLQuantizationType.Q8_0
-        numbers = gguf.quantize(generator.normal(0, 0.3, shape).astype(np.float32), kind)
-        writer.add_tensor(f"{name}.weight", numbers, raw_dtype=kind)
-    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_llama(path, ("Q8_0",), tied=False, tokenizer=tokenizer(encoder_decoder=False))
     return path
 
 
@@ -96,7 +63,7 @@ def test_a_gguf_file(file: Path, texts: Path, tmp_path: Path, capsys: pytest.Cap
     ]
     for name in ("kept", "int8"):
         (line,) = said[name]
-        assert line.startswith("model: LlamaForCausalLM read from gguf: 9 layers of 8 bits in 0.")
+        assert line.startswith("model: LlamaForCausalLM read from gguf: 16 layers of 8 bits in ")
 
 
 def test_ordinary_models(gpt2: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,17 +80,6 @@ def test_vectors_of_a_gguf_file(file: Path, texts: Path, tmp_path: Path) -> None
         assert embed([str(word) for word in given]) == 0
         found.append(torch.from_numpy(np.load(tmp_path / f"{name}.npy")))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
-
-
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastgen import settings
-    from fastgen.pipeline.generation import RunOptions
-
-    given, _ = parse(["model", "in", "out", "--keep-bits", "--activations", "int8"])
-    assert given["keep_bits"] is True and given["activations"] == "int8"
-    with settings.changed(keep_bits=True, activations="int8"):
-        options = RunOptions(model="model", input="in", output="out")
-    assert options.keep_bits and options.activations == "int8"
 
 
 def test_activations_that_do_not_exist(

@@ -19,21 +19,12 @@ import fastgen
 from fastgen.pipeline.quantizing import QuantizeOptions
 from fastgen.pipeline.quantizing import run as running
 from fastgen_cli.quantize import build_parser, main
-from tests.pipeline import tiny
 
 FAST = ["--group-size", "16", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
 
 
 def call(*words):
     return main([str(word) for word in words])
-
-
-@pytest.fixture
-def pairs(tmp_path):
-    path = tmp_path / "pairs.txt"
-    made = zip(tiny.sentences(8), tiny.sentences(8, seed=1), strict=True)
-    path.write_text("".join(f"{source}\t{target}\n" for source, target in made))
-    return path
 
 
 def test_every_option_is_on_the_command_line():

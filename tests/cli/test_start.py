@@ -26,8 +26,7 @@ UP = "import sys, fastgen_cli.generate as command; print('up', flush=True); sys.
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("closed", "status", "said"),
-    [((2,), 0, ""), ((0,), 0, "samples/s"), ((1,), 0, "samples/s"), ((0, 1, 2), 0, "")],
+    ("closed", "status", "said"), [((2,), 0, ""), ((0,), 0, "samples/s"), ((1,), 0, "samples/s"), ((0, 1, 2), 0, "")]
 )
 def test_closed_streams_that_are_not_needed(
     bart: Path, inputs: Path, tmp_path: Path, closed: tuple[int, ...], status: int, said: str

@@ -13,7 +13,6 @@ from fastgen.decoding import layers
 from fastgen.ops import quantized_linear
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen_cli.generate import main, parse
-from tests.pipeline.children import interrupted_after
 
 FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4", "--quiet"]
 
@@ -54,18 +53,6 @@ def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: 
         assert sum(near) > (0.5 if precision == "int4" else 0.8) * len(near)
 
 
-def test_a_run_is_not_resumed_with_other_weights(
-    bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out.txt"
-    with interrupted_after(1):
-        assert call(bart, inputs, out, *FAST) == 130
-    capsys.readouterr()
-    assert call(bart, inputs, out, *FAST, "--resume", "--weight-dtype", "int8") == 2
-    assert "cannot resume" in capsys.readouterr().err
-    assert call(bart, inputs, out, *FAST, "--resume") == 0
-
-
 def test_what_it_cannot_be(
     bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,23 +65,20 @@ def test_what_it_cannot_be(
     assert said.startswith("fastgen-generate: weight_dtype ") and "packed_weights must not be never" in said
 
 
-@pytest.mark.parametrize("words", [("--cpu-weights", "bf16"), ("--cpu_weights=bf16",)])
-def test_the_old_name_of_the_option(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    given, _ = parse(["model", "in.txt", "out.txt", *words])
-    assert given["weight_dtype"] == "bf16" and "cpu_weights" not in given
-    told = "fastgen-generate: DeprecationWarning: --cpu-weights is now called --weight-dtype\n"
-    assert capsys.readouterr().err == told
-    parse(["model", "in.txt", "out.txt", "--weight-dtype", "bf16"])
-    assert capsys.readouterr().err == ""
-
-
-def test_the_old_name_of_the_environment_variable(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_names_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the option, however it is written, and of the environment variable."""
+    told, option = "fastgen-generate: DeprecationWarning: ", "--cpu-weights is now called --weight-dtype\n"
+    for words, said in (
+        (["--cpu-weights", "bf16"], told + option),
+        (["--cpu_weights=bf16"], told + option),
+        (["--weight-dtype", "bf16"], ""),
+    ):
+        given, _ = parse(["model", "in.txt", "out.txt", *words])
+        assert given["weight_dtype"] == "bf16" and "cpu_weights" not in given
+        assert capsys.readouterr().err == said
     monkeypatch.setenv("FASTGEN_CPU_WEIGHTS", "bf16")
     parse(["model", "in.txt", "out.txt"])
-    told = "fastgen-generate: DeprecationWarning: FASTGEN_CPU_WEIGHTS is now called FASTGEN_WEIGHT_DTYPE\n"
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == f"{told}FASTGEN_CPU_WEIGHTS is now called FASTGEN_WEIGHT_DTYPE\n"
 
 
 def test_the_old_name_of_the_argument(bart: Path, inputs: Path, tmp_path: Path) -> None:

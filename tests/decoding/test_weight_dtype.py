@@ -208,30 +208,3 @@ def test_status_says_that_results_are_others(precision: str) -> None:
     assert precision in fastgen.status().operators["quantized_linear"]
     fastgen.enable(weight_dtype="fp32")
     assert not any("weight_dtype" in note for note in fastgen.status().notes)
-
-
-def test_settings_that_there_are_not() -> None:
-    with pytest.raises(
-        ValueError, match="weight_dtype .FASTGEN_WEIGHT_DTYPE. is 'int2'; known: fp32, int8, int4, bf16"
-    ):
-        fastgen.enable(weight_dtype="int2")
-    with pytest.raises(ValueError, match="packed_weights must not be never"):
-        fastgen.enable(weight_dtype="int8", packed_weights="never")
-    assert settings.current().weight_dtype == "fp32" and settings.current().packed_weights == "call"
-
-
-def test_the_old_name_works_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(DeprecationWarning, match="cpu_weights is now called weight_dtype"):
-        fastgen.enable(cpu_weights="int8")
-    assert settings.current().weight_dtype == "int8"
-    with pytest.warns(DeprecationWarning), settings.changed(cpu_weights="bf16"):
-        assert settings.current().weight_dtype == "bf16"
-    assert settings.current().weight_dtype == "int8"
-    with pytest.raises(TypeError, match="cpu_weights is the old name of weight_dtype"):
-        fastgen.enable(cpu_weights="int8", weight_dtype="int8")
-    monkeypatch.setenv("FASTGEN_CPU_WEIGHTS", "bf16")
-    with pytest.warns(DeprecationWarning, match="FASTGEN_CPU_WEIGHTS is now called FASTGEN_WEIGHT_DTYPE"):
-        assert settings.Settings.from_environment().weight_dtype == "bf16"
-    monkeypatch.setenv("FASTGEN_WEIGHT_DTYPE", "int8")
-    with pytest.warns(DeprecationWarning):
-        assert settings.Settings.from_environment().weight_dtype == "int8"

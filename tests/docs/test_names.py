@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from dataclasses import fields
 
@@ -19,27 +20,17 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_files_exist(name):
-    found = set(re.findall(rf"(?<![\w/.-])({_FOLDERS}/[\w./-]*\w)", read(name)))
-    missing = sorted(path for path in found if not (ROOT / path).exists() and not re.search(r"NAME|results/", path))
-    assert not missing, f"{name}: {missing}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_modules_exist(name):
-    """Also those that are named without their folder."""
+def test_files_modules_and_links_exist():
+    """Modules also where they are named without their folder."""
     known = {path.name for folder in _FOLDERS[3:-1].split("|") for path in (ROOT / folder).rglob("*.py")}
-    missing = set(re.findall(r"(?<![\w/.-])(\w+\.py)\b", read(name))) - known - {"setup.py"}
-    assert not missing - {"NAME.py", "_NAME.py"}, f"{name}: {missing}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_links_lead_somewhere(name):
-    here = (ROOT / name).parent
-    links = re.findall(r"\]\(([^)#:]+?)(?:#[\w-]+)?\)", read(name))
-    missing = [link for link in links if not (here / link).exists()]
-    assert not missing, f"{name}: {missing}"
+    known |= {"setup.py", "NAME.py", "_NAME.py"}
+    for name in NAMES:
+        text, here = read(name), (ROOT / name).parent
+        files = set(re.findall(rf"(?<![\w/.-])({_FOLDERS}/[\w./-]*\w)", text))
+        missing = {path for path in files if not (ROOT / path).exists() and not re.search(r"NAME|results/", path)}
+        missing |= set(re.findall(r"(?<![\w/.-])(\w+\.py)\b", text)) - known
+        missing |= {link for link in re.findall(r"\]\(([^)#:]+?)(?:#[\w-]+)?\)", text) if not (here / link).exists()}
+        assert not missing, f"{name}: {missing}"
 
 
 def options_of_the_commands() -> set[str]:
@@ -68,9 +59,7 @@ def options_of_the_commands() -> set[str]:
 
 
 # Options of other programs: pip, pytest, FairSeq's commands.
-FOREIGN = {
-    *"--index-url --no-build-isolation --no-deps --strict --check --force-reinstall".split(),
-}
+FOREIGN = {*"--index-url --no-build-isolation --no-deps --strict --check --force-reinstall".split()}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +101,11 @@ def test_options_exist(name, known_options):
     assert not found - known_options, f"{name}: {sorted(found - known_options)}"
 
 
+@functools.cache
+def sources() -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in (*(ROOT / "fastgen").rglob("*.py"), ROOT / "setup.py"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_exist(name):
     text = read(name)
@@ -119,11 +113,8 @@ def test_settings_exist(name):
     given = {word for call in re.findall(r"fastgen\.enable\(([^)]*)\)", text) for word in re.findall(r"(\w+)=", call)}
     assert given <= known, f"{name}: {given - known}"
     variables = set(re.findall(r"\bFASTGEN_[A-Z_]+\b", text))
-    sources = "".join(
-        path.read_text(encoding="utf-8") for path in (*(ROOT / "fastgen").rglob("*.py"), ROOT / "setup.py")
-    )
-    missing = {name for name in variables if name not in sources and name.removeprefix("FASTGEN_").lower() not in known}
-    assert not missing, f"{name}: {missing}"
+    missing = {each for each in variables if each.removeprefix("FASTGEN_").lower() not in known}
+    assert all(each in sources() for each in missing), f"{name}: {missing}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,9 +131,8 @@ def test_reasons_of_the_troubleshooting_page_exist():
     tables = re.findall(r"^\| reason \| .*\n\|.*\n((?:\|.*\n)+)", read("docs/troubleshooting.md"), re.MULTILINE)
     cells = [row.removeprefix("| ").partition(" | ")[0] for table in tables for row in table.splitlines()]
     reasons = {reason for cell in cells for reason in re.split(r"; |\.\.\. ?", cell) if reason.strip()}
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fastgen").rglob("*.py"))
     assert len(reasons) > 20
-    assert not {reason for reason in reasons if reason.strip() not in sources}
+    assert not {reason for reason in reasons if reason.strip() not in sources()}
 
 
 def test_readme_has_the_two_commands():

@@ -62,4 +62,3 @@ def _lacks(isa: Isa, words: str) -> pytest.MarkDecorator:
 
 
 needs_amx = _lacks(Isa.AMX, "AMX")
-needs_avx512_bf16 = _lacks(Isa.AVX512_BF16, "AVX-512 BF16")

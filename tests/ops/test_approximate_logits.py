@@ -60,7 +60,7 @@ sizes = {
     has_bias=st.booleans(),
     ban=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, tiny, has_bias, ban):
     """Lines that are equal up to a little: the largest one can be told only from the weight itself."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, 
 
 
 @given(**sizes, outliers=st.sampled_from([0.0, 0.05]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, count))
@@ -107,7 +107,7 @@ def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
     share=st.sampled_from([0.0, 1e-6, 1e-3, 0.3]),
     ban=st.sampled_from([0.0, 0.9, 1.0]),
 )
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_a_second_one_that_is_near(rows, inputs, count, seed, apart, share, ban):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator)
@@ -169,35 +169,10 @@ def test_one_output_that_is_left_may_be_anything():
     assert out.tolist() == [0, 0]
 
 
-def test_lines_of_rows_and_weights_that_are_apart():
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(4, 200, generator=generator)[:, :90]
-    weight = torch.randn(500, 90, generator=generator)
-    assert torch.equal(found(x, weight)[0], wanted(x.contiguous(), weight))
-
-
-def test_what_does_not_fit():
+def test_what_is_served():
     x, weight = torch.randn(2, 64), torch.randn(300, 64)
-    copy = approximate_logits.bounded_copy(weight)
-    out, estimates = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 300)
-    good = {"out": out, "logits": estimates, "x": x, "weight": weight, "bias": None, "copy": copy}
-    for name, bad in (
-        ("out", out.int()),
-        ("out", out[:1]),
-        ("logits", estimates.double()),
-        ("logits", estimates[:, :299].contiguous()),
-        ("x", x[:, :32]),
-        ("x", x.bfloat16()),
-        ("weight", weight.t().contiguous().t()),
-        ("bias", torch.zeros(299)),
-        ("is_near", torch.zeros(2)),
-        ("copy", copy._replace(norms=copy.norms[:, 1:].contiguous())),
-    ):
-        with pytest.raises(RuntimeError, match="largest_output"):
-            approximate_logits.argmax_out(**{**good, name: bad})
-    assert approximate_logits.serves(x, weight, None) and not approximate_logits.serves(
-        x, weight.t().contiguous().t(), None
-    )
+    for each, is_served in ((weight, True), (weight.t().contiguous().t(), False)):
+        assert approximate_logits.serves(x, each, None) is is_served
     assert not approximate_logits.serves(x.bfloat16(), weight, None)
 
 

@@ -1,6 +1,7 @@
 """Operators that anybody can call: whatever they are given, the process goes on, and nothing else is written.
 
-What has once been wrong is here by name. The fuzzer (tests/ops/fuzz) draws the rest.
+What has once been wrong is here by name. test_every_argument.py changes each argument in turn, and the fuzzer
+(tests/ops/fuzz) draws the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.kv.rows import StepState
 from fastgen.ops import _library
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops.linear import grouped, tune  # noqa: F401 (defines evict)
 from tests.ops.fuzz import __main__ as fuzzer
 from tests.ops.fuzz import cases
-from tests.ops.test_search_step import arguments as arguments_of_beams
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 
@@ -34,7 +33,7 @@ CPU = torch.device("cpu")
 ops = torch.ops.fastgen
 LARGEST = 2**63 - 1
 # Draws of `make test` and of `make test-long`, which runs them in so many parts.
-SAMPLE, ALL, PARTS = 460, 100_000, 20
+SAMPLE, ALL, PARTS = 300, 100_000, 20
 SECONDS_OF_A_DRAW = 60
 
 
@@ -72,34 +71,6 @@ def test_advance_with_counts_that_overflow(name, number):
     assert_refused(ops.advance_, args, "search_step")
 
 
-@pytest.mark.parametrize("written", ["numbers", "ancestry", "seen", "positions", "masks"])
-@pytest.mark.parametrize("read", ["parents", "taken", "stored"])
-def test_advance_into_what_it_reads(written, read):
-    args = advance_arguments()
-    target = args[written][0] if isinstance(args[written], list) else args[written]
-    memory = torch.zeros(32, dtype=torch.int64)
-    memory[: args[read].numel()].copy_(args[read].view(-1))
-    args[read] = memory[: args[read].numel()].view(args[read].shape)
-    shared = memory.view(target.dtype)[: target.numel()].view(target.shape)
-    args[written] = [shared] if isinstance(args[written], list) else shared
-    assert_refused(ops.advance_, args, "shares memory")
-
-
-# Candidates' beams, tokens and ends; then every buffer that is written.
-@pytest.mark.parametrize("read", [1, 2, 4, 8, 24])
-@pytest.mark.parametrize("written", range(10, 24))
-def test_take_beams_into_what_it_reads(written, read):
-    search = BeamSearch(2, 3, 4, 6, CPU, (2, 5))
-    search.begin(torch.ones(2, 3, dtype=torch.int64), 6)
-    args = arguments_of_beams(search)
-    source, target = args[read], args[written]
-    memory = torch.zeros(64 + source.numel() + target.numel(), dtype=torch.int64)
-    memory[: source.numel()].copy_(source.view(-1))
-    args[read] = memory[: source.numel()].view(source.shape)
-    args[written] = memory.view(target.dtype)[: target.numel()].view(target.shape)
-    assert_refused(ops.take_beams_, dict(enumerate(args)), "shares memory")
-
-
 def decode_arguments(**changed: Any) -> dict[str, Any]:
     prefix = {"prefix_keys": torch.randn(1, 1, 2, 4), "prefix_values": torch.randn(1, 1, 2, 4)}
     suffix = {"suffix_keys": torch.randn(2, 1, 3, 4), "suffix_values": torch.randn(2, 1, 3, 4)}
@@ -108,18 +79,6 @@ def decode_arguments(**changed: Any) -> dict[str, Any]:
         "scale": None, "starts": None, "ends": None, "suffix_lengths": torch.tensor(3), "ancestry": None,
         "window": None, "causal": False, "row_map": None, **changed,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["ancestry", "row_map", "suffix_lengths", "starts", "ends"])
-def test_decode_attention_into_its_indices(name):
-    memory = torch.zeros(8, dtype=torch.int64)
-    as_int32 = memory.view(torch.int32)
-    indices = {
-        "ancestry": as_int32[:6].view(2, 3), "row_map": memory[:2], "suffix_lengths": memory[0],
-        "starts": as_int32[:1], "ends": as_int32[:1],
-    }  # fmt: skip
-    out = memory.view(torch.float32)[:8].view(2, 1, 1, 4)
-    assert_refused(ops.decode_attention_out, decode_arguments(out=out, **{name: indices[name]}), "shares memory")
 
 
 @pytest.mark.parametrize("dim", [2**40, 2**62])
@@ -135,15 +94,10 @@ def test_decode_attention_without_keys_but_with_a_huge_head(dim):
     assert not args["out"].any()
 
 
-@pytest.mark.parametrize("shape", [(2**40,), (2**20, 2**30), (3, 4)])
-def test_evict_an_expanded_tensor(shape):
-    assert ops.evict(torch.ones(1).expand(shape)) == ops.evict(torch.ones(3))
-
-
-def test_evict_numbers_with_gaps():
-    x = torch.arange(64.0).view(8, 8)[::3, 1::2]
-    assert ops.evict(x) == ops.evict(torch.ones(3))
-    assert ops.evict(torch.empty(3, 0)) == ops.evict(torch.ones(3))
+def test_evict_tensors_that_are_expanded_or_have_gaps():
+    one = torch.ones(1)
+    for x in (one.expand(2**40), one.expand(2**20, 2**30), one.expand(3, 4), torch.ones(8, 8)[::3, 1::2], one[:0]):
+        assert ops.evict(x) == ops.evict(torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -212,13 +166,6 @@ def test_no_repeat_ngram_of_more_than_there_are(operator, n):
     assert torch.equal(operator(scores, torch.ones(2, 9, dtype=torch.int64), None, n), before)
 
 
-@pytest.mark.parametrize("operator", [ops.no_repeat_ngram_, ngram.reference], ids=["kernel", "reference"])
-def test_no_repeat_ngram_over_its_tokens(operator):
-    memory = torch.zeros(8, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="shares memory"):
-        operator(memory.view(2, 4), memory.view(torch.int64).view(2, 4), None, 2)
-
-
 def test_a_storage_that_is_too_small():
     x = torch.ones(1000)
     x.untyped_storage().resize_(8)
@@ -270,11 +217,11 @@ def fuzz(seed: int, draws: int) -> dict[str, dict[str, int]]:
 
 
 def assert_reached(counts: dict[str, dict[str, int]], share: float) -> None:
-    """Every operator, and at least that share of its draws accepted and right, where this processor has it."""
+    """Every operator, and at least that share of its draws fit and are accepted, where this processor has it."""
     for name, found in counts.items():
-        serves = name not in ("pack_bf16", "bf16_gemm", "bf16x3_gemm_out") or found["right"]
+        serves = name not in ("pack_bf16", "bf16_gemm", "bf16x3_gemm_out") or found["accepted"]
         total = sum(found.values())
-        assert total > 0 and (not serves or found["right"] >= share * total), (name, found)
+        assert total > 0 and (not serves or found["accepted"] >= share * total), (name, found)
 
 
 def test_every_operator_has_a_generator():

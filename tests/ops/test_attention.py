@@ -1,4 +1,7 @@
-"""Decode attention against ordinary attention in float64 on the repeated tensors, on every backend there is."""
+"""Decode attention on the CPU: odd and large numbers, and which calls of `shared_prefix_attention` the kernel serves.
+
+Against the definition it is compared in test_decode_attention.py and gpu/test_attention.py.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
-from fastgen.ops import attention
-from fastgen.ops.attention import (
-    composed,
-    on_cpu,
-    reference,
-    shared_prefix_attention,
-    shared_prefix_context,
-    shared_prefix_scores,
-)
+from fastgen.ops import _library, attention
+from fastgen.ops.attention import on_cpu, reference, shared_prefix_attention
 from tests.ops.instructions import instruction_set
+from tests.ops.torch_attention import skipped_where_torch_fails
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 KERNEL_TYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def test_a_row_that_may_attend_to_nothing_gives_zeros(device):
-    query = torch.randn(4, 2, 1, 8, device=device)
-    prefix = torch.randn(2, 2, 5, 8, device=device)
-    mask = torch.ones(4, 1, 1, 5, dtype=torch.bool, device=device)
-    mask[1] = False
-    result = shared_prefix_attention(query, prefix, prefix, mask=mask)
-    assert torch.equal(result[1], torch.zeros_like(result[1]))
-    assert result.isfinite().all()
-
-
-# ---- the operator: every instruction set that the kernel is compiled for, and the reference
-
-
-def has_kernel() -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::decode_attention_out", "CPU")
 
 
 @pytest.fixture(params=["avx512", "avx2", "default", "reference"], scope="session")
@@ -46,8 +23,8 @@ def operator(request):
     """The operator on one instruction set. Where the machine lacks it, the next narrower one is used instead."""
     if request.param == "reference":
         return reference
-    if not has_kernel():
-        pytest.skip(f"no CPU kernel in this process: {attention.backend()}")
+    if _library.load("CPU"):
+        pytest.skip(_library.load("CPU"))
 
     def kernel(*args, **kwargs):
         with instruction_set(request.param):
@@ -56,220 +33,137 @@ def operator(request):
     return kernel
 
 
-def expected(query, pk, pv, sk, sv, mask=None, scale=None, ancestry=None):
-    """The definition, in float64, on the full tensors."""
-    query, pk, pv, sk, sv = (x if x is None else x.double() for x in (query, pk, pv, sk, sv))
-    rows, heads = query.shape[:2]
-
-    def full(prefix, suffix):
-        full = prefix.repeat_interleave(rows // prefix.shape[0], dim=0)
-        if suffix is not None:
-            if ancestry is not None:
-                suffix = torch.stack([suffix[owners, :, range(suffix.shape[2])] for owners in ancestry.tolist()])
-                suffix = suffix.transpose(1, 2)
-            full = torch.cat([full, suffix], dim=2)
-        return full.repeat_interleave(heads // prefix.shape[1], dim=1)
-
-    keys, values = full(pk, sk), full(pv, sv)
-    scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is None:
-        mask = torch.ones(scores.shape, dtype=torch.bool)
-    mask = mask.expand(scores.shape)
-    allowed = mask if mask.dtype == torch.bool else ~mask.isneginf()
-    if mask.dtype != torch.bool:
-        scores = scores + mask.double()
-    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
-    return weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0) @ values
+def in_float64(*args):
+    return reference(*(arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args))
 
 
-def laid_out(layout: str, generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random [rows, heads, length, dim] as a view into memory that is NaN everywhere else."""
-    rows, heads, length, dim = shape
-    if layout == "contiguous":
-        memory = view = torch.full(shape, math.nan, dtype=dtype)
-    elif layout == "with capacity":
-        memory = torch.full((rows, heads, length + 5, dim), math.nan, dtype=dtype)
-        view = memory[:, :, :length]
-    elif layout == "swapped":  # as projections come: positions before heads
-        memory = torch.full((rows, length, heads, dim), math.nan, dtype=dtype)
-        view = memory.transpose(1, 2)
-    else:  # between others in every dimension
-        memory = torch.full((rows + 2, 2 * heads + 1, length + 2, dim + 3), math.nan, dtype=dtype)
-        view = memory[1 : rows + 1, 1 : 2 * heads + 1 : 2, 1 : length + 1, 2 : dim + 2]
-    view.copy_(torch.randn(shape, generator=generator, dtype=torch.float64))
-    return view
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1e2, 1e4, 1e18])
+def test_is_stable(operator, magnitude):
+    """The largest score may come first, last, in the prefix or in the suffix, and be of any size."""
+    torch.manual_seed(1)
+    query, prefix, suffix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 600, 8), torch.randn(4, 2, 9, 8)
+    values, own = torch.randn(2, 2, 600, 8), torch.randn(4, 2, 9, 8)
+    keys = prefix * magnitude
+    # Exact products, so that the rounding of large scores is no part of the comparison.
+    query, keys, suffix = query.sign(), keys.sign() * magnitude, suffix.sign() * magnitude
+    result = operator(query, keys, values, suffix, own, None, 1.0)
+    torch.testing.assert_close(
+        result.double(), in_float64(query, keys, values, suffix, own, None, 1.0), rtol=2e-5, atol=2e-5
+    )
+    assert result.isfinite().all()
 
 
-@st.composite
-def problems(draw):
-    """Arguments of the operator, of any shape, layout and mask."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    dtype = draw(st.sampled_from(KERNEL_TYPES))
-    batch, per_input, kv_heads, group = (draw(st.integers(1, most)) for most in (3, 5, 3, 4))
-    queries = draw(st.integers(1, 3))
-    # Around the kernel's blocks of 64 positions, and the chunks of 256 and more that a prefix is divided into.
-    prefix = draw(st.sampled_from([0, 1, 2, 3, 5, 17, 63, 64, 65, 127, 129, 200, 257, 530]))
-    suffix = draw(st.sampled_from([None, 0, 1, 2, 3, 7, 16, 65]))
-    dim = draw(st.sampled_from([1, 3, 8, 15, 16, 17, 32, 40, 64, 72, 80, 128, 256]))
-    value_dim = draw(st.sampled_from([dim, 1, 5, 31, 32, 64, 80, 100]))
-    rows, heads, length = batch * per_input, kv_heads * group, prefix + (suffix or 0)
-
-    layouts = st.sampled_from(["contiguous", "with capacity", "swapped", "between others"])
-    query = laid_out(draw(layouts), generator, dtype, rows, heads, queries, dim)
-    parts = [laid_out(draw(layouts), generator, dtype, batch, kv_heads, prefix, dim)]
-    parts.append(laid_out(draw(layouts), generator, dtype, batch, kv_heads, prefix, value_dim))
-    if suffix is None:
-        parts += [None, None]
-    else:
-        parts.append(laid_out(draw(layouts), generator, dtype, rows, kv_heads, suffix, dim))
-        parts.append(laid_out(draw(layouts), generator, dtype, rows, kv_heads, suffix, value_dim))
-
-    mask = None
-    kind = draw(st.sampled_from(["none", "bool", "additive", "additive float32"]))
-    if kind != "none":
-        whole = (rows, heads, queries, length)
-        shape = [size if draw(st.booleans()) else 1 for size in whole]
-        shape = shape[draw(st.integers(0, 4)) :] if draw(st.booleans()) else shape
-        chance = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
-        mask = torch.rand(shape, generator=generator) < chance
-        if draw(st.booleans()) and shape and shape[-1] == length:
-            mask[..., : length // 2] = False  # padding in front: whole blocks that nothing may attend to
-        if kind != "bool":
-            # Both ways in which libraries write a mask.
-            lowest = draw(st.sampled_from([-math.inf, torch.finfo(torch.float32).min]))
-            lowest = -math.inf if dtype == torch.float16 else lowest  # does not fit
-            bias = torch.randn(shape, generator=generator).masked_fill_(~mask, lowest)
-            mask = bias.to(dtype if kind == "additive" else torch.float32)
-        if mask.dim() >= 2 and draw(st.booleans()):
-            mask = mask.transpose(-1, -2).contiguous().transpose(-1, -2)
-        if draw(st.booleans()):
-            mask = mask.expand(whole)  # the same elements, seen through strides of zero
-    ancestry = None
-    if suffix and draw(st.booleans()):
-        owner = torch.randint(0, per_input, (rows, suffix), generator=generator, dtype=torch.int32)
-        ancestry = owner + (torch.arange(rows, dtype=torch.int32) // per_input * per_input).unsqueeze(1)
-    scale = draw(st.sampled_from([None, 1.0, 0.3, 0.0]))
-    return (query, *parts, mask, scale), {"ancestry": ancestry}
+def test_weights_are_exact_to_a_few_units_in_the_last_place(operator):
+    """Two positions with scores x and 0 give e^x / (e^x + 1) from values 1 and 0."""
+    x = torch.cat([-torch.rand(4000) * 87.0, torch.linspace(-87, 0, 4000), torch.tensor([-0.0, -1e-30, -87.3])])
+    query = x.view(-1, 1, 1, 1)
+    pk, pv = torch.tensor([1.0, 0.0]).view(1, 1, 2, 1), torch.tensor([1.0, 0.0]).view(1, 1, 2, 1)
+    result = operator(query, pk, pv, None, None, None, 1.0).flatten().double()
+    wanted = x.double().exp() / (x.double().exp() + 1)
+    assert float(((result - wanted) / wanted).abs().max()) < 4 * 2**-24
+    far = operator(torch.tensor([-88.0, -1e3, -1e38]).view(-1, 1, 1, 1), pk, pv, None, None, None, 1.0)
+    assert far.max() <= 1e-38
 
 
-class TestOperator:
-    @settings(max_examples=120)
-    @given(problem=problems())
-    def test_any_problem(self, operator, problem):
-        args, kwargs = problem
-        query, dtype = args[0], args[0].dtype
-        wanted = expected(*args, **kwargs)
-        unchanged = [x.clone() if isinstance(x, torch.Tensor) else None for x in args]
-        result = operator(*args, **kwargs)
-        assert result.dtype == dtype and result.shape == wanted.shape
-        # The reference rounds scores and weights of half precision; the kernel only what it reads and writes.
-        tolerance = TOLERANCE[dtype] * (3 if operator is reference and dtype.itemsize == 2 else 1)
-        scale = max(1.0, float(query.shape[-1]) ** 0.5 * (args[6] or 0)) if dtype.itemsize == 2 else 1.0
-        if operator is not reference or scale == 1.0:
-            torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
-        for argument, old in zip(args, unchanged, strict=True):
-            if old is not None:
-                torch.testing.assert_close(argument, old, rtol=0, atol=0)
-
-    @settings(max_examples=100)
-    @given(problem=problems(), wide=st.booleans())
-    def test_any_problem_in_operations_of_torch(self, problem, wide):
-        """What hooks do where the kernel does not pay, in float64 too."""
-        args, kwargs = problem
-        assume(args[1].shape[2])
-        if wide:
-            args = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-        dtype, wanted = args[0].dtype, expected(*args, **kwargs)
-        result = composed(*args, **kwargs)
-        assert result.dtype == dtype and result.shape == wanted.shape
-        # Scores of half precision are rounded, which decides where they are large.
-        if dtype.itemsize > 2 or args[6] != 1.0:
-            tolerance = TOLERANCE[dtype] * (3 if dtype.itemsize == 2 else 1)
-            torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
-
-    @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1e2, 1e4, 1e18])
-    def test_is_stable(self, operator, magnitude):
-        """The largest score may come first, last, in the prefix or in the suffix, and be of any size."""
-        torch.manual_seed(1)
-        query, prefix, suffix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 600, 8), torch.randn(4, 2, 9, 8)
-        values, own = torch.randn(2, 2, 600, 8), torch.randn(4, 2, 9, 8)
-        keys = prefix * magnitude
-        # Exact products, so that the rounding of large scores is no part of the comparison.
-        query, keys, suffix = query.sign(), keys.sign() * magnitude, suffix.sign() * magnitude
-        result = operator(query, keys, values, suffix, own, None, 1.0)
-        torch.testing.assert_close(
-            result.double(), expected(query, keys, values, suffix, own, None, 1.0), rtol=2e-5, atol=2e-5
-        )
-        assert result.isfinite().all()
-
-    def test_weights_are_exact_to_a_few_units_in_the_last_place(self, operator):
-        """Two positions with scores x and 0 give e^x / (e^x + 1) from values 1 and 0."""
-        x = torch.cat([-torch.rand(4000) * 87.0, torch.linspace(-87, 0, 4000), torch.tensor([-0.0, -1e-30, -87.3])])
-        query = x.view(-1, 1, 1, 1)
-        pk, pv = torch.tensor([1.0, 0.0]).view(1, 1, 2, 1), torch.tensor([1.0, 0.0]).view(1, 1, 2, 1)
-        result = operator(query, pk, pv, None, None, None, 1.0).flatten().double()
-        wanted = x.double().exp() / (x.double().exp() + 1)
-        assert float(((result - wanted) / wanted).abs().max()) < 4 * 2**-24
-        far = operator(torch.tensor([-88.0, -1e3, -1e38]).view(-1, 1, 1, 1), pk, pv, None, None, None, 1.0)
-        assert far.max() <= 1e-38
-
-    def test_nan_and_infinity_are_those_of_softmax(self, operator):
-        query, prefix, suffix = torch.ones(4, 1, 1, 4), torch.rand(2, 1, 70, 4), torch.rand(4, 1, 3, 4)
-        for bad in (math.nan, math.inf, -math.inf):
-            keys, own = prefix.clone(), suffix.clone()
-            keys[1, :, 66] = bad
-            own[1, :, 2] = bad
-            result = operator(query, keys, prefix, own, suffix)
-            wanted = expected(query, keys, prefix, own, suffix)
-            torch.testing.assert_close(result.double(), wanted, rtol=2e-5, atol=2e-5, equal_nan=True)
-
-    def test_no_score_above_negative_infinity_gives_zeros(self, operator):
-        """As the fused kernels of torch have it, whether or not it was the mask."""
-        keys, values = torch.full((2, 1, 70, 4), -math.inf), torch.rand(2, 1, 70, 4)
-        result = operator(torch.ones(4, 1, 1, 4), keys, values, None, None)
-        assert torch.equal(result, torch.zeros_like(result))
-
-    def test_positions_that_are_masked_for_all_are_not_read(self, operator):
-        if operator is reference:
-            pytest.skip("the reference multiplies by weights of zero")
-        query, keys, values = torch.randn(4, 2, 1, 16), torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 16)
-        mask = torch.ones(4, 1, 1, 300, dtype=torch.bool)
-        mask[:2, ..., :128] = False
-        padded = keys.clone(), values.clone()
-        for part in padded:
-            part[0, :, :128] = math.nan
-        assert torch.equal(operator(query, *padded, None, None, mask), operator(query, keys, values, None, None, mask))
-
-    def test_empty_dimensions(self, operator):
-        for rows, heads, queries, value_dim in [(0, 2, 1, 4), (4, 2, 0, 4), (4, 2, 1, 0)]:
-            query, pk = torch.randn(rows, heads, queries, 8), torch.randn(rows // 2, 2, 5, 8)
-            result = operator(query, pk, torch.randn(rows // 2, 2, 5, value_dim), None, None)
-            assert result.shape == (rows, heads, queries, value_dim)
+def test_nan_and_infinity_are_those_of_softmax(operator):
+    query, prefix, suffix = torch.ones(4, 1, 1, 4), torch.rand(2, 1, 70, 4), torch.rand(4, 1, 3, 4)
+    for bad in (math.nan, math.inf, -math.inf):
+        keys, own = prefix.clone(), suffix.clone()
+        keys[1, :, 66] = bad
+        own[1, :, 2] = bad
+        result = operator(query, keys, prefix, own, suffix)
+        wanted = in_float64(query, keys, prefix, own, suffix)
+        torch.testing.assert_close(result.double(), wanted, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("suffix", [0, 3])
-@pytest.mark.parametrize(("per_input", "group", "queries"), [(1, 1, 1), (3, 1, 2), (2, 4, 1)])
-def test_scores_and_context_are_products_with_the_full_tensors(per_input, group, queries, suffix, device):
-    def tensors(rows, length):
-        return torch.randn(2, rows, 2, length, 8, dtype=torch.float64, device=device) if length else (None, None)
-
-    query = torch.randn(2 * per_input, 2 * group, queries, 8, dtype=torch.float64, device=device)
-    parts = zip(tensors(2, 5), tensors(2 * per_input, suffix), strict=True)
-    (keys, values) = parts
-    full = [
-        torch.cat([prefix.repeat_interleave(per_input, 0), *([] if own is None else [own])], 2).repeat_interleave(
-            group, 1
-        )
-        for prefix, own in (keys, values)
-    ]
-    scores = shared_prefix_scores(query, *keys)
-    torch.testing.assert_close(scores, query @ full[0].transpose(-1, -2))
-    torch.testing.assert_close(shared_prefix_context(scores, *values), scores @ full[1])
+def test_positions_that_are_masked_for_all_are_not_read(operator):
+    if operator is reference:
+        pytest.skip("the reference multiplies by weights of zero")
+    query, keys, values = torch.randn(4, 2, 1, 16), torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 16)
+    mask = torch.ones(4, 1, 1, 300, dtype=torch.bool)
+    mask[:2, ..., :128] = False
+    padded = keys.clone(), values.clone()
+    for part in padded:
+        part[0, :, :128] = math.nan
+    assert torch.equal(operator(query, *padded, None, None, mask), operator(query, keys, values, None, None, mask))
 
 
-def test_ancestry_reads_what_a_reorder_would_have_moved():
-    query, prefix, suffix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 40, 8), torch.randn(4, 2, 3, 8)
-    order = torch.tensor([1, 1, 3, 2])
-    ancestry = order.int().unsqueeze(1).expand(4, 3)
-    moved = shared_prefix_attention(query, prefix, prefix, suffix[order], suffix[order])
-    torch.testing.assert_close(shared_prefix_attention(query, prefix, prefix, suffix, suffix, ancestry=ancestry), moved)
+# ---- what serves
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What has served a call of `shared_prefix_attention` in place of the kernel."""
+    names = []
+
+    composed = attention.composed
+
+    def record(*args):
+        names.append("reference")
+        return composed(*args)
+
+    monkeypatch.setattr(attention, "composed", record)
+    return names
+
+
+def test_a_decoding_step(served):
+    query, prefix, suffix = torch.randn(8, 2, 1, 8), torch.randn(2, 2, 50, 8), torch.randn(8, 2, 3, 8)
+    shared_prefix_attention(query, prefix, prefix, suffix, suffix)
+    shared_prefix_attention(query, prefix, prefix)
+    assert served == []
+
+
+@pytest.mark.parametrize("dtype", attention.MAX_ROWS)
+def test_many_queries(served, dtype, monkeypatch):
+    monkeypatch.setattr(attention, "_converts_halves", lambda: True)
+    prefix, own = torch.randn(2, 2, 50, 8, dtype=dtype), torch.randn(4, 2, 3, 8, dtype=dtype)
+    for suffix, most in zip([None, own], attention.MAX_ROWS[dtype], strict=True):
+        for queries, by in [(most // 4, []), (most // 4 + 1, ["reference"])]:
+            served.clear()
+            query = torch.randn(4, 4, queries, 8, dtype=dtype)
+            with skipped_where_torch_fails(dtype):
+                shared_prefix_attention(query, prefix, prefix, suffix, suffix)
+            assert served == by, (suffix is None, queries)
+
+
+def test_half_precision_without_instructions_for_it(served, monkeypatch):
+    monkeypatch.setattr(attention, "_converts_halves", lambda: False)
+    for dtype in KERNEL_TYPES:
+        prefix = torch.randn(2, 2, 5, 8, dtype=dtype)
+        shared_prefix_attention(torch.randn(4, 2, 1, 8, dtype=dtype), prefix, prefix)
+    assert served == ["reference"] * 2
+
+
+def test_strides_that_the_kernel_does_not_take(served):
+    query, prefix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 8, 5).transpose(-1, -2)
+    shared_prefix_attention(query, prefix, prefix)
+    assert served == ["reference"]
+
+
+def test_other_types(served):
+    query, prefix = torch.randn(4, 2, 1, 8).double(), torch.randn(2, 2, 5, 8).double()
+    assert shared_prefix_attention(query, prefix, prefix).dtype == torch.float64
+    assert served == ["reference"]
+
+
+def test_gradients(served):
+    query, prefix = torch.randn(4, 2, 1, 8, requires_grad=True), torch.randn(2, 2, 5, 8)
+    shared_prefix_attention(query, prefix, prefix).sum().backward()
+    assert query.grad is not None and query.grad.isfinite().all()
+    with torch.no_grad():
+        shared_prefix_attention(query, prefix, prefix)
+    assert served == ["reference"]
+
+
+def test_autocast(served, monkeypatch):
+    monkeypatch.setattr(attention, "_converts_halves", lambda: True)
+    query, prefix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shared_prefix_attention(query, prefix, prefix).dtype == torch.bfloat16
+        half = query.bfloat16(), prefix.bfloat16(), prefix.bfloat16()
+        assert shared_prefix_attention(*half).dtype == torch.bfloat16
+        assert served == ["reference"]
+        # Rotary embeddings leave keys in float32 where the values are not.
+        for own in ((None, None), (query, half[0])):
+            mixed = shared_prefix_attention(query, prefix, half[1], *own)
+            assert mixed.dtype == torch.bfloat16

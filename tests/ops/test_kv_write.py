@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from fastgen.ops import _library
 from fastgen.ops import gpu as package
 from fastgen.ops.kv_write import kv_write
-from tests.ops.gpu.test_kv_write import PLAIN, cases, check, some_arguments
+from tests.ops.gpu.test_kv_write import PLAIN, cases, check
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ LONG = PLAIN | {"position_type": torch.int64}
 @example(case=LONG | {"position": [4, -1, 2**40, 0]})
 @example(case=LONG | {"dims": (7, 3), "position": 0})
 @example(case=LONG | {"dtype": torch.float64})
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_kernel(case):
     check(torch.ops.fastgen.kv_write, case | {"position_type": torch.int64}, CPU)
 
@@ -45,39 +45,3 @@ def test_a_position_of_any_shape_and_one_source_for_all_rows():
     keys, cache = torch.randn(1, 2, 4).expand(3, 2, 4), torch.zeros(3, 2, 5, 4)
     torch.ops.fastgen.kv_write(keys, keys, cache, cache.clone(), torch.tensor([[2]]))
     assert cache[:, :, 2].equal(keys) and not cache[:, :, [0, 1, 3, 4]].any()
-
-
-@needs_kernel
-def test_positions_that_lie_apart():
-    keys, cache = torch.randn(3, 2, 4), torch.zeros(3, 2, 5, 4)
-    torch.ops.fastgen.kv_write(keys, keys, cache, cache.clone(), torch.tensor([0, 9, 3, 9, 4, 9])[::2])
-    assert cache[[0, 1, 2], :, [0, 3, 4]].equal(keys) and int((cache != 0).sum()) == keys.numel()
-
-
-@needs_kernel
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"keys": torch.ones(2, 3, 9)},
-        {"keys": torch.ones(2, 3, 8).double()},
-        {"keys": torch.ones(2, 8, 3).transpose(1, 2)},
-        {"keys": torch.ones(2, 3, 1, 8)},
-        {"values": torch.ones(3, 3, 8)},
-        {"values": torch.ones(2, 4, 8)},
-        {"values": torch.ones(2, 3, 8).half()},
-        {"key_cache": torch.zeros(2, 3, 8)},
-        {"value_cache": torch.zeros(2, 3, 8, 5).transpose(2, 3)},
-        {"position": torch.tensor([1, 2, 3])},
-        {"position": torch.tensor([[1, 2]])},
-        {"position": torch.tensor(1.0)},
-        {"position": torch.tensor(1, dtype=torch.int32)},
-        {"position": torch.zeros(0, dtype=torch.int64)},
-    ],
-    ids=lambda changes: str({name: (list(value.shape), value.dtype) for name, value in changes.items()}),
-)
-def test_the_kernel_writes_nothing_else(changes):
-    """Whoever calls the operator itself gets an error, and nothing has been written."""
-    arguments = some_arguments() | changes
-    with pytest.raises(RuntimeError, match="kv_write: "):
-        torch.ops.fastgen.kv_write(**arguments)
-    assert not arguments["key_cache"].any() and not arguments["value_cache"].any()

@@ -194,17 +194,6 @@ class TestAgainstTheDefinition:
         scores = operator(torch.zeros(3, 3, device=device), tokens, lengths, 2)
         assert scores.isinf().tolist() == [[False] * 3, [False, True, False], [False, True, False]]
 
-    def test_threads_of_the_caller(self, operator, device):
-        """Calls from several threads at once do not disturb each other."""
-        from concurrent.futures import ThreadPoolExecutor
-
-        tokens = torch.randint(0, 4, (64, 200), device=device)
-        wanted = expected(torch.zeros(64, 9), tokens, None, 3)
-        with ThreadPoolExecutor(4) as pool:
-            results = list(pool.map(lambda _: operator(torch.zeros(64, 9, device=device), tokens, None, 3), range(16)))
-        for result in results:
-            assert_same(result, wanted)
-
 
 def moved(x, device):
     """A copy of `x` on `device` with the same strides, even those that make elements share memory."""
@@ -219,31 +208,22 @@ class TestErrors:
         ("changes", "message"),
         [
             ({"n": 0}, "n must be at least 1, but is 0"),
-            ({"n": -1}, "n must be at least 1, but is -1"),
             ({"scores": torch.zeros(4)}, r"scores must be \[rows, vocabulary\], but has 1 dimensions"),
             ({"scores": torch.zeros(4, 5, dtype=torch.int64)}, "scores must be float32, float16, bfloat16 or float64"),
             ({"scores": torch.zeros(1, 5).expand(4, 5)}, "elements of scores share memory"),
-            ({"scores": torch.zeros(4, 1).expand(4, 5)}, "elements of scores share memory"),
-            ({"scores": torch.zeros(1, 1).expand(4, 5)}, "elements of scores share memory"),
             ({"scores": torch.zeros(20).as_strided((4, 5), (1, 1))}, "elements of scores share memory"),
             ({"scores": torch.zeros(40).as_strided((4, 5), (2, 3))}, "elements of scores share memory"),
             ({"scores": torch.zeros(3, 5)}, "the 3 rows of scores"),
             ({"tokens": torch.zeros(4, dtype=torch.int64)}, r"tokens must be \[rows, length\]"),
             ({"tokens": torch.zeros(4, 6)}, "tokens must be int32 or int64"),
-            ({"tokens": torch.zeros(4, 6, dtype=torch.int16)}, "tokens must be int32 or int64"),
             ({"lengths": torch.zeros(3, dtype=torch.int64)}, "lengths must have one element for each of the 4 rows"),
-            ({"lengths": torch.zeros(4, 1, dtype=torch.int64)}, "lengths must have one element"),
             ({"lengths": torch.zeros(4)}, "lengths must be int32 or int64"),
             ({"context_lengths": torch.zeros(4, dtype=torch.int64)}, "context_lengths needs a context"),
-            ({"context": torch.zeros(4, dtype=torch.int64)}, "context must be"),
             ({"context": torch.zeros(4, 6, dtype=torch.int32)}, "context must have the type of tokens"),
             ({"context": torch.zeros(3, 6, dtype=torch.int64)}, "must be a multiple of the 3 rows of context"),
             ({"context": torch.zeros(0, 6, dtype=torch.int64)}, "must be a multiple of the 0 rows of context"),
             (
-                {
-                    "context": torch.zeros(2, 6, dtype=torch.int64),
-                    "context_lengths": torch.zeros(4, dtype=torch.int64),
-                },
+                {"context": torch.zeros(2, 6, dtype=torch.int64), "context_lengths": torch.zeros(4, dtype=torch.int64)},
                 "context_lengths must have one element for each of the 2 rows",
             ),
         ],
@@ -332,20 +312,3 @@ class TestCuda:
             command += ["-arch=sm_90", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", str(include)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{source.name}:\n{done.stdout}{done.stderr}"
-
-    @pytest.mark.gpu
-    def test_replays_in_a_graph_with_new_tokens_and_lengths(self, device):
-        scores = torch.zeros(2, 6, device=device)
-        tokens = torch.zeros(2, 8, dtype=torch.int64, device=device)
-        lengths = torch.zeros(2, dtype=torch.int64, device=device)
-        no_repeat_ngram_(scores, tokens, 2, lengths)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            no_repeat_ngram_(scores, tokens, 2, lengths)
-        for length in range(1, 9):
-            tokens.random_(0, 3)
-            lengths.fill_(length)
-            scores.zero_()
-            graph.replay()
-            assert_same(scores, expected(torch.zeros(2, 6), tokens, lengths, 2))

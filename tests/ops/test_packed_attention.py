@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -143,23 +142,14 @@ def test_lengths_that_do_not_fit(lengths):
 
 def test_shapes_that_do_not_fit():
     query, keys, values, lengths = made(PLAIN)
-    call = functools.partial(packed_attention, lengths=lengths, scale=None)
-    with pytest.raises(RuntimeError, match="do not fit together"):
-        call(query, keys[:, :-1], values)
-    with pytest.raises(RuntimeError, match="do not fit together"):
-        call(query[:1], keys, values)
-    with pytest.raises(RuntimeError, match="float32"):
-        call(query.double(), keys, values)
-    with pytest.raises(RuntimeError, match="contiguous"):
-        call(query, keys, values.transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(RuntimeError, match="the result"):
-        module.OPERATOR.overloadpacket.out(query, keys, values, lengths, 1.0, out=torch.empty(200, 2, 31))
-
-
-def test_what_it_serves():
-    query, keys, values, _ = made(PLAIN)
+    transposed = values.transpose(1, 2).contiguous().transpose(1, 2)
+    for parts, message in (
+        ((query, keys[:, :-1], values), "do not fit together"),
+        ((query[:1], keys, values), "do not fit together"),
+        ((query, keys, transposed), "contiguous"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            packed_attention(*parts, lengths, None)
+        assert not module.serves(*parts)
     assert module.serves(query, keys, values) == module.is_available()
     assert not module.serves(query.double(), keys.double(), values.double())
-    assert not module.serves(query, keys[:, 1:], values)
-    assert not module.serves(query[:1], keys, values)
-    assert not module.serves(query, keys, values.transpose(1, 2).contiguous().transpose(1, 2))

@@ -11,42 +11,7 @@ import torch
 from fastgen.ops import _library, quantized_linear
 from fastgen.ops.linear import grouped
 from fastgen.ops.quantized_linear import PRECISIONS
-from tests.ops import quantized_reference
-from tests.ops.instructions import instruction_set, needs_amx, needs_avx512_bf16
-
-
-@needs_avx512_bf16
-@pytest.mark.parametrize(("outputs", "inputs"), [(75, 130), (1, 1), (32, 64), (33, 31)])
-def test_tiles_are_those_of_the_reference(outputs: int, inputs: int) -> None:
-    """Which is what the fuzzer compares with (tests/ops/fuzz)."""
-    weight = torch.randn(outputs, inputs)
-    packed, reference = quantized_linear.pack(weight, "bf16"), quantized_reference.pack_bf16(weight)
-    assert packed.n == outputs and torch.equal(packed.panels, reference)
-    assert torch.equal(quantized_reference._laid_out(reference, inputs, outputs), weight.bfloat16())
-
-
-@needs_amx
-def test_amx_tiles_give_what_vectors_give() -> None:
-    x, packed = torch.randn(70, 300), quantized_linear.pack(torch.randn(77, 300), "bf16")
-    found = quantized_linear.quantized_linear(x, packed, None)
-    with instruction_set("avx512"):
-        torch.testing.assert_close(quantized_linear.quantized_linear(x, packed, None), found, atol=1e-4, rtol=1e-5)
-
-
-@needs_avx512_bf16
-def test_what_does_not_fit_is_refused() -> None:
-    packed = quantized_linear.pack(torch.randn(20, 10), "bf16")
-    for x, bias, outputs in (
-        (torch.randn(3, 100), None, 20),
-        (torch.randn(3, 10), None, 2000),
-        (torch.randn(3, 10), torch.randn(19), 20),
-        (torch.randn(3, 10).double(), None, 20),
-    ):
-        with pytest.raises(RuntimeError):
-            quantized_linear.quantized_linear(x, packed._replace(n=outputs), bias)
-    for weight in (torch.randn(3), torch.randn(3, 4).half(), torch.zeros(0, 4)):
-        with pytest.raises(RuntimeError, match="weight must be"):
-            quantized_linear.pack(weight, "bf16")
+from tests.ops.instructions import instruction_set
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

@@ -22,14 +22,14 @@ instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"]
 @example(case=PLAIN | {"shape": (2, 40000), "mean": 30.0})
 @example(case=PLAIN | {"shape": (300, 64)})  # several tasks
 @example(case=PLAIN | {"dtype": torch.bfloat16, "shape": (2, 3, 7), "mean": 30.0})
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_kernel(name, case):
     with instruction_set(name):
         check(case, torch.device("cpu"), rms_norm)
 
 
 @given(case=cases)
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_reference(case):
     check(case | {"dtype": torch.float64}, torch.device("cpu"), reference)
 
@@ -37,7 +37,7 @@ def test_reference(case):
 @needs_kernel
 @instruction_sets
 @pytest.mark.parametrize("rounds_scaled", [True, False])
-@pytest.mark.parametrize("width", [1, 15, 16, 17, 576, 1000])
+@pytest.mark.parametrize("width", [1, 17, 576])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_where_the_model_does(name, dtype, width, rounds_scaled):
     x, weight = torch.randn(64, width).to(dtype), torch.randn(width).to(dtype)
@@ -76,31 +76,6 @@ def test_rows_that_are_not_next_to_each_other(dtype):
 def test_a_weight_of_another_width(shape):
     with pytest.raises(ValueError, match="rms_norm: "):
         rms_norm(torch.ones(2, 4), torch.ones(shape))
-
-
-@needs_kernel
-@pytest.mark.parametrize(
-    "x, weight",
-    [
-        (torch.ones(2, 4), torch.ones(5)),
-        (torch.ones(4, 2).T, torch.ones(4)),
-        (torch.ones(2, 4), torch.ones(4).bfloat16()),
-        (torch.ones(2, 4).double(), torch.ones(4).double()),
-        (torch.ones(()), torch.ones(1)),
-    ],
-)
-def test_the_kernel_reads_nothing_else(x, weight):
-    """Whoever calls the operator itself gets an error, not other memory."""
-    with pytest.raises(RuntimeError, match="rms_norm: "):
-        torch.ops.fastgen.rms_norm_out(torch.empty_like(x), x, weight, 1e-6, 0.0, False)
-
-
-@needs_kernel
-@pytest.mark.parametrize("out", [torch.ones(2, 5), torch.ones(4, 2).T, torch.ones(2, 4).bfloat16(), torch.ones(4)])
-def test_the_kernel_writes_nothing_else(out):
-    with pytest.raises(RuntimeError, match="rms_norm: "):
-        torch.ops.fastgen.rms_norm_out(out, torch.ones(2, 4), torch.ones(4), 1e-6, 0.0, False)
-    assert (out == 1).all()
 
 
 def test_where_there_is_no_kernel(monkeypatch):

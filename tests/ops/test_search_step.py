@@ -90,7 +90,7 @@ def candidates_of(search: BeamSearch, levels: int, odd: float, generator: torch.
     odd=st.sampled_from([0.0, 0.1, 0.6]),
     **searches,
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_beams(
     batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed, early_stopping,
     length_penalty, levels, odd,
@@ -116,7 +116,7 @@ def test_beams(
 
 
 @given(**searches)
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed):
     generator = torch.Generator().manual_seed(seed)
     ours, torchs = pair_of(Search, batch, per_input, new_tokens, spare, eos=eos, samples=samples)
@@ -136,7 +136,7 @@ def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps
     width=st.integers(1, 5), together=st.booleans(), right=st.sampled_from([0.0, 0.8, 1.0]), greedy=st.booleans(),
     **{name: value for name, value in searches.items() if name not in ("stopping", "later")},
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_runs(
     batch, per_input, present, new_tokens, spare, eos, steps, samples, seed, width, together, right, greedy
 ):  # fmt: skip
@@ -246,63 +246,6 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
         for found, mask in zip(masks, wanted_masks, strict=True):
             mask[torch.arange(stored + capacity) == stored + torchs.position.unsqueeze(1)] = 1
             assert torch.equal(found, mask)
-
-
-@pytest.mark.parametrize(
-    ("number", "given"),
-    [
-        (0, torch.tensor([0, 9])),
-        (0, torch.tensor([0, -1])),
-        (0, torch.tensor([0])),
-        (1, torch.ones(2, dtype=torch.int32)),
-        (2, torch.zeros(1, dtype=torch.int64)),
-        (2, torch.zeros(())),
-        (3, torch.zeros(2, dtype=torch.int64)),
-        (4, torch.zeros(3, 4, dtype=torch.int32)),
-        (5, torch.zeros(1, dtype=torch.int64)),
-        (6, [torch.zeros(2, dtype=torch.int64)]),
-        (7, [torch.zeros(2, 4, dtype=torch.float16)]),
-        (7, [torch.zeros(3, 4)]),
-    ],
-)
-def test_advance_refuses_what_does_not_fit(number, given):
-    state, taken = StepState(1, 2, 4, CPU), torch.ones(2, dtype=torch.int64)
-    before = state.position_table.clone()
-    stored, seen = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    args = [torch.tensor([0, 1]), taken, stored, state.position_table, state.ancestry, seen, [], []]
-    args[number] = given
-    with pytest.raises(RuntimeError, match="search_step"):
-        torch.ops.fastgen.advance_(*args)
-    assert torch.equal(state.position_table, before)
-
-
-def arguments(search: BeamSearch) -> list[object]:
-    with mock.patch.object(torch.ops.fastgen, "take_beams_", create=True) as operator:
-        search.take(candidates_of(search, 20, 0.0, torch.Generator().manual_seed(0)))
-    return list(operator.call_args.args)
-
-
-@pytest.mark.parametrize("number", [n for n in range(25) if n != 3])
-@pytest.mark.parametrize("change", ["type", "shape", "layout"])
-def test_what_does_not_fit_is_refused(number, change):
-    """Whoever calls the operator itself gets an error, and nothing has been written."""
-    search = BeamSearch(2, 3, 4, 6, CPU, (2, 5))
-    search.begin(torch.ones(2, 3, dtype=torch.int64), 6)
-    given = arguments(search)
-    before = {name: value.clone() for name, value in buffers(search).items()}
-    tensor = given[number]
-    if change == "type":
-        given[number] = tensor.to(torch.float64)
-    elif change == "shape":
-        given[number] = tensor.unsqueeze(0)
-    else:
-        given[number] = torch.stack([tensor, tensor], dim=-1)[..., 0]
-        if given[number].is_contiguous():
-            pytest.skip("one number is always contiguous")
-    with pytest.raises(RuntimeError, match="search_step"):
-        torch.ops.fastgen.take_beams_(*given)
-    for name, value in buffers(search).items():
-        assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.parametrize("beam", [-1, 3, 2**40])

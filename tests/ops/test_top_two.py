@@ -31,7 +31,7 @@ def assert_as_reference(scores: torch.Tensor, share: float) -> None:
     scale=st.sampled_from([1e-30, 1.0, 1e7, 1e8, 1e30]),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_as_torch(rows, vocabulary, levels, share, odd, kinds, scale, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = (torch.rand(rows, vocabulary, generator=generator) * levels).round() / levels * scale - scale / 2
@@ -78,15 +78,3 @@ def test_an_argmax_that_is_recorded(dim):
         scores[0] = 0.5
         program.replay()
         assert torch.equal(tokens, scores.argmax(dim=dim))
-
-
-def test_what_does_not_fit():
-    tokens, is_near, scores = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 9)
-    wrong_scores = (scores.double(), scores[0], scores[:, :0], scores.t())
-    for wrong in (
-        (tokens[:1], is_near, scores),
-        (tokens, tokens, scores),
-        *((tokens, is_near, each) for each in wrong_scores),
-    ):
-        with pytest.raises(RuntimeError, match="top_two"):
-            torch.ops.fastgen.top_two_out(*wrong, 1e8, 0.1)

@@ -124,12 +124,7 @@ def tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (two_weights_exchanged, "weights"),
-        (configuration, "configuration"),
-        (tokenizer, "tokenizer"),
-    ],
+    ("change", "part"), [(two_weights_exchanged, "weights"), (configuration, "configuration"), (tokenizer, "tokenizer")]
 )
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_run_is_not_resumed_with_another_model(

@@ -13,6 +13,7 @@ import fastgen
 from fastgen import settings as process_settings
 from fastgen.pipeline import memory
 from fastgen.pipeline.memory import MemoryModel, automatic_batch, free_memory
+from tests.quantization import tiny
 
 VOCABULARY = 6000
 # The model of memory may plan for less than a batch takes by this part of it, and for more by that one. It is meant to
@@ -21,52 +22,31 @@ BELOW, ABOVE = 0.1, 0.35
 
 
 def bart():
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    return BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=VOCABULARY, d_model=128, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=512, decoder_ffn_dim=512, forced_eos_token_id=None,
-        )
+    return tiny.bart(
+        vocab_size=VOCABULARY, d_model=128, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=512, decoder_ffn_dim=512, forced_eos_token_id=None, max_position_embeddings=1024,
     )  # fmt: skip
 
 
 def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY, d_model=128, d_kv=32, d_ff=512, num_layers=3, num_heads=4,
-            decoder_start_token_id=0,
-        )
-    )  # fmt: skip
+    sizes = dict(vocab_size=VOCABULARY, d_model=128, d_kv=32, d_ff=512, num_layers=3, num_decoder_layers=3, num_heads=4)
+    return tiny.t5(**sizes, decoder_start_token_id=0)
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=128, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=1, pad_token_id=1
-        )
-    )
+    return tiny.gpt2(vocab_size=VOCABULARY, n_embd=128, n_layer=3, n_head=4, n_positions=1024, eos_token_id=1)
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-        )
+    return tiny.llama(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=2048,
     )  # fmt: skip
 
 
 def prepared(make: Callable, device: torch.device, new_tokens: int = 20, **options):
     """A model and the generation config of a call that makes so many tokens."""
-    torch.manual_seed(0)
-    model = make().eval().to(device)
+    model = make().to(device)
     generation = model.generation_config
     generation.update(**{"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens, **options})
     return model, generation

@@ -60,6 +60,7 @@ def begins_as_text(data: bytes) -> bool:
 
 
 @given(BOM, BYTES)
+@settings(max_examples=60)
 def test_text(bom, data):
     assume(begins_as_text(bom + data))
     expected = [(line, text if usable(text) else None) for line, text in enumerate(lines_of(bom + data), start=1)]
@@ -86,6 +87,7 @@ def json_text(line: str):
 @given(
     BOM, st.lists(ROWS.map(lambda row: json.dumps(row).encode()) | BYTES, max_size=8), st.sampled_from([b"\n", b"\r\n"])
 )
+@settings(max_examples=60)
 @example(b"", [b"[" * 100_000, b'{"text": "a"}', b'{"text": "b", "x": ' + b"9" * 5000 + b"}"], b"\n")
 def test_json_lines(bom, rows, end):
     # The first row has what says where the text is.
@@ -123,7 +125,7 @@ def csv_records(body: str, delimiter: str):
 
 
 @pytest.mark.parametrize(("form", "delimiter"), [("csv", ","), ("tsv", "\t")])
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(bom=BOM, data=BYTES)
 @example(bom=b"", data=b'a,"b\n"a,"b"\na,b\n"never')
 @example(bom=b"", data=b'a,"b\r\nc"\r\nid,text\r\na,b\r\n\r\n')
@@ -145,6 +147,7 @@ def test_csv(form, delimiter, bom, data):
     st.lists(st.tuples(st.none() | TEXT | st.text(st.characters(codec="utf-8")), st.integers(0, 2**64 - 1))),
     st.integers(1, 9),
 )
+@settings(max_examples=60)
 def test_parquet(rows, group):
     import pyarrow
     from pyarrow import parquet

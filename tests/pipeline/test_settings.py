@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
@@ -13,37 +15,21 @@ FILES = {"model": "m", "input": "in.txt", "output": "out.jsonl"}
 QUANTIZE = {"model": "m", "output": "out", "calibration": "in.txt"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        (RunOptions, {"strict": "off"}),
-        (RunOptions, {"resume": 1}),
-        (RunOptions, {"batch_size": True}),
-        (RunOptions, {"batch_size": "many"}),
-        (RunOptions, {"batch_size": 4.0}),
-        (RunOptions, {"max_tokens": "100"}),
-        (RunOptions, {"limit": 2**64}),
-        (RunOptions, {"seed": None}),
-        (RunOptions, {"seed": 10**30}),
-        (RunOptions, {"workers": 10**6}),
-        (RunOptions, {"metrics": "bleu"}),
-        (RunOptions, {"generation": [("num_beams", 4)]}),
-        (RunOptions, {"prefix": b"x"}),
-        (RunOptions, {"output": 5}),
-        (EmbedOptions, {"normalize": "no"}),
-        (EmbedOptions, {"prompt": 5}),
-        (EmbedOptions, {"pooling": ["mean"]}),
-        (ClassifyOptions, {"top_k": 1.5}),
-        (ClassifyOptions, {"scores": None}),
-        (QuantizeOptions, {"bits": True}),
-        (QuantizeOptions, {"bits": 4.0}),
-        (QuantizeOptions, {"damping": "0.01"}),
-        (QuantizeOptions, {"damping": True}),
-        (QuantizeOptions, {"samples": 1.5}),
-        (QuantizeOptions, {"asymmetric": "no"}),
+WRONG: dict[type, list[dict[str, Any]]] = {
+    RunOptions: [
+        {"strict": "off"}, {"resume": 1}, {"batch_size": True}, {"batch_size": "many"}, {"batch_size": 4.0},
+        {"max_tokens": "100"}, {"limit": 2**64}, {"seed": None}, {"seed": 10**30}, {"workers": 10**6},
+        {"metrics": "bleu"}, {"generation": [("num_beams", 4)]}, {"prefix": b"x"}, {"output": 5},
     ],
-    ids=str,
-)
+    EmbedOptions: [{"normalize": "no"}, {"prompt": 5}, {"pooling": ["mean"]}],
+    ClassifyOptions: [{"top_k": 1.5}, {"scores": None}],
+    QuantizeOptions: [
+        {"bits": True}, {"bits": 4.0}, {"damping": "0.01"}, {"damping": True}, {"samples": 1.5}, {"asymmetric": "no"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "given"), [(kind, each) for kind, wrong in WRONG.items() for each in wrong], ids=str)
 def test_other_types_are_refused(kind, given) -> None:
     (name,) = given
     usual = QUANTIZE if kind is QuantizeOptions else FILES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import resource
 import sys
 from types import SimpleNamespace
@@ -227,22 +226,6 @@ def test_a_full_standard_output_is_one_line(monkeypatch):
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=full))
         with pytest.raises(PipelineError, match="cannot write standard output: No space left"):
             fill(StreamOutput(settings("-")))
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_score_that_is_no_number_is_null(tmp_path, form):
-    output = file_output(tmp_path / f"out.{form}")
-    output.window(Window(0, 0, 1, 1, []))
-    output.batch(0, 0, [result(0, "one", 0) | {"scores": [-0.5, math.nan, -math.inf]}])
-    output.finish()
-    output.complete()
-    if form == "jsonl":
-        rows = [json.loads((tmp_path / "out.jsonl").read_text(), parse_constant=pytest.fail)]
-    else:
-        from pyarrow import parquet
-
-        rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    assert rows[0]["scores"] == [-0.5, None, None]
 
 
 @pytest.mark.parametrize("name", ["out.txt.gz", "out.jsonl.zst", "OUT.GZ"])

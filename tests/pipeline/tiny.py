@@ -46,6 +46,12 @@ def _tokenizer(encoder_decoder: bool):
     )
 
 
+def _saved(model, tokens, folder: Path) -> Path:
+    model.eval().save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
 def bart(folder: Path, **changes) -> Path:
     """An encoder-decoder with 64 positions."""
     import torch
@@ -58,10 +64,7 @@ def bart(folder: Path, **changes) -> Path:
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
         bos_token_id=0, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, init_std=0.3,
     )  # fmt: skip
-    model = BartForConditionalGeneration(BartConfig(**(options | changes))).eval()
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
+    return _saved(BartForConditionalGeneration(BartConfig(**(options | changes))), tokens, folder)
 
 
 def unilm(folder: Path, **changes) -> Path:
@@ -77,10 +80,7 @@ def unilm(folder: Path, **changes) -> Path:
         max_position_embeddings=64, bos_token_id=0, pad_token_id=1, eos_token_id=2, mask_token_id=3,
         decoder_start_token_id=1, initializer_range=0.3,
     )  # fmt: skip
-    model = UniLMForSeq2SeqLM(UniLMConfig(**(options | changes))).eval()
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
+    return _saved(UniLMForSeq2SeqLM(UniLMConfig(**(options | changes))), tokens, folder)
 
 
 def gpt2(folder: Path, **changes) -> Path:
@@ -95,10 +95,7 @@ def gpt2(folder: Path, **changes) -> Path:
         vocab_size=len(tokens), n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=2,
         initializer_range=0.3,
     )  # fmt: skip
-    model = GPT2LMHeadModel(GPT2Config(**(options | changes))).eval()
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
+    return _saved(GPT2LMHeadModel(GPT2Config(**(options | changes))), tokens, folder)
 
 
 def bert(folder: Path, labels: int = 0, **changes) -> Path:
@@ -115,10 +112,8 @@ def bert(folder: Path, labels: int = 0, **changes) -> Path:
     )  # fmt: skip
     if labels:
         options["id2label"] = {number: f"kind {number}" for number in range(labels)}
-    model = (BertForSequenceClassification if labels else BertModel)(BertConfig(**(options | changes))).eval()
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
+    kind = BertForSequenceClassification if labels else BertModel
+    return _saved(kind(BertConfig(**(options | changes))), tokens, folder)
 
 
 def sentence_files(folder: Path, *modules: tuple[str, dict], settings: dict | None = None, prompts: dict | None = None):

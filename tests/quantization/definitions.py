@@ -1,12 +1,10 @@
 """Checkpoint formats written number by number from their definitions, with nothing of FastGen's but `QuantizedTensor`.
 
-The definitions: AutoGPTQ and GPTQModel (`pack` of their linear layers), AutoAWQ (`WQLinear_GEMM`), compressed-tensors
-(`pack_to_int32`), and ggml-common.h and ggml-quants.c of llama.cpp.
+The definitions: AutoGPTQ and GPTQModel (`pack` of their linear layers), AutoAWQ (`WQLinear_GEMM`) and
+compressed-tensors (`pack_to_int32`). Blocks of GGUF are random bytes: what they stand for, the package gguf says.
 """
 
 from __future__ import annotations
-
-import struct
 
 import numpy as np
 import torch
@@ -129,124 +127,22 @@ def _words(values: np.ndarray, bits: int, down: bool = False) -> Tensor:
     return torch.from_numpy(words.view(np.int32).copy())
 
 
-# Blocks of GGUF, each from its quantised values. What they stand for is in `random_block`.
+# Where the numbers in float16 are in a block of GGUF, and how large they are drawn. Blocks of the last are not kept.
+_HALVES = {
+    "Q4_0": ([0], 1e-2), "Q4_1": ([0, 2], 1e-2), "Q5_0": ([0], 5e-3), "Q5_1": ([0, 2], 5e-3), "Q8_0": ([0], 1e-3),
+    "Q2_K": ([80, 82], 1e-3), "Q3_K": ([108], 3e-4), "Q4_K": ([0, 2], 1e-4), "Q5_K": ([0, 2], 1e-4),
+    "Q6_K": ([208], 1e-5), "IQ4_NL": ([0], 1e-3),
+}  # fmt: skip
 
 
-def q4_0(scale: float, qweight: list[int]) -> bytes:
-    return struct.pack("<e", scale) + _half_and_half(qweight)
+def random_blocks(name: str, rows: int, inputs: int) -> Tensor:
+    """Random blocks of GGUF whose scales leave a model's numbers small: [rows, bytes]."""
+    import gguf
 
-
-def q4_1(scale: float, minimum: float, qweight: list[int]) -> bytes:
-    return struct.pack("<2e", scale, minimum) + _half_and_half(qweight)
-
-
-def q5_0(scale: float, qweight: list[int]) -> bytes:
-    return struct.pack("<eI", scale, _bits(qweight, 4)) + _half_and_half(qweight)
-
-
-def q5_1(scale: float, minimum: float, qweight: list[int]) -> bytes:
-    return struct.pack("<2eI", scale, minimum, _bits(qweight, 4)) + _half_and_half(qweight)
-
-
-def q8_0(scale: float, qweight: list[int]) -> bytes:
-    return struct.pack("<e32b", scale, *qweight)
-
-
-def q2_k(scale: float, minimum: float, scales: list[int], mins: list[int], qweight: list[int]) -> bytes:
-    """16 scales and 16 mins of 4 bits, and 256 values of 2 bits."""
-    factors = bytes(scales[i] | mins[i] << 4 for i in range(16))
-    return factors + _twos(qweight) + struct.pack("<2e", scale, minimum)
-
-
-def q3_k(scale: float, scales: list[int], qweight: list[int]) -> bytes:
-    """16 scales of 6 bits, and 256 values of 3 bits, whose upper bits lie apart."""
-    high = bytes(sum((qweight[32 * j + i] >> 2) << j for j in range(8)) for i in range(32))
-    low = bytes(scales[i] & 15 | (scales[i + 8] & 15) << 4 for i in range(8))
-    upper = bytes(sum((scales[4 * j + i] >> 4) << 2 * j for j in range(4)) for i in range(4))
-    return high + _twos(qweight) + low + upper + struct.pack("<e", scale)
-
-
-def q4_k(scale: float, minimum: float, scales: list[int], mins: list[int], qweight: list[int]) -> bytes:
-    """8 scales and 8 mins of 6 bits, and 256 values."""
-    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + _fours(qweight, 32)
-
-
-def q5_k(scale: float, minimum: float, scales: list[int], mins: list[int], qweight: list[int]) -> bytes:
-    """The same with values of 5 bits, whose upper bits lie apart."""
-    high = bytes(sum((qweight[32 * j + i] >> 4) << j for j in range(8)) for i in range(32))
-    return struct.pack("<2e", scale, minimum) + _sixes(scales, mins) + high + _fours(qweight, 32)
-
-
-def q6_k(scale: float, scales: list[int], qweight: list[int]) -> bytes:
-    """16 scales of 8 bits with a sign, and 256 values of 6 bits, whose upper two lie apart."""
-    low = bytearray()
-    for first in range(0, 256, 128):
-        low += bytes(qweight[first + i] & 15 | (qweight[first + 64 + i] & 15) << 4 for i in range(64))
-    high = bytearray()
-    for first in range(0, 256, 128):
-        high += bytes(sum((qweight[first + 32 * j + i] >> 4) << 2 * j for j in range(4)) for i in range(32))
-    return bytes(low) + bytes(high) + struct.pack("<16be", *scales, scale)
-
-
-def _half_and_half(qweight: list[int]) -> bytes:
-    return bytes(qweight[i] & 15 | (qweight[i + 16] & 15) << 4 for i in range(16))
-
-
-def _bits(qweight: list[int], bit: int) -> int:
-    return sum((number >> bit & 1) << i for i, number in enumerate(qweight))
-
-
-def _twos(qweight: list[int]) -> bytes:
-    found = bytearray()
-    for first in range(0, 256, 128):
-        found += bytes(sum((qweight[first + 32 * j + i] & 3) << 2 * j for j in range(4)) for i in range(32))
-    return bytes(found)
-
-
-def _fours(qweight: list[int], width: int) -> bytes:
-    found = bytearray()
-    for first in range(0, 256, 2 * width):
-        found += bytes(qweight[first + i] & 15 | (qweight[first + width + i] & 15) << 4 for i in range(width))
-    return bytes(found)
-
-
-def _sixes(scales: list[int], mins: list[int]) -> bytes:
-    six = bytearray(12)
-    for i in range(4):
-        six[i] = scales[i] | (scales[i + 4] >> 4) << 6
-        six[i + 4] = mins[i] | (mins[i + 4] >> 4) << 6
-        six[i + 8] = scales[i + 4] & 15 | (mins[i + 4] & 15) << 4
-    return bytes(six)
-
-
-def random_block(name: str) -> tuple[bytes, list[float]]:
-    """A block of this type with random values, and what it stands for."""
-
-    def draw(least: int, most: int, count: int) -> list[int]:
-        return torch.randint(least, most, (count,)).tolist()
-
-    d, m = (float(x) for x in (torch.randn(2) * 0.1).half())
-    if name in ("Q4_0", "Q5_0"):
-        middle = 8 if name == "Q4_0" else 16
-        qweight = draw(0, 2 * middle, 32)
-        return {"Q4_0": q4_0, "Q5_0": q5_0}[name](d, qweight), [d * (n - middle) for n in qweight]
-    if name in ("Q4_1", "Q5_1"):
-        qweight = draw(0, 16 if name == "Q4_1" else 32, 32)
-        return {"Q4_1": q4_1, "Q5_1": q5_1}[name](d, m, qweight), [d * n + m for n in qweight]
-    if name == "Q8_0":
-        qweight = draw(-128, 128, 32)
-        return q8_0(d, qweight), [d * n for n in qweight]
-    if name == "Q2_K":
-        scales, mins, qweight = draw(0, 16, 16), draw(0, 16, 16), draw(0, 4, 256)
-        values = [d * scales[i // 16] * n - m * mins[i // 16] for i, n in enumerate(qweight)]
-        return q2_k(d, m, scales, mins, qweight), values
-    if name == "Q3_K":
-        scales, qweight = draw(0, 64, 16), draw(0, 8, 256)
-        return q3_k(d, scales, qweight), [d * (scales[i // 16] - 32) * (n - 4) for i, n in enumerate(qweight)]
-    if name in ("Q4_K", "Q5_K"):
-        scales, mins, qweight = draw(0, 64, 8), draw(0, 64, 8), draw(0, 16 if name == "Q4_K" else 32, 256)
-        values = [d * scales[i // 32] * n - m * mins[i // 32] for i, n in enumerate(qweight)]
-        return {"Q4_K": q4_k, "Q5_K": q5_k}[name](d, m, scales, mins, qweight), values
-    assert name == "Q6_K"
-    scales, qweight = draw(-128, 128, 16), draw(0, 64, 256)
-    return q6_k(d, scales, qweight), [d * scales[i // 16] * (n - 32) for i, n in enumerate(qweight)]
+    per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = torch.randint(0, 256, (rows * inputs // per_block, size), dtype=torch.uint8)
+    places, small = _HALVES[name]
+    for place in places:
+        scales = (torch.rand(len(blocks), 1) * small).half() * (-1 if place and name in ("Q4_1", "Q5_1") else 1)
+        blocks[:, place : place + 2] = scales.view(torch.uint8)
+    return blocks.view(rows, -1)

@@ -14,7 +14,7 @@ from fastgen import settings
 from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import gemm, grouped
 from fastgen.quantization import layer_weight
-from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
+from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from tests.quantization.definitions import random_weight
 from tests.quantization.test_formats import blocks_of
@@ -35,6 +35,7 @@ def _weight(inputs: int, group_size: int, bits: int, form: str) -> QuantizedTens
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["panels", "rows"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
@@ -67,25 +68,6 @@ def test_nothing_is_lost(
 SIZES = {"Q4_K": 1.03, "Q5_K": 1.03, "Q3_K": 1.33, "Q2_K": 1.96}
 
 
-@pytest.mark.parametrize("name", [kind.name for kind in BLOCK_TYPES.values()])
-def test_gguf_blocks_keep_their_size(name: str) -> None:
-    """In memory they take hardly more than in the file, and stand for the same."""
-    kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
-    blocks, _ = blocks_of(kind, rows=64, per_row=3)
-    read = Blocks(kind).read({"blocks": blocks}, 64, 3 * kind.block_size)
-    packed = layer_weight.pack(read)
-    size = sum(part.nbytes for part in packed if isinstance(part, Tensor))
-    assert size <= SIZES.get(name, 1.0) * blocks.nbytes
-    meant = dequantized(read, torch.float32)
-    assert torch.equal(dequantized(layer_weight.unpack(packed), torch.float32), meant)
-    some = torch.tensor([63, 0, 33, 33])
-    for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(layer_weight.rows(packed, some, dtype), meant.to(dtype)[some])
-    x = torch.randn(5, 3 * kind.block_size)
-    exact = x.double() @ meant.double().t()
-    torch.testing.assert_close(layer_weight.linear(x, packed, None).double(), exact, rtol=1e-4, atol=1e-3)
-
-
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each product of the kernels, whether activations stayed floats."""
@@ -104,6 +86,7 @@ def is_served(inputs: int, group_size: int) -> bool:
 
 
 @needs_kernels
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
@@ -127,6 +110,7 @@ def test_float_activations(
 
 
 @needs_kernels
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", [4, 8])
@@ -147,12 +131,17 @@ def test_activations_rounded_to_8_bits(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [kind.name for kind in BLOCK_TYPES.values()])
-def test_blocks_have_the_bits_of_packed_products(name: str, used: list[bool]) -> None:
-    kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
-    blocks, _ = blocks_of(kind, rows=37, per_row=3)
-    read = Blocks(kind).read({"blocks": blocks}, 37, 3 * kind.block_size)
+@pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
+def test_gguf_blocks(kind: BlockType, used: list[bool]) -> None:
+    """In memory they take hardly more than in the file, stand for the same, and have the bits of packed products."""
+    blocks, _ = blocks_of(kind, rows=64, per_row=3)
+    read = Blocks(kind).read({"blocks": blocks}, 64, 3 * kind.block_size)
     packed, meant = layer_weight.pack(read), dequantized(read, torch.float32)
+    assert sum(part.nbytes for part in packed if isinstance(part, Tensor)) <= SIZES.get(kind.name, 1.0) * blocks.nbytes
+    assert torch.equal(dequantized(layer_weight.unpack(packed), torch.float32), meant)
+    some = torch.tensor([63, 0, 33, 33])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(layer_weight.rows(packed, some, dtype), meant.to(dtype)[some])
     for rows in (1, 5, 29):
         x = torch.randn(rows, 3 * kind.block_size)
         expected = gemm.gemm(x, meant, None)

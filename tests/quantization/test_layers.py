@@ -72,16 +72,6 @@ def test_product_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(layer(x), whole)
 
 
-@pytest.mark.parametrize(("inputs", "group_size"), [(13, 13), (9, 3), (2, 1)])
-def test_odd_numbers_of_inputs(inputs: int, group_size: int) -> None:
-    weight = random_weight(5, inputs, 4, group_size)
-    assert torch.equal(layer_weight.unpack(layer_weight.pack(weight)).qweight, weight.qweight)
-    x = torch.randn(2, inputs)
-    torch.testing.assert_close(
-        layer_weight.linear(x, layer_weight.pack(weight), None), F.linear(x, dequantized(weight, torch.float32))
-    )
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_take_their_bits(bits: int) -> None:
     """And nothing floating but scales is left."""
@@ -209,12 +199,6 @@ def test_copies_and_dequantized() -> None:
     assert duplicate.packed_qweight.data_ptr() != layer.packed_qweight.data_ptr()
     embedding, values = blocks(3)
     assert type(embedding.dequantize()) is nn.Embedding and torch.equal(embedding.dequantize().weight, values)
-
-
-def test_gradients_of_inputs() -> None:
-    layer, x = linear(random_weight(8, 32)), torch.randn(2, 32, requires_grad=True)
-    layer(x).sum().backward()
-    assert x.grad is not None and torch.allclose(x.grad, layer.weight.sum(0).expand(2, 32))
 
 
 def test_code_that_asks_what_a_weight_is_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

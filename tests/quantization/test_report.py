@@ -42,13 +42,6 @@ def test_bleu_changes_by_points_and_a_long_name_is_not_cut():
     assert long in "".join(line.split(" ")[0] for line in lines)
 
 
-def test_what_was_not_measured_is_left_out():
-    nothing = Measured(None, None)
-    lines = shown(report(measure=None, quality=nothing, tokens_per_second=nothing, notes=["a note"]))
-    assert not any("perplexity" in line or "bleu" in line for line in lines)
-    assert "a note" in lines
-
-
 def test_the_picture_is_a_png_and_the_same_every_time():
     values = report(measure=None, layers=[Layer("a", bits, 8, 0.1) for bits in (4, 8)])
     assert png(values).startswith(b"\x89PNG")

@@ -35,36 +35,35 @@ def gemma3():
     return made(Gemma3ForCausalLM, config)
 
 
-def bart():
+# Marian has the fields of BART.
+_BART = dict(
+    vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, init_std=0.3,
+)  # fmt: skip
+
+
+def bart(**changes):
     from transformers import BartConfig, BartForConditionalGeneration
 
-    config = BartConfig(
-        vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, init_std=0.3,
-    )  # fmt: skip
-    return made(BartForConditionalGeneration, config)
+    return made(BartForConditionalGeneration, BartConfig(**(_BART | changes)))
 
 
 def marian():
     from transformers import MarianConfig, MarianMTModel
 
-    config = MarianConfig(
-        vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, init_std=0.3,
-        pad_token_id=1, eos_token_id=2, decoder_start_token_id=1, decoder_vocab_size=WORDS,
-    )  # fmt: skip
-    return made(MarianMTModel, config)
+    tokens = dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=1, decoder_vocab_size=WORDS)
+    return made(MarianMTModel, MarianConfig(**(_BART | tokens)))
 
 
-def t5():
+def t5(**changes):
     """The first block of a stack makes the position bias of all others."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
+    shape = dict(
         vocab_size=WORDS, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=2,
         decoder_start_token_id=1, pad_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return made(T5ForConditionalGeneration, config)
+    return made(T5ForConditionalGeneration, T5Config(**(shape | changes)))
 
 
 def made(kind, config):

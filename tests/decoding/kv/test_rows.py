@@ -17,7 +17,7 @@ def searches(draw):
 
 
 @given(searches())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_ancestry_leads_to_the_histories_of_the_parents(search):
     """On the host and on the device, against histories that are simply copied."""
     batch, per_input, steps = search

@@ -19,7 +19,7 @@ SIGNIFICANT = 0.001
 
 
 @given(st.data(), st.integers(0, 5), st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_greedy(data, k, rows):
     """Against a loop; few tokens, so that runs of all lengths occur."""
     tokens = st.integers(0, 1)
@@ -59,7 +59,7 @@ def drawn_by_definition(weights, uniform):
 
 
 @given(st.integers(0, 2**32), st.integers(0, 4), st.integers(1, 5), st.integers(2, 6), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_sampled(seed, k, rows, vocabulary, deterministic):
     """Against the algorithm, row by row, with zeros in both distributions and rows of all counts."""
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ def test_corners_of_sampling():
 
 
 @given(st.lists(st.sampled_from([0.0, 1e-45, 1e-9, 0.1, 0.5, 1.0]), min_size=1, max_size=6), st.floats(0, 1))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_draws(weights, uniform):
     """Never a token without a weight, whatever the number, the first and the last one among them."""
     weights = torch.tensor([[*weights, 0.25, 0.0]])

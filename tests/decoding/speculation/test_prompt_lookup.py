@@ -31,7 +31,7 @@ def of_the_library(tokens: list[int], max_ngram: int, most: int, eos: list[int],
 @given(
     st.lists(TOKENS, min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 6), st.sampled_from([[], [3], [2, 3]])
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_like_the_library(rows, max_ngram, most, eos):
     """At every length, rows of a batch each for itself."""
     lookup = PromptLookup(len(rows), max_ngram, most, eos)
@@ -45,7 +45,7 @@ def test_like_the_library(rows, max_ngram, most, eos):
 
 
 @given(TOKENS, st.integers(1, 3), st.integers(1, 6), st.sampled_from([[], [3]]))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_banned_tokens_like_the_library(tokens, max_ngram, most, eos):
     """A processor that bans a token after another one: what is banned depends on the draft itself."""
 
@@ -74,7 +74,7 @@ def latest_by_definition(tokens: list[int], max_ngram: int, most: int) -> list[i
 
 
 @given(TOKENS, st.integers(1, 4), st.integers(1, 9))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_latest(tokens, max_ngram, most):
     lookup = PromptLookup(1, max_ngram, most, latest=True)
     lookup.append(0, tokens)
@@ -126,7 +126,7 @@ def test_what_cannot_be():
 
 
 @given(TOKENS, st.sampled_from([1, 2, 3, 5, 9, 10**9]), st.integers(1, 6))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_more_than_is_indexed(tokens, max_ngram, most):
     """An index of every size would take memory for each of them, of which the library takes none."""
     with mock.patch.object(prompt_lookup, "_MOST_INDEXED", 2):

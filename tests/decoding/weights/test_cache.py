@@ -19,7 +19,6 @@ from fastgen.ops import fingerprint
 # Each copy has as many bytes as its weight.
 DOUBLED = Format("doubled", lambda weight: weight * 2, 4.0)
 COMPARED = Format("compared", lambda weight: weight * 2, 4.0, is_compared=True)
-NONE = Format("none", lambda weight: None, 4.0)
 NBYTES = 64 * 64 * 4
 
 

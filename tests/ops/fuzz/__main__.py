@@ -4,8 +4,8 @@
     python -m tests.ops.fuzz --seed 7 --only 123            # one of them again
 
 All tensors lie between forbidden pages (guarded.py), those that operators make too. An operator must take arguments
-that fit, and do what its reference does. Whatever else it is given, it must not end the process, nor write to what is
-only read. What it refuses, it must leave as it was. Prints counts for each operator as JSON.
+that fit. Whatever else it is given, it must not end the process, nor write to what is only read. What it refuses, it
+must leave as it was. What comes out, the operators' own tests compare. Prints counts for each operator as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_WIDEST = ("pack_bf16", "bf16_gemm", "bf16x3_gemm_out")
 # What operators may ask for beyond what the process has: more must be an error.
 _SPARE_BYTES = 3 * 2**30
 # What is written may lie in what is read: all of it is one piece of memory, or a number is read before it is written.
-_MAY_SHARE = ("elementwise", "rms_norm_out", "evict")
+MAY_SHARE = ("elementwise", "rms_norm_out", "evict")
 _CASES = cases.CASES
 
 
@@ -54,18 +54,18 @@ def operators() -> list[str]:
     return [name.removeprefix("fastgen::") for name in names if any(has(name, key) for key in keys)]
 
 
-def _overload(name: str) -> Any:
+def overload(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.fastgen, base), overload or "default")
 
 
 class Fuzzer:
-    """All draws of a seed. `counts` are those of each operator: accepted and right, taken, refused."""
+    """All draws of a seed. `counts` are those of each operator: accepted where they fit, taken, refused."""
 
     def __init__(self, seed: int, only: Sequence[str] = ()) -> None:
         known = operators()
         self.seed, self.names = seed, list(only) or known
-        self.counts = {name: {"right": 0, "taken": 0, "refused": 0} for name in self.names}
+        self.counts = {name: {"accepted": 0, "taken": 0, "refused": 0} for name in self.names}
         self._memory = Memory()
         self._results = Results(self._memory)
 
@@ -83,7 +83,7 @@ class Fuzzer:
                 _put_back()
 
     def _draw(self, name: str, rng: random.Random) -> None:
-        operator = _overload(name)
+        operator = overload(name)
         case = _CASES[name](rng)
         if rng.random() < _FITTING:
             self._fitting(name, operator, case, rng)
@@ -106,7 +106,7 @@ class Fuzzer:
         assert not case.refused, "what this processor cannot do is done"
         assert self._memory.is_intact(), "written beside a tensor"
         case.check(args, result)
-        self.counts[name]["right"] += 1
+        self.counts[name]["accepted"] += 1
 
     def _changed(self, name: str, operator: Any, args: list[Any]) -> None:
         self._memory.remember()
@@ -157,9 +157,9 @@ class Fuzzer:
         for x, old, write in tensors:
             assert lacks(x) == 0, "a storage that is too small is taken"
             assert x.device.type == "cpu" or not x.numel(), "a tensor that is not on the CPU is taken"
-            if old is not None and not write and name not in _MAY_SHARE:
+            if old is not None and not write and name not in MAY_SHARE:
                 assert _unchanged(x, old, written), "what is only read has been written to"
-        if name in _MAY_SHARE:
+        if name in MAY_SHARE:
             return
         for place, (x, _, write) in enumerate(tensors):
             for other, _, _ in (tensors[:place] + tensors[place + 1 :]) if write else []:

@@ -1,4 +1,4 @@
-"""What all generators of arguments that fit share. Each makes those of its operator, and says what must come out."""
+"""What all generators of arguments that fit share. What comes out is tested in tests/ops, an operator a file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Check = Callable[[list[Any], Any], None]
 
 
 class Case(NamedTuple):
-    """Arguments in the order of the schema, and a check of what they and the result are afterwards."""
+    """Arguments in the order of the schema; maybe a check of what is left of the state of the process."""
 
     args: list[Any]
-    check: Check
+    check: Check = lambda args, result: None
     refused: bool = False  # this processor cannot
 
 
@@ -48,29 +48,6 @@ def rows_apart(x: Tensor, rng: random.Random) -> Tensor:
 
 def maybe(rng: random.Random, value: Any, chance: float = 0.5) -> Any:
     return value if rng.random() < chance else None
-
-
-def near(found: Tensor, wanted: Tensor, tolerance: float = 1e-4, least: float = 1e-6) -> None:
-    """Equal up to a part of the largest number, which counts as `least` where it is less."""
-    assert found.shape == wanted.shape, (found.shape, wanted.shape)
-    if not found.numel():
-        return
-    size = max(wanted.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item(), least)
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=tolerance * size, equal_nan=True)
-
-
-def same(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-def writes(*wanted: tuple[int, Tensor], tolerance: float = 0.0) -> Check:
-    """A check that arguments, by number, have become these."""
-
-    def check(args: list[Any], result: Any) -> None:
-        for number, tensor in wanted:
-            near(args[number], tensor, tolerance) if tolerance else same(args[number], tensor)
-
-    return check
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

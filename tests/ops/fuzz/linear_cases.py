@@ -6,20 +6,13 @@ import random
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops.linear import choose, grouped
-from tests.ops import quantized_reference
-from tests.ops.fuzz import cases
-from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, same, size, untouched
+from fastgen.ops.linear import grouped
+from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, size, untouched
 
 _ops = torch.ops.fastgen
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return {torch.float32: 2e-5, torch.float16: 4e-3}.get(dtype, 2e-2)
 
 
 def _layer(rng: random.Random, dtype: torch.dtype = torch.float32) -> tuple[Tensor, int, int]:
@@ -28,20 +21,11 @@ def _layer(rng: random.Random, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return rows_apart(torch.randn(rows, inputs).to(dtype), rng), inputs, outputs
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
 def _weight(rng: random.Random, outputs: int, inputs: int) -> Tensor:
     """Stored by outputs, by inputs, or with gaps."""
     if rng.random() < 0.3:
         return torch.randn(inputs, outputs).t()
     return rows_apart(torch.randn(outputs, inputs), rng)
-
-
-def near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Sums of numbers of about 1 may come to much less, and are not as exact then."""
-    cases.near(found, wanted, tolerance, least=1.0)
 
 
 def _runs(name: str) -> bool:
@@ -61,7 +45,7 @@ def _several(rng: random.Random, make: Any) -> list[Any]:
 
 @of("instruction_set")
 def instruction_set(rng: random.Random) -> Case:
-    return Case([], lambda args, found: choose.Isa(found))
+    return Case([])
 
 
 @of("gemm_out", "gemv_out", "bf16x3_gemm_out")
@@ -69,10 +53,9 @@ def linear_out(rng: random.Random, name: str) -> Case:
     dtype = rng.choice(_FLOATING) if name == "gemv_out" else torch.float32
     x, inputs, outputs = _layer(rng, dtype)
     weight, bias = _weights_of(name, rng, dtype, outputs, inputs, rng.random() < 0.3)
-    wanted, tolerance = _product(x, weight, bias), _tolerance(dtype)
     refused = name == "bf16x3_gemm_out" and not _runs(name)
     given = [untouched((len(x), outputs), dtype), x, weight, bias]
-    return Case(given, lambda args, _: near(args[0], wanted, tolerance), refused)
+    return Case(given, refused=refused)
 
 
 @of("gemm_batch_out", "gemv_batch_out")
@@ -82,14 +65,8 @@ def linears_out(rng: random.Random, name: str) -> Case:
     by_inputs = rng.random() < 0.3
     by_inputs = by_inputs and inputs > 1
     layers = _several(rng, lambda: _weights_of(name, rng, dtype, size(rng, 100, 2), inputs, by_inputs))
-    wanted = [_product(x, *layer) for layer in layers]
-
-    def check(args: list[Any], _: Any) -> None:
-        for y, expected in zip(args[0], wanted, strict=True):
-            near(y, expected, _tolerance(dtype))
-
     ys = [untouched((len(x), len(weight)), dtype) for weight, _ in layers]
-    return Case([ys, x, [weight for weight, _ in layers], [bias for _, bias in layers]], check)
+    return Case([ys, x, [weight for weight, _ in layers], [bias for _, bias in layers]])
 
 
 def _weights_of(
@@ -110,10 +87,7 @@ def evict(rng: random.Random) -> Case:
     x = torch.randn(size(rng), size(rng, 200, 0))
     x = x[:1].expand(rng.choice((2, 2**40)), -1) if x.numel() and rng.random() < 0.2 else x
 
-    def check(args: list[Any], evicted: bool) -> None:
-        assert isinstance(evicted, bool)
-
-    return Case([x], check)
+    return Case([x])
 
 
 @of("exact_cast_out")
@@ -121,32 +95,14 @@ def exact_cast_out(rng: random.Random) -> Case:
     dtype, shape = rng.choice(_FLOATING[1:]), (size(rng, 60, 0), size(rng, 60))
     fits = rng.random() < 0.7
     x = torch.randn(shape).to(dtype).float() if fits else torch.rand(shape) * 1e-3
-    is_same = bool(torch.equal(x.to(dtype).float(), x))
-
-    def check(args: list[Any], found: bool) -> None:
-        assert found == is_same
-        if is_same:
-            same(args[0], x.to(dtype))
-
-    return Case([untouched(shape, dtype), x], check)
+    return Case([untouched(shape, dtype), x])
 
 
 @of("pack_panels")
 def pack_panels(rng: random.Random) -> Case:
     dtype = rng.choice(_FLOATING[1:])
     weight = rows_apart(torch.randn(size(rng, 100, 0), size(rng, 100)).to(dtype), rng)
-    outputs, inputs = weight.shape
-
-    def check(args: list[Any], packed: Tensor) -> None:
-        panels, pairs, width = packed.shape
-        # A pair of inputs is next to each other in bfloat16. In float16, all first ones come before all second ones.
-        by_pairs = packed.view(panels, pairs, width // 2, 2)
-        if dtype is torch.float16:
-            by_pairs = packed.view(panels, pairs, 2, width // 2).transpose(2, 3)
-        lines = by_pairs.permute(0, 2, 1, 3).reshape(-1, 2 * pairs)
-        same(lines[:outputs, :inputs], weight.contiguous())
-
-    return Case([weight], check)
+    return Case([weight])
 
 
 @of("panels_gemm_batch_out")
@@ -154,38 +110,27 @@ def panels_gemm_batch_out(rng: random.Random) -> Case:
     rows, inputs = rng.choice((0, 1, 3, size(rng, 70))), size(rng, 90)
     x = rows_apart(torch.randn(rows, inputs), rng)
 
-    def layer() -> tuple[Tensor, Tensor, Tensor | None]:
-        outputs = size(rng, 80)
-        bias = maybe(rng, torch.randn(outputs))
-        narrow = torch.randn(outputs, inputs).to(rng.choice(_FLOATING[1:]))
-        return narrow.float(), _ops.pack_panels(narrow), bias
+    def layer() -> tuple[Tensor, Tensor | None]:
+        weight = torch.randn(size(rng, 80), inputs).to(rng.choice(_FLOATING[1:]))
+        return weight, maybe(rng, torch.randn(len(weight)))
 
     layers = _several(rng, layer)
-    wanted = [_product(x, weight, bias) for weight, _, bias in layers]
-
-    def check(args: list[Any], _: Any) -> None:
-        for y, expected in zip(args[0], wanted, strict=True):
-            near(y, expected, 2e-5)
-
-    ys = [untouched((rows, len(weight))) for weight, _, _ in layers]
-    return Case([ys, x, [packed for _, packed, _ in layers], [bias for _, _, bias in layers]], check)
+    ys = [untouched((rows, len(weight))) for weight, _ in layers]
+    return Case([ys, x, [_ops.pack_panels(weight) for weight, _ in layers], [bias for _, bias in layers]])
 
 
 @of("pack_bf16")
 def pack_bf16(rng: random.Random) -> Case:
     weight = _weight(rng, size(rng, 70), size(rng, 100))
-    wanted = quantized_reference.pack_bf16(weight)
-    refused = not _runs("pack_bf16")
-    return Case([weight], lambda args, packed: same(packed, wanted), refused)
+    return Case([weight], refused=not _runs("pack_bf16"))
 
 
 @of("bf16_gemm")
 def bf16_gemm(rng: random.Random) -> Case:
     x, inputs, outputs = _layer(rng)
-    packed, bias = quantized_reference.pack_bf16(torch.randn(outputs, inputs)), maybe(rng, torch.randn(outputs))
-    wanted = quantized_reference.bf16_gemm(x, packed, bias, outputs)
-    refused = not _runs("pack_bf16")
-    return Case([x, packed, bias, outputs], lambda args, y: near(y, wanted, 2e-5), refused)
+    # Tiles of 16 outputs, two of them side by side, in lines of 64 bytes.
+    packed = torch.randint(0, 256, (-(-outputs // 32), -(-inputs // 32) * 64, 32), dtype=torch.uint8)
+    return Case([x, packed, maybe(rng, torch.randn(outputs)), outputs], refused=not _runs("pack_bf16"))
 
 
 # ---- in groups
@@ -223,10 +168,7 @@ def _group_sizes(rng: random.Random) -> tuple[int, int, int, bool]:
 def group_extremes(rng: random.Random) -> Case:
     inputs, _, group_size, rotated = _group_sizes(rng)
     weight = _weight(rng, size(rng, 40), inputs).to(rng.choice(_FLOATING))
-    whole = F.pad(weight.float(), (0, -inputs % group_size))
-    groups = (grouped.rotated(whole, group_size) if rotated else whole).unflatten(1, (-1, group_size))
-    wanted = torch.stack([groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)])
-    return Case([weight, group_size, rotated], lambda args, found: near(found, wanted, 1e-5))
+    return Case([weight, group_size, rotated])
 
 
 @of("round_to_panels")
@@ -234,21 +176,8 @@ def round_to_panels(rng: random.Random) -> Case:
     inputs, bits, group_size, rotated = _group_sizes(rng)
     bits = 4 if bits < 8 else 8  # weights are rounded to these alone
     weight = _weight(rng, size(rng, 70), inputs)
-    outputs = len(weight)
-    lines = grouped.rotated(F.pad(weight, (0, -inputs % group_size)), group_size) if rotated else weight
-    scales = torch.rand(outputs, -(-inputs // group_size)) + 0.5
-    exact = lines / scales.repeat_interleave(group_size, dim=1)[:, : lines.shape[1]] + 2 ** (bits - 1)
-
-    def check(args: list[Any], packed: Tensor) -> None:
-        like = grouped.PackedWeight(
-            packed, torch.ones(len(packed), scales.shape[1], 32), None, None, None, outputs, inputs, bits, group_size,
-            rotated,
-        )  # fmt: skip
-        numbers, _ = grouped.unpacked(like)
-        wanted = exact.clamp(0, 2**bits - 1)
-        assert ((numbers - wanted).abs() <= 0.501).all()
-
-    return Case([weight, scales, bits, group_size, rotated], check)
+    scales = torch.rand(len(weight), -(-inputs // group_size)) + 0.5
+    return Case([weight, scales, bits, group_size, rotated])
 
 
 @of("grouped_rows")
@@ -257,31 +186,8 @@ def grouped_rows(rng: random.Random) -> Case:
     outputs, dtype = size(rng, 70), rng.choice(_FLOATING)
     weight = _grouped(rng, inputs, outputs, bits, group_size, False)
     which = torch.randint(0, outputs, (size(rng, 20, 0),))
-    wanted = grouped.dequantized(weight, dtype, which)
     given = [torch.zeros(0, dtype=dtype), which, *weight[:4], outputs, inputs, bits, group_size]
-    return Case(given, lambda args, found: near(found, wanted, max(_tolerance(dtype), 1e-6)))
-
-
-def _ordered(x: Tensor, weight: Any) -> Tensor:
-    return x.double() if weight.order is None else x.double()[:, weight.order]
-
-
-def _rounded_rows(x: Tensor, weight: Any) -> Tensor:
-    """What the products compute with: x in multiples of a 127th of the largest number of its group."""
-    whole = F.pad(_ordered(x, weight), (0, -x.shape[1] % weight.group_size))
-    if weight.rotated:
-        whole = grouped.rotated(whole, weight.group_size) / weight.group_size
-    groups = whole.unflatten(1, (-1, weight.group_size))
-    scale = groups.abs().amax(dim=2, keepdim=True) / 127
-    return torch.where(scale > 0, (groups / scale).round() * scale, 0.0).flatten(1)
-
-
-def _grouped_wanted(x: Tensor, weight: Any, bias: Tensor | None, floats: bool) -> Tensor:
-    numbers, factors = grouped.unpacked(weight)
-    lines = grouped.values(numbers, factors, weight.bits, weight.group_size).double()
-    rows = F.pad(_ordered(x, weight), (0, lines.shape[1] - x.shape[1])) if floats else _rounded_rows(x, weight)
-    wanted = rows[:, : lines.shape[1]] @ lines.t()
-    return wanted if bias is None else wanted + bias.double()
+    return Case(given)
 
 
 class _Layers(NamedTuple):
@@ -289,7 +195,6 @@ class _Layers(NamedTuple):
     weights: list[Any]
     biases: list[Tensor | None]
     floats: bool
-    wanted: list[Tensor]
 
 
 def _grouped_layers(rng: random.Random, count: int) -> _Layers:
@@ -301,39 +206,23 @@ def _grouped_layers(rng: random.Random, count: int) -> _Layers:
     weights = [_grouped(rng, inputs, size(rng, 70), *sizes[1:])._replace(order=order) for _ in range(count)]
     biases = [maybe(rng, torch.randn(weight.n).to(rng.choice(_FLOATING))) for weight in weights]
     floats = all(map(grouped.keeps_floats, weights)) and rng.random() < 0.6
-    wanted = [_grouped_wanted(x, weight, bias, floats) for weight, bias in zip(weights, biases, strict=True)]
-    return _Layers(x, weights, biases, floats, wanted)
-
-
-# A number that is as near to two multiples may become either one, of rows in float64 and in float32.
-_ROUNDED = 1e-2
+    return _Layers(x, weights, biases, floats)
 
 
 @of("grouped_linear", "grouped_linear_out")
 def grouped_linear(rng: random.Random, name: str) -> Case:
-    x, (weight,), (bias,), floats, (wanted,) = _grouped_layers(rng, 1)
+    x, (weight,), (bias,), floats = _grouped_layers(rng, 1)
     sizes = [weight.bits, weight.group_size, weight.rotated, floats]
-    tolerance = max(_tolerance(x.dtype), _ROUNDED)
     if name == "grouped_linear":
-        given = [x, *weight[:5], bias, weight.n, *sizes]
-        return Case(given, lambda args, y: near(y, wanted, tolerance))
-    given = [untouched((len(x), weight.n), x.dtype), x, *weight[:5], bias, *sizes]
-    return Case(given, lambda args, _: near(args[0], wanted, tolerance))
+        return Case([x, *weight[:5], bias, weight.n, *sizes])
+    return Case([untouched((len(x), weight.n), x.dtype), x, *weight[:5], bias, *sizes])
 
 
 @of("grouped_linear_batch_out")
 def grouped_linear_batch_out(rng: random.Random) -> Case:
-    x, weights, biases, floats, wanted = _grouped_layers(rng, rng.choice((1, 2, 3)))
+    x, weights, biases, floats = _grouped_layers(rng, rng.choice((1, 2, 3)))
     first = weights[0]
     # All have mins and zeros of their own.
     parts = [[weight[number] for weight in weights] for number in range(4)]
-    given = [
-        [untouched((len(x), weight.n), x.dtype) for weight in weights], x, *parts, first.order, biases,
-        first.bits, first.group_size, first.rotated, floats,
-    ]  # fmt: skip
-
-    def check(args: list[Any], _: Any) -> None:
-        for y, expected in zip(args[0], wanted, strict=True):
-            near(y, expected, max(_tolerance(x.dtype), _ROUNDED))
-
-    return Case(given, check)
+    ys = [untouched((len(x), weight.n), x.dtype) for weight in weights]
+    return Case([ys, x, *parts, first.order, biases, first.bits, first.group_size, first.rotated, floats])

@@ -1,4 +1,4 @@
-"""Steps of a search: the operators against what the search does in torch."""
+"""Steps of a search."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops import search_step, top_two
-from tests.ops.fuzz.cases import Case, maybe, near, of, rows_apart, same, size, untouched
+from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, size, untouched
 
 _CPU = torch.device("cpu")
 _VOCABULARY = 9
@@ -33,29 +32,14 @@ def _search(kind: type[Search], rng: random.Random, **options: Any) -> Any:
     return search
 
 
-def _arguments(name: str, call: Callable[[], object]) -> list[Any]:
+def _case(name: str, call: Callable[[], object]) -> Case:
     """What a call gives to the operator, which is not called."""
     with (
         mock.patch.object(search_step, "available", lambda like: True),
         mock.patch.object(torch.ops.fastgen, name, create=True) as operator,
     ):
         call()
-    return list(operator.call_args.args)
-
-
-def _case(name: str, call: Callable[[], object], written: tuple[int, ...]) -> Case:
-    """What an operator makes of its arguments must be what the same call does to them without it."""
-    args = _arguments(name, call)
-    given = [each.clone() if isinstance(each, Tensor) else each for each in args]
-    with mock.patch.object(search_step, "available", lambda like: False):
-        call()
-    wanted = [(number, args[number].clone()) for number in written]
-
-    def check(found: list[Any], _: Any) -> None:
-        for number, expected in wanted:
-            same(found[number], expected)
-
-    return Case(given, check)
+    return Case([each.clone() if isinstance(each, Tensor) else each for each in operator.call_args.args])
 
 
 def _stops(rng: random.Random, count: int) -> Tensor | None:
@@ -69,7 +53,7 @@ def take_rows(rng: random.Random) -> Case:
     for _ in range(rng.randrange(4)):
         search.take((torch.randint(_VOCABULARY, (rows,)),))
     proposal, stops = (torch.randint(_VOCABULARY, (rows,)),), _stops(rng, rows)
-    return _case("take_rows_", lambda: search.take(proposal, stops), (5, 6, 7, 8, 9, 10))
+    return _case("take_rows_", lambda: search.take(proposal, stops))
 
 
 def _candidates(rng: random.Random, search: BeamSearch) -> tuple[Tensor, ...]:
@@ -86,7 +70,7 @@ def take_beams(rng: random.Random) -> Case:
         search.take(_candidates(rng, search))
     proposal = _candidates(rng, search)
     stops = _stops(rng, proposal[0].numel())
-    return _case("take_beams_", lambda: search.take(proposal, stops), tuple(range(10, 24)))
+    return _case("take_beams_", lambda: search.take(proposal, stops))
 
 
 @of("commit_")
@@ -112,7 +96,7 @@ def commit(rng: random.Random) -> Case:
     for _ in range(rng.randrange(3)):
         search.commit(*step())
     run = step()
-    return _case("commit_", lambda: search.commit(*run), (2, 4, 9, 10, 11, 12, 13, 14))
+    return _case("commit_", lambda: search.commit(*run))
 
 
 @of("advance_")
@@ -134,26 +118,12 @@ def advance(rng: random.Random) -> Case:
     types = [rng.choice((torch.int64, torch.int32, torch.float32, torch.bool)) for _ in range(rng.randrange(3))]
     masks = [torch.zeros(rows, stored + capacity, dtype=dtype) for dtype in types]
     positions = [torch.arange(rows).unsqueeze(1) for _ in range(rng.randrange(2))]
-    table = None if state.ancestry is None else state.ancestry.clone()
-    given = [
-        parents, taken, torch.tensor(stored), state.position_table.clone(), table, torch.zeros((), dtype=torch.int64),
-        [each.clone() for each in positions], [each.clone() for each in masks], 1,
-    ]  # fmt: skip
-    state.advance(parents, taken)
-    for mask in masks:
-        mask[torch.arange(mask.shape[1]) == stored + state.position.unsqueeze(1)] = 1
-
-    def check(args: list[Any], _: Any) -> None:
-        same(args[3], state.position_table)
-        if state.ancestry is not None:
-            same(args[4], state.ancestry)
-        assert int(args[5]) == stored + int(state.position.max())
-        for found, before in zip(args[6], positions, strict=True):
-            same(found, before + taken.unsqueeze(1))
-        for found, wanted in zip(args[7], masks, strict=True):
-            same(found, wanted)
-
-    return Case(given, check)
+    return Case(
+        [
+            parents, taken, torch.tensor(stored), state.position_table, state.ancestry,
+            torch.zeros((), dtype=torch.int64), positions, masks, 1,
+        ]
+    )  # fmt: skip
 
 
 @of("best_candidates_out")
@@ -162,24 +132,10 @@ def candidates(rng: random.Random) -> Case:
     count = rng.randint(1, min(beams * vocabulary, 12))
     dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
     normalise = rng.random() < 0.5
-    # Numbers that are apart from each other, in bfloat16 too.
-    scores = torch.randperm(inputs * beams * vocabulary).view(inputs * beams, vocabulary) % 256
-    scores = (scores / (4 if dtype is torch.bfloat16 else 3)).to(dtype)
-    running = torch.randn(inputs, beams)
-    numbers = torch.log_softmax(scores.float(), dim=-1) if normalise else scores.float()
-    all_of_them = (numbers.view(inputs, beams, vocabulary) + running.unsqueeze(2)).flatten(1)
-    wanted = all_of_them.topk(count).values
-
-    def check(args: list[Any], _: Any) -> None:
-        values, found_beams, tokens = args[:3]
-        near(values, wanted, 1e-5)
-        chosen = found_beams * vocabulary + tokens
-        assert all(len(set(row)) == count for row in chosen.tolist())
-        near(all_of_them.gather(1, chosen), wanted, 1e-5)
-
+    scores, running = torch.randn(inputs * beams, vocabulary).to(dtype), torch.randn(inputs, beams)
     shape = inputs, count
     given = [untouched(shape), *(untouched(shape, torch.int64) for _ in range(2)), scores, running, normalise]
-    return Case(given, check)
+    return Case(given)
 
 
 @of("top_two_out")
@@ -188,15 +144,8 @@ def two(rng: random.Random) -> Case:
     scores = torch.randn(rows, vocabulary) if rng.random() < 0.7 else torch.randint(9, (rows, vocabulary)).float()
     if scores.numel() and rng.random() < 0.2:
         scores.view(-1)[rng.randrange(scores.numel())] = rng.choice((torch.nan, torch.inf, -torch.inf, 1e38))
-    tokens, is_near = top_two.reference(scores, share)
-    is_near &= ~scores.isnan().any(dim=-1)
-
-    def check(args: list[Any], _: Any) -> None:
-        same(args[0], tokens)
-        same(args[1], is_near)
-
     given = [untouched((rows,), torch.int64), untouched((rows,), torch.bool), scores, top_two.MASKED, share]
-    return Case(given, check)
+    return Case(given)
 
 
 @of("no_repeat_ngram_")
@@ -212,10 +161,4 @@ def no_repeat_ngram(rng: random.Random) -> Case:
         options["context"] = torch.randint(-1, 5, (sources, size(rng, 30))).to(integer)
         options["context_lengths"] = maybe(rng, torch.randint(-1, 40, (sources,)).to(integer))
     lengths = maybe(rng, torch.randint(-1, length + 2, (rows,)))
-    wanted = ngram.reference(scores.clone(), tokens, lengths, n, **options)
-
-    def check(args: list[Any], result: Tensor) -> None:
-        same(args[0], wanted)
-        assert result.data_ptr() == args[0].data_ptr()
-
-    return Case([scores, tokens, lengths, n, *options.values()], check)
+    return Case([scores, tokens, lengths, n, *options.values()])

@@ -262,23 +262,17 @@ def test_results_without_a_number(shape, batch, kv_heads, suffix, interpreted, m
     [
         ({"query": torch.zeros(5, 2, 1, 8)}, "5 rows of the query must be a multiple of the 2"),
         ({"query": torch.zeros(4, 3, 1, 8)}, "3 heads of the query must be a multiple"),
-        ({"query": torch.zeros(4, 2, 8)}, "query must be"),
         ({"query": torch.zeros(4, 2, 1, 16)}, "prefix_keys must be"),
         ({"query": torch.zeros(4, 2, 1, 8).double()}, "prefix_keys must be .*float64"),
         ({"suffix_values": None}, "both keys and values"),
-        ({"suffix_keys": None}, "both keys and values"),
-        ({"suffix_keys": None, "suffix_values": torch.zeros(1)}, "both keys and values"),
         ({"suffix_keys": None, "suffix_values": None}, "of a suffix"),
-        ({"ancestry": torch.tensor(0).int()}, "ancestry must be"),
         ({"prefix_values": torch.tensor(0.0)}, "the prefix must be"),
-        ({"suffix_lengths": torch.tensor([1, 2, 3])}, "one for each row"),
         ({"suffix_lengths": torch.ones(4, 1).long()}, "one for each row"),
         ({"ancestry": torch.zeros(4, 6).long()}, "int32"),
         ({"ancestry": torch.zeros(4, 5).int()}, "ancestry must be"),
         ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "suffix_keys must be"),
         ({"suffix_keys": torch.zeros(4, 2)}, "the suffix must be"),
         ({"suffix_keys": torch.tensor(0.0), "row_map": torch.zeros(4).long()}, "the suffix must be"),
-        ({"suffix_values": torch.tensor(0.0)}, "the suffix must be"),
         (
             {"suffix_keys": torch.zeros(0, 2, 6, 8), "suffix_values": torch.zeros(0, 2, 6, 8)}
             | {"row_map": torch.zeros(4).long()},
@@ -335,21 +329,3 @@ class TestPlan:
     def test_no_part_is_shorter_than_two_blocks(self):
         assert split_count(1, 1, 264) == 1
         assert split_count(1, 9, 264) == 4
-
-
-@pytest.mark.gpu
-def test_replays_in_a_graph_with_another_length(device):
-    arguments = make(PLAIN | {"dtype": torch.float16, "prefix": 200}, device)
-    arguments["suffix_keys"].nan_to_num_(), arguments["suffix_values"].nan_to_num_()
-    arguments["ancestry"].clamp_(max=3)
-    arguments["ancestry"][4:].fill_(5)
-    decode_attention(**arguments, splits=4)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention(**arguments, splits=4)
-    for length in (1, 7, 23):
-        arguments["suffix_lengths"].fill_(length)
-        out.fill_(math.nan)
-        graph.replay()
-        assert_right({"dtype": torch.float16}, out, expected(arguments))

@@ -173,7 +173,7 @@ def compiled(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_compiles(name, compiled):
     assert compiled.get(name), "it did not compile"

@@ -14,8 +14,8 @@ from fastgen.ops import gpu as package
 
 ROOT = Path(__file__).parents[3]
 USE_ALL = """
-import sys
-blocked = {blocked}
+import os, sys
+blocked = "FASTGEN_NO_EXT" in os.environ
 if blocked:
     sys.modules["triton"] = None
 import torch
@@ -28,14 +28,19 @@ assert attention.decode_attention(*[x.unsqueeze(2)] * 3).eq(1).all()
 assert rms_norm.rms_norm(x, torch.ones(8)).sub(1).abs().max() < 1e-5
 assert best_candidates.best_continuations(x[:, 0], torch.zeros(1, 2), 4).scores.shape == (1, 4)
 assert blocked or "triton" not in sys.modules
+if blocked:
+    args = torch.randn(4, 2, 1, 8), *torch.randn(2, 2, 2, 5, 8), *torch.randn(2, 4, 2, 3, 8)
+    assert torch.equal(attention.decode_attention(*args), attention.reference(*args))
+    assert torch.equal(attention.shared_prefix_attention(*args), attention.composed(*args))
+    assert attention.backend().startswith("torch reference: FASTGEN_NO_EXT is set")
 """
 
 
-@pytest.mark.parametrize("blocked", [False, True], ids=["not interpreted", "not installed"])
-def test_references_serve(blocked):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", USE_ALL.format(blocked=blocked)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize("own", [{}, {"FASTGEN_NO_EXT": "1"}], ids=["not interpreted", "no kernels at all"])
+def test_references_serve(own):
+    """Without Triton and the extension, too."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)} | own
+    done = subprocess.run([sys.executable, "-c", USE_ALL], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

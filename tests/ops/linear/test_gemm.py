@@ -36,8 +36,8 @@ def test_every_layout_of_a_weight_gives_the_same_bits(backend: str, rows: int, i
     )
 
 
-@pytest.mark.parametrize("rows", [1, 5, 9, 16, 18, 20, 24, 28, 32, 40, 49, 56])
-@pytest.mark.parametrize("inputs", [37, 39, 300])
+@pytest.mark.parametrize("rows", [1, 9, 18, 28, 40, 49])
+@pytest.mark.parametrize("inputs", [37, 300])
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
 def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, inputs: int, rows: int) -> None:
     """One element of a line at a time, or four as on Zen 5. With AVX-512; otherwise both are the same."""

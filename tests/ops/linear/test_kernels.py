@@ -204,7 +204,7 @@ def _check(kernel: Kernel, x: Tensor, packed: Packed, bias: Tensor | None) -> Te
 
 
 @EVERY
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     m=st.integers(0, 70),
     n=st.integers(0, 150),
@@ -248,7 +248,7 @@ def test_shapes_beyond_one_block(kernel: Kernel, vectors: str | None) -> None:
 def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vectors: str | None) -> None:
     """However many there are, and whatever is in them."""
     # All numbers of rows that fill tiles or parts of them, and sums in several parts.
-    many = (*range(1, 34), 39, 40, 41, 48, 49, 50, 63, 64, 65, 70, 96, 97, 127, 128, 129, 140)
+    many = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 41, 48, 49, 64, 65, 97, 128, 129, 140)
     for k, sizes in ((300, many), (1700, (1, 2, 5, 8, 9, 16, 17, 26, 49))):
         draw, sizes = Draw(kernel), [m for m in sizes if m <= kernel.most]
         x, bias = draw.numbers(sizes[-1], k), draw.numbers(53)
@@ -323,7 +323,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: 
 
 
 @WITH_SEVERAL
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     m=st.integers(0, 70),
     sizes=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=4),
@@ -369,30 +369,22 @@ def test_several_that_do_not_fit_together(kernel: Kernel, vectors: str | None) -
     assert (fitting == 1).all() and (wrong == 1).all()
 
 
-# What is not as it must be, for x as [3, 32], a weight [20, 32], a bias [20] and the result [3, 20].
+# What is not as it must be, for x as [3, 32], a weight [20, 32], a bias [20] and the result [3, 20]. More is in
+# tests/ops/test_every_argument.py.
 MISFITS: dict[str, Callable[[torch.dtype], dict[str, Tensor]]] = {
     "x with other inputs": lambda dtype: {"x": torch.ones(3, 33, dtype=dtype)},
-    "x with more dimensions": lambda dtype: {"x": torch.ones(1, 3, 32, dtype=dtype)},
     "inputs of x apart": lambda dtype: {"x": torch.ones(32, 3, dtype=dtype).t()},
-    "x in float64": lambda dtype: {"x": torch.ones(3, 32).double()},
     "a bias of other size": lambda dtype: {"bias": torch.ones(19, dtype=dtype)},
     "a bias with gaps": lambda dtype: {"bias": torch.ones(40, dtype=dtype)[::2]},
-    "a bias in float64": lambda dtype: {"bias": torch.ones(20).double()},
     "more outputs": lambda dtype: {"y": torch.ones(3, 21, dtype=dtype)},
-    "more rows": lambda dtype: {"y": torch.ones(4, 20, dtype=dtype)},
-    "one dimension": lambda dtype: {"y": torch.ones(60, dtype=dtype)},
-    "three dimensions": lambda dtype: {"y": torch.ones(1, 3, 20, dtype=dtype)},
     "outputs apart": lambda dtype: {"y": torch.ones(20, 3, dtype=dtype).t()},
     "outputs with gaps": lambda dtype: {"y": torch.ones(3, 40, dtype=dtype)[:, ::2]},
     "rows with gaps": lambda dtype: {"y": torch.ones(3, 21, dtype=dtype)[:, :20]},
     "rows in one place": lambda dtype: {"y": torch.ones(1, 20, dtype=dtype).expand(3, 20)},
-    "a result in float64": lambda dtype: {"y": torch.ones(3, 20).double()},
     "a result of another type": lambda dtype: {"y": torch.ones(3, 20, dtype=F16 if dtype is F32 else F32)},
 }
 WEIGHT_MISFITS: dict[str, Callable[[torch.dtype], dict[str, Tensor]]] = {
     "a weight with other inputs": lambda dtype: {"weight": torch.ones(20, 33, dtype=dtype)},
-    "a weight of one dimension": lambda dtype: {"weight": torch.ones(20, dtype=dtype)},
-    "a weight in float64": lambda dtype: {"weight": torch.ones(20, 32).double()},
     "a weight of another type": lambda dtype: {"weight": torch.ones(20, 32, dtype=F16 if dtype is F32 else F32)},
     "nothing to add up": lambda dtype: {"x": torch.ones(3, 0, dtype=dtype), "weight": torch.ones(20, 0, dtype=dtype)},
 }

@@ -126,6 +126,8 @@ def test_vectors(library: Any, architecture: str, side: str, include_prompt: boo
 @pytest.mark.parametrize(
     "options",
     [
+        {"method": "encode_query"},
+        {"method": "encode_document"},
         {"normalize_embeddings": True},
         {"convert_to_tensor": True},
         {"convert_to_numpy": False},
@@ -137,12 +139,6 @@ def test_vectors(library: Any, architecture: str, side: str, include_prompt: boo
 )
 def test_options(library: Any, options: dict[str, Any], tmp_path: Any) -> None:
     _assert_close(*_both(_vectors(library, _folder(tmp_path, "Bert")), texts(LENGTHS), **options))
-    assert _counted() == (BATCHES, [])
-
-
-@pytest.mark.parametrize("method", ["encode_query", "encode_document"])
-def test_queries_and_documents(library: Any, method: str, tmp_path: Any) -> None:
-    _assert_close(*_both(_vectors(library, _folder(tmp_path, "Bert")), texts(LENGTHS), method))
     assert _counted() == (BATCHES, [])
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +53,7 @@ def test_vectors_are_those_of_each_text_alone_in_input_order(bert, inputs, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.npy"]
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 1}, {"max_tokens": 30}, {"batch_size": "auto"}])
+@pytest.mark.parametrize("options", [{"max_tokens": 30}, {"batch_size": "auto"}])
 def test_batches_do_not_show(bert, inputs, tmp_path, options):
     run(bert, inputs, tmp_path / "a.npy")
     run(bert, inputs, tmp_path / "b.npy", **options)
@@ -144,16 +142,6 @@ def test_an_input_without_good_records(bert, tmp_path):
     for form in ("npy", "jsonl", "parquet"):
         assert run(bert, tmp_path / "none.txt", tmp_path / f"none.{form}").samples == 0
     assert np.load(tmp_path / "none.npy").shape == (0, 32)
-
-
-def test_standard_streams(bert, inputs, monkeypatch, capsysbinary):
-    text = io.TextIOWrapper(io.BytesIO(inputs.read_bytes()))
-    monkeypatch.setattr(sys, "stdin", text)
-    run(bert, "-", "-")
-    rows = [json.loads(line) for line in capsysbinary.readouterr().out.decode().split("\n")[:-1]]
-    texts = inputs.read_text().splitlines()
-    assert [row["input"] for row in rows] == texts
-    np.testing.assert_allclose(np.array([row["vector"] for row in rows]), means_of(bert, texts), **TOLERANCE)
 
 
 def test_long_texts_are_cut_and_counted(bert, tmp_path):
@@ -302,21 +290,6 @@ def test_relative_positions_have_no_end(inputs, tmp_path):
     assert (report.samples, report.skipped, report.truncated) == (2, 0, 0)
 
 
-def test_running_out_of_memory_loses_nothing(bert, inputs, tmp_path, monkeypatch):
-    run(bert, inputs, tmp_path / "whole.npy", batch_size=16)
-    original = EmbeddingStage._values
-
-    def limited(self, given, rows):
-        if given["input_ids"].numel() > 60:
-            raise torch.OutOfMemoryError("out of memory")
-        return original(self, given, rows)
-
-    monkeypatch.setattr(EmbeddingStage, "_values", limited)
-    report = run(bert, inputs, tmp_path / "out.npy", batch_size=16)
-    assert report.out_of_memory > 0 and report.skipped == 0
-    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), np.load(tmp_path / "whole.npy"), rtol=1e-5, atol=1e-6)
-
-
 def test_weights_of_a_head_may_be_left_over_and_those_of_a_pooler_missing(classifier, inputs, tmp_path):
     from transformers import BertForMaskedLM
 
@@ -348,23 +321,6 @@ def test_options_that_cannot_be(bert, inputs, tmp_path, options, message, monkey
     with pytest.raises(SetupError, match=message):
         run(bert, inputs, options.pop("output", "out.npy"), **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt"]
-
-
-def test_an_old_name_of_an_option_is_told_where_it_is_used(bert, inputs, tmp_path):
-    with pytest.warns(DeprecationWarning, match="cpu_weights is now called weight_dtype") as told:
-        run(bert, inputs, tmp_path / "out.npy", limit=2, cpu_weights="fp32")
-    assert [warning.filename for warning in told if warning.category is DeprecationWarning] == [__file__]
-
-
-def test_a_model_in_memory(bert, inputs, tmp_path):
-    from transformers import AutoModel, AutoTokenizer
-
-    model, tokens = AutoModel.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
-    run(model.eval(), inputs, tmp_path / "a.npy", tokenizer=tokens)
-    run(bert, inputs, tmp_path / "b.npy")
-    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy"))
-    with pytest.raises(SetupError, match="needs its tokenizer"):
-        run(model, inputs, tmp_path / "c.npy")
 
 
 def test_resuming_with_other_settings_is_refused(fresh, inputs, tmp_path):

@@ -54,10 +54,7 @@ def test_plain_transformers_loads_the_quantised_model(llama, text, tmp_path, kep
     assert ("lm_head" in report.left_out) != ("output_layer" in changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"bits": 8}, {"asymmetric": True}, {"bits": 8, "dtype": "bf16"}],
-)
+@pytest.mark.parametrize("changes", [{"bits": 8}, {"asymmetric": True}, {"bits": 8, "dtype": "bf16"}])
 def test_an_output_layer_that_is_the_embedding(tied, text, tmp_path, kept, changes):
     """Its weight is stored once, and both have it; in Transformers alone, too."""
     from transformers import AutoModelForCausalLM

@@ -11,54 +11,32 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
-from tests.quantization import definitions
+from tests.quantization import definitions, tiny
 from tests.quantization.definitions import random_weight
 
 VOCABULARY = 96
 
 
 def llama(intermediate_size: int = 96, tied: bool = False) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
+    return tiny.llama(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, pad_token_id=None,
+    )  # fmt: skip
 
 
 def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=2, n_head=4))
+    return tiny.gpt2(vocab_size=VOCABULARY, n_embd=64, n_head=4, initializer_range=0.02)
 
 
 def bart() -> PreTrainedModel:
-    config = BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=64,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
-        max_position_embeddings=64,
-    )
-    return BartForConditionalGeneration(config)
+    return tiny.bart(
+        vocab_size=VOCABULARY, d_model=64, encoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=96, decoder_ffn_dim=96, init_std=0.02,
+    )  # fmt: skip
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "gpt2": gpt2, "bart": bart}
@@ -73,24 +51,13 @@ def awq_config(**others: Any) -> dict[str, Any]:
 
 
 def pack_config(bits: int = 4, weights: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    scheme = {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": 16,
-        "dynamic": False,
-        **(weights or {}),
-    }
+    scheme: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    scheme |= {"dynamic": False, **(weights or {})}
     group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        **others,
-    }
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"], **others,
+    }  # fmt: skip
 
 
 class Case:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -71,28 +68,11 @@ def test_asked_for_in_the_call(checkpoint: tuple[Path, dict[str, Any]]) -> None:
             assert torch.equal(rounded(**inputs).logits, model(**inputs).logits)
 
 
-def test_asked_for_by_a_setting(checkpoint: tuple[Path, dict[str, Any]]) -> None:
-    folder, named = checkpoint
-    with settings.changed(keep_bits=True):
-        assert kept(load(folder, **named))
-    assert not kept(load(folder, **named))
-
-
-def test_asked_for_in_the_environment(tmp_path: Path) -> None:
+def test_asked_for_by_a_setting(tmp_path: Path) -> None:
     pack_of("pack")(tmp_path)
-    program = (
-        "import sys, fastgen\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "from fastgen.quantization.layers import QuantizedWeight\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "print(sum(isinstance(module, QuantizedWeight) for module in model.modules()))\n"
-        "print(fastgen.settings.current().activations)\n"
-    )
-    environment = os.environ | {"FASTGEN_KEEP_BITS": "1", "FASTGEN_ACTIVATIONS": "int8"}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    layers, activations = done.stdout.split()[-2:]
-    assert int(layers) > 0 and activations == "int8"
+    with settings.changed(keep_bits=True):
+        assert kept(load(tmp_path))
+    assert not kept(load(tmp_path))
 
 
 def test_the_checkpoint_asks_itself(tmp_path: Path) -> None:
@@ -189,7 +169,7 @@ def test_blocks_that_the_library_keeps(tmp_path: Path) -> None:
         quantizer._process_model_before_weight_loading(None, ["model.gguf"])
 
 
-@pytest.mark.parametrize("part", [0.001, 0.05, 0.5])
+@pytest.mark.parametrize("part", [0.001, 0.5])
 def test_errors_are_the_librarys(part: float, tmp_path: Path) -> None:
     named = gguf_of()(tmp_path)
     data = (tmp_path / "model.gguf").read_bytes()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers import auto
 
 import fastgen
@@ -20,7 +20,7 @@ from fastgen import settings
 from fastgen.optimizer.transformers.quantized import configurations
 from fastgen.optimizer.transformers.quantized.stored import StoredQuantizer
 from fastgen.quantization.layers import QuantizedWeight
-from tests.optimizer.transformers.quantized.checkpoints import CASES, VOCABULARY, inputs_of, llama, quantize, save
+from tests.optimizer.transformers.quantized.checkpoints import CASES, inputs_of, llama, quantize, save
 
 ENTRY_POINT = "transformers.from_pretrained"
 Written = dict[str, Any]  # what `from_pretrained` is given besides the folder
@@ -62,10 +62,7 @@ def pack_of(case: str, **config: Any) -> Callable[[Path], Written]:
 
 
 def linears_as(method: str, stored: Callable[[Tensor], dict[str, Tensor]], **config: Any) -> Callable[[Path], Written]:
-    """A Llama whose linear layers, but for the last, have these tensors instead of their weights.
-
-    Metal's would go to a Mac's GPU.
-    """
+    """A Llama whose linear layers, but for the last, have these tensors instead of their weights."""
 
     def write(folder: Path) -> Written:
         pytest.importorskip("accelerate")
@@ -89,44 +86,12 @@ def fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": torch.randn(weight.shape).to(torch.float8_e4m3fn), "weight_scale_inv": scales}
 
 
-def metal(weight: Tensor) -> dict[str, Tensor]:
-    """Eight numbers of 4 bits in a word, in groups of 32."""
-    groups = weight.shape[0], weight.shape[1] // 32
-    words = torch.randint(0, 2**31, (weight.shape[0], weight.shape[1] // 8)).to(torch.uint32)
-    return {"weight": words, "scales": torch.rand(groups) * 0.01, "qbiases": -torch.rand(groups) * 0.1}
-
-
-def bitnet(weight: Tensor) -> dict[str, Tensor]:
-    """Four numbers, -1 to 1, in a byte."""
-    fours = torch.randint(0, 3, (4, weight.shape[0] // 4, weight.shape[1]))
-    shifts = torch.tensor([0, 2, 4, 6]).view(4, 1, 1)
-    return {"weight": (fours << shifts).sum(0).to(torch.uint8), "weight_scale": torch.rand(1) + 20.0}
-
-
 def gemma(weight: Tensor) -> dict[str, Tensor]:
     """Two numbers of 4 bits in a byte, a scale for each output. The layer is a `torch.nn.Linear` by its class."""
     numbers = torch.randint(0, 256, (weight.shape[0], weight.shape[1] // 2), dtype=torch.uint8)
     nothing = torch.tensor(0.0)
     scales = {"weight_scale": torch.rand(weight.shape[0], 1) * 0.01}
     return {"weight": numbers, **scales, "input_activation_scale": nothing, "output_activation_scale": nothing.clone()}
-
-
-def mxfp4(folder: Path) -> Written:
-    """Experts, two numbers of 4 bits in a byte, in groups of 32."""
-    pytest.importorskip("accelerate")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = GptOssConfig(
-        vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, **sizes
-    )
-    model = GptOssForCausalLM(config)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        groups = experts, outputs, inputs // 32
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 122, groups, dtype=torch.uint8)
-    save(folder, model, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return {}
 
 
 FORMATS: dict[str, Callable[[Path], Written]] = {
@@ -138,10 +103,7 @@ FORMATS: dict[str, Callable[[Path], Written]] = {
     "pack-unpacked": pack_of("pack", dequantize=True),
     "pack-8-bits-unpacked": pack_of("pack-8-bits", dequantize=True),
     "fp8": linears_as("fp8", fp8, weight_block_size=[32, 32], activation_scheme="dynamic"),
-    "metal": linears_as("metal", metal, bits=4, group_size=32),
-    "bitnet": linears_as("bitnet", bitnet),
     "gemma": linears_as("gemma", gemma, num_bits=4),
-    "mxfp4": mxfp4,
 }
 
 
