@@ -12,7 +12,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, Stoppi
 
 import fastgen
 from fastgen import releases, settings
-from fastgen.optimizer.transformers.captured import host_code
+from fastgen.optimizer.transformers.captured import host
 from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
 from tests.equivalence.check import run
 from tests.equivalence.models import BY_NAME, EOS
@@ -77,7 +77,7 @@ def test_tokens_that_the_users_code_writes(
     where: str, write: Any, options: dict[str, Any], name: str, mode: Any
 ) -> None:
     model, inputs = build(BY_NAME[name], CPU)
-    host_code._writers.clear()
+    host._writers.clear()
     found = []
     for context in (fastgen.disabled(), contextlib.nullcontext()):
         processor, criterion = WritingProcessor(write, (2, 4, 7)), WritingCriterion(write, (2, 7))

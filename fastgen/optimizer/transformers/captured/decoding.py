@@ -27,8 +27,8 @@ from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.host_code import HostCode, Written
-from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt, room_for_ends
+from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
+from fastgen.optimizer.transformers.captured.key import Key, Prompt, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.prefilled import Prefilled, needed_sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,14 +18,6 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 _ENDS = 4
 # Inputs of the model that go up by one in every step.
 POSITIONS = ("position_ids", "decoder_position_ids")
-
-
-class Host(NamedTuple):
-    """What of a step the host does: the processors, the stopping criteria, and what is returned of every step."""
-
-    process: Callable[[Tensor, Tensor], Tensor]  # (tokens [rows, length], scores [rows, vocabulary]) -> scores
-    stops: Callable[[Tensor], Tensor]  # tokens [continuations, length] -> [continuations], bool
-    keep: Callable[[dict[str, Tensor]], None]  # what the call returns of a step, by name: [rows, vocabulary] each
 
 
 class DraftKey(NamedTuple):
