@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 # What holds no tensor of a result; a module's are its own.
 _WITHOUT = (
@@ -40,13 +41,13 @@ def rebuilt(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
     Raises:
         Unknown: there is something else in it.
     """
-    if result is None or isinstance(result, Tensor):
-        return None if result is None else function(result)
-    if isinstance(result, dict):
-        return type(result)(**{name: rebuilt(value, function) for name, value in result.items()})
-    if isinstance(result, tuple | list):
-        return type(result)(rebuilt(value, function) for value in result)
-    raise Unknown(f"a result of type {type(result).__name__}")
+
+    def made(part: Any) -> Any:
+        if part is not None and not isinstance(part, Tensor):
+            raise Unknown(f"a result of type {type(part).__name__}")
+        return None if part is None else function(part)
+
+    return tree_map(made, result)
 
 
 def tensors(result: Any) -> list[Tensor]:
