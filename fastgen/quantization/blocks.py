@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fastgen.quantization.layers import is_plain_embedding
 
@@ -219,23 +220,13 @@ def check_carried(blocks: Sequence[Block], forward: Forward) -> None:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
-    if isinstance(value, tuple | list):
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {name: _copied(part) for name, part in value.items()}
-    return value
+    return tree_map(lambda part: part.clone() if isinstance(part, Tensor) else part, value)
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether all tensors of two values are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if type(one) is dict and type(other) is dict:
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
-    return type(one) is type(other)
+    (parts, shape), (others, other_shape) = tree_flatten(one), tree_flatten(other)
+    return shape == other_shape and all(
+        torch.equal(part, twin) if isinstance(part, Tensor) and isinstance(twin, Tensor) else type(part) is type(twin)
+        for part, twin in zip(parts, others, strict=True)
+    )

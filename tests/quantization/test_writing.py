@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.quantization.calibration import Quantised
-from fastgen.quantization.int32_packing import packed
+from fastgen.quantization.checkpoint import pack_int32
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.rtn import Kind, make_grid, round_to_nearest
 from fastgen.quantization.writing import config, load_block, save_block, tensors
@@ -23,7 +23,7 @@ def weight(outputs=6, inputs=32, bits=4, group=8, symmetric=True, dtype=torch.fl
 def test_numbers_are_packed_from_the_lowest_bits_on(rows, columns, bits, seed):
     source = torch.Generator().manual_seed(seed)
     numbers = torch.randint(0, 2**bits, (rows, columns), generator=source, dtype=torch.uint8)
-    found = packed(numbers, bits)
+    found = pack_int32(numbers, bits)
     assert (found.dtype, found.shape) == (torch.int32, (rows, -(-columns * bits // 32)))
     for row in range(rows):
         whole = sum(int(number) << bits * place for place, number in enumerate(numbers[row]))
