@@ -28,8 +28,7 @@ from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
-from fastgen.optimizer.transformers.captured.prefilled import LAST
+from fastgen.optimizer.transformers.captured.key import LAST, MASKS, POSITIONS
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies, masks_source
 from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION

@@ -28,9 +28,8 @@ from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
-from fastgen.optimizer.transformers.captured.key import Key, Prompt, room_for_ends
+from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
-from fastgen.optimizer.transformers.captured.prefilled import Prefilled, needed_sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep

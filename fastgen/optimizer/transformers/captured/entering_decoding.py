@@ -15,8 +15,7 @@ from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, append
-from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.prefilled import Prefilled
+from fastgen.optimizer.transformers.captured.key import Prefilled, Prompt
 
 
 @dataclass(eq=False)
