@@ -16,7 +16,7 @@ import pytest
 
 from fastgen.engine.executor import StaticBatches
 from fastgen.pipeline import SetupError, batches, generate_dataset
-from fastgen.pipeline.generation import RunOptions, continuous
+from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.progress import Progress
@@ -203,5 +203,5 @@ def test_progress_tells_of_slots(bart: Path, inputs: Path, tmp_path: Path, monke
 
 def test_it_is_not_the_default(bart: Path) -> None:
     settings = RunOptions(model=str(bart), input="-", output="-", device="cpu", quiet=True)
-    assert not continuous.is_continuous(settings)
-    assert continuous.is_continuous(replace(settings, batching="continuous"))
+    assert not settings.is_continuous
+    assert replace(settings, batching="continuous").is_continuous
