@@ -69,7 +69,7 @@ class FileOutput:
         self._path = Path(settings.output)
         # Checked again once it is locked: another run may have ended in between.
         check = functools.partial(_check_replaced, settings)
-        self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check, layout.sound)
+        self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check)
         try:
             unfinished_path(self._path).unlink(missing_ok=True)
             # The errors of this run begin with what an interrupted run has reported; without errors there is no file.
