@@ -213,10 +213,7 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
 
 
 def _has_nan(result: Any) -> bool:
-    try:
-        return any(bool(each.isnan().any()) for each in results.tensors(result))
-    except results.Unknown:  # nor does it say anything the next time
-        return False
+    return any(bool(each.isnan().any()) for each in tensors_in(result))
 
 
 @contextlib.contextmanager

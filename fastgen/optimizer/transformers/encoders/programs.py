@@ -83,7 +83,7 @@ class _Pass:
             self._inputs[name].copy_(value)
         self._part.replay()
         buffers = iter(self._buffers)
-        return results.rebuilt(self._result, lambda _: next(buffers).clone())
+        return results.mapped(self._result, lambda _: next(buffers).clone())
 
 
 def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, given: dict[str, Any]) -> Any:

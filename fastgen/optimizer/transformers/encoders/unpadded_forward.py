@@ -161,7 +161,7 @@ class UnpaddedForward:
             return self._remembered(packing.unpack(states, self._fill))
 
         try:
-            return results.rebuilt(result, unpacked)
+            return results.mapped(result, unpacked)
         except results.Unknown as unknown:
             raise Declined(str(unknown)) from unknown
 
