@@ -21,7 +21,7 @@ from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
-from fastgen.optimizer.transformers.encoders.unpadded_forward import UnpaddedForward
+from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward
 
 # The modules whose decoders are known to give the same whatever padding is in front: equivalence tests run them. Others
 # may count from the first column of the batch. Encoders are in `encoders/stacks.py`.
@@ -35,8 +35,8 @@ _OF_DECODER = ("decoder_", "cross_attn")
 PER_POSITION = ("attention_mask", "position_ids")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
-Buckets = list[tuple[Tensor, slice]]
-Prefill = Callable[[Tensor, Any, dict[str, Any], bool], Any]
+Prefill = Callable[[Tensor, dict[str, Any]], Any]
+"""The library's `_prefill` of tokens [rows, length] with the model's other inputs."""
 
 
 def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -124,9 +124,7 @@ def _is_all(model_kwargs: dict[str, Any]) -> bool:
     return all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
 
 
-def prefill_in_groups(
-    call: Call, wrapped: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
-) -> Any:
+def prefill_in_groups(call: Call, run: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Any:
     """What the library's `_prefill` gives for prompts [batch, longest]: the logits of the last position at least.
 
     The cache of `model_kwargs` has FastGen's layers in it, and is filled.
@@ -144,14 +142,10 @@ def prefill_in_groups(
         and not call.cache_is_the_users  # it would have the K/V of the padding in it
     ):
         buckets = _buckets(call, call.model, ids, model_kwargs.get("attention_mask"), config, in_front=True)
-    if not buckets:
-        return wrapped(ids, config, model_kwargs, is_first_iteration)
-    return _prefill_buckets(buckets, wrapped, ids, config, model_kwargs, is_first_iteration)
+    return _prefill_buckets(buckets, run, ids, model_kwargs) if buckets else run(ids, model_kwargs)
 
 
-def _prefill_buckets(
-    buckets: Buckets, wrapped: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
-) -> Any:
+def _prefill_buckets(buckets: Buckets, run: Prefill, ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
     cache = releases.cache_in(model_kwargs)
     layers = cache.layers  # empty, or none yet
     stored: list[tuple[Tensor, ...]] = []
@@ -160,7 +154,7 @@ def _prefill_buckets(
     for rows, positions in buckets:
         part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in PER_POSITION}
         cache.layers = copy.deepcopy(layers)
-        outputs = wrapped(ids[rows, positions], config, {**model_kwargs, **part}, is_first_iteration)
+        outputs = run(ids[rows, positions], {**model_kwargs, **part})
         if releases.cache_in(outputs) is not cache:
             return outputs  # which the caller checks, too
         _check_nothing_else("the model", outputs, "logits", releases.cache_name())

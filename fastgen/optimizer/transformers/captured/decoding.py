@@ -327,7 +327,7 @@ class Decoding:
         """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
         if graph.is_recorded(self.model.device):
             return inputs
-        return next((n for n in BATCHES if n >= inputs), processors.round_up(inputs, 16))
+        return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))
 
     def _make_key(self) -> Key:
         prompt, config = self.prompt, self.config

@@ -14,8 +14,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.captured.processors import round_up
-from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
 from fastgen.optimizer.transformers.models import masks_source
 
 # Masks, which are among the inputs of the model.

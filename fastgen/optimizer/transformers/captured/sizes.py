@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fastgen.ops.gpu import power_of_two
 
 # On a GPU sizes are rounded up: of prompts and encoder outputs to a multiple, of what is generated to a power of two.
-_MULTIPLE = 128
+MULTIPLE = 128
 _FIRST_NEW, _MAX_FIRST_NEW = 64, 256
 # On the CPU memory is taken as it is written to, so sizes are powers of four times the first of these. The second is
 # added, so that no other size in a model is the same (`fastgen.decoding.kv.exchange`).
@@ -42,8 +42,8 @@ def rounded(needed: Sizes, may_pad: bool, on_gpu: bool, at_once: bool = False) -
     if on_gpu:
         new = max(power_of_two(new), _FIRST_NEW)
         if may_pad:
-            prompt = cached = _multiple(prompt)
-        return Sizes(prompt, cached, new, _multiple(source))
+            prompt = cached = round_up(prompt)
+        return Sizes(prompt, cached, new, round_up(source))
     new = _power_of_four(new, *_NEW_ON_CPU)
     if may_pad:
         prompt = cached = _power_of_four(prompt, *_CACHED_ON_CPU)
@@ -55,8 +55,8 @@ def more_new(sizes: Sizes, on_gpu: bool) -> Sizes:
     return sizes._replace(new=2 * sizes.new if on_gpu else _power_of_four(sizes.new, *_NEW_ON_CPU))
 
 
-def _multiple(size: int) -> int:
-    return -(-size // _MULTIPLE) * _MULTIPLE
+def round_up(size: int, multiple: int = MULTIPLE) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _power_of_four(size: int, first: int, more: int) -> int:
