@@ -140,6 +140,18 @@ class QuantizedWeight(nn.Module):
         """The weight in floating point, [N, K], by default in the model's dtype."""
         return dequantized(layer_weight.unpack(self.packed), dtype or self.like.dtype)
 
+    def dequantize(self) -> nn.Module:
+        """A plain layer with the same weight in floating point."""
+        plain = self._plain(self.like.dtype)
+        plain.register_parameter("weight", nn.Parameter(self._shown(self.packed, self.like.dtype), requires_grad=False))
+        if "bias" in self._parameters:
+            plain.register_parameter("bias", self._parameters["bias"])
+        return plain.train(self.training)
+
+    def _plain(self, dtype: torch.dtype) -> nn.Module:
+        """The layer that this stands for, on the device "meta"."""
+        raise NotImplementedError
+
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weight."""
@@ -251,13 +263,8 @@ class QuantizedLinear(QuantizedLinearLayer, nn.Linear):  # type: ignore[override
         super().__init__(n, k, *stored)
         self.in_features, self.out_features = k, n
 
-    def dequantize(self) -> nn.Linear:
-        """A plain layer with the same weight in floating point."""
-        weight = self.dequantized()
-        plain = nn.Linear(self.k, self.n, self.bias is not None, device="meta", dtype=weight.dtype)
-        plain.weight = nn.Parameter(weight, requires_grad=False)
-        plain.register_parameter("bias", self.bias)
-        return plain.train(self.training)
+    def _plain(self, dtype: torch.dtype) -> nn.Linear:
+        return nn.Linear(self.k, self.n, self.bias is not None, device="meta", dtype=dtype)
 
 
 def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
@@ -286,12 +293,8 @@ class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[overrid
         found = layer_weight.rows(self.packed, tokens.reshape(-1).long(), self.like.dtype)
         return found.view(*tokens.shape, self.k)
 
-    def dequantize(self) -> nn.Embedding:
-        """A plain embedding with the same weight in floating point."""
-        weight = self.dequantized()
-        plain = nn.Embedding(self.n, self.k, self.padding_idx, device="meta", dtype=weight.dtype)
-        plain.weight = nn.Parameter(weight, requires_grad=False)
-        return plain.train(self.training)
+    def _plain(self, dtype: torch.dtype) -> nn.Embedding:
+        return nn.Embedding(self.n, self.k, self.padding_idx, device="meta", dtype=dtype)
 
 
 def note_format(model: nn.Module, form: str) -> None:
