@@ -77,7 +77,7 @@ DECISIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "encoders.call:_layers_of_pass": (_classified, ENCODER),
     "encoders.call:_many_rows": (_classified, ENCODER),
     "encoders.call:UnpaddedForward.__init__": (_classified, ENCODER),
-    "encoders.call:_may_be_recorded": (_short, ENCODER),
+    "encoders.programs:_may_have_padding": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_serves": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_key": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_is_due": (_short, f"{ENCODER}, recorded"),
