@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastgen.optimizer.transformers.captured.entering_decoding import Slot
+from fastgen.optimizer.transformers.captured.slot import Slot
 
 # A request enters where there is room for its prompt and so many tokens of each row: most end before their limit.
 RESERVED = 32

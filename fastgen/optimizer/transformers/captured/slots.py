@@ -23,11 +23,12 @@ from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
-from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Slot
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
 # Seconds that steps wait for captured steps of other threads.

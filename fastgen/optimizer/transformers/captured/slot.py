@@ -1,0 +1,72 @@
+"""An input that enters a step while others go on, and what belongs to it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.captured.search import Search
+from fastgen.optimizer.transformers.captured.host import Host
+
+
+@dataclass(eq=False)
+class Slot:
+    """An input in a step, or on its way there.
+
+    Attributes:
+        new_tokens: the most that it may generate.
+        padding: positions in front of its prompt that its prefill was padded with.
+        results: what it returns, of a search and its place there.
+        host: what the host does in each step; None if that is nothing.
+        generator: what its tokens are drawn with; None where none are.
+        put: gets each token, [1], as it comes; None without a streamer.
+        error: what code of the user's has raised.
+        positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
+        is_over: it has come to its end.
+    """
+
+    new_tokens: int
+    padding: int
+    results: Callable[[Search, slice], Any]
+    host: Host | None = None
+    generator: torch.Generator | None = None
+    put: Callable[[Tensor], object] | None = None
+    error: BaseException | None = None
+    place: int = field(default=-1, init=False)
+    positions: int = field(default=0, init=False)
+    source: int = field(default=0, init=False)
+    is_over: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.host = None if self.host is None else self._protected(self.host)
+
+    def _protected(self, host: Host) -> Host:
+        """The same, where an exception is noted, and ends this input alone."""
+
+        def process(tokens: Tensor, scores: Tensor) -> Tensor:
+            return self.catch(lambda: self._drawable(host.process(tokens, scores)), scores)
+
+        def stops(tokens: Tensor) -> Tensor:
+            return self.catch(lambda: host.stops(tokens), torch.ones(len(tokens), dtype=torch.bool))
+
+        return Host(process, stops, host.keep)
+
+    def _drawable(self, scores: Tensor) -> Tensor:
+        """Scores that a token can be drawn by: otherwise the error is this input's alone."""
+        if self.generator is not None and bool(torch.softmax(scores, dim=-1).isnan().any()):
+            raise ValueError("probabilities to draw from are not numbers")
+        return scores
+
+    def catch(self, run: Callable[[], Any], otherwise: Any = None) -> Any:
+        """What `run` returns; `otherwise` where it raises, or something has raised before."""
+        if self.error is not None:
+            return otherwise
+        try:
+            return run()
+        except BaseException as error:  # whatever it is, it ends this request alone
+            self.error = error
+            return otherwise
