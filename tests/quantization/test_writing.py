@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastgen.quantization.calibration import Quantised
-from fastgen.quantization.checkpoint import pack_int32
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.rtn import Kind, make_grid, round_to_nearest
 from fastgen.quantization.writing import config, load_block, save_block, tensors
@@ -17,18 +14,6 @@ from fastgen.quantization.writing import config, load_block, save_block, tensors
 def weight(outputs=6, inputs=32, bits=4, group=8, symmetric=True, dtype=torch.float16, seed=0):
     values = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
     return round_to_nearest(values, make_grid(values, Kind(bits, group, symmetric, dtype)))
-
-
-@given(st.integers(1, 5), st.integers(1, 40), st.sampled_from([4, 8]), st.integers(0, 1000))
-def test_numbers_are_packed_from_the_lowest_bits_on(rows, columns, bits, seed):
-    source = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 2**bits, (rows, columns), generator=source, dtype=torch.uint8)
-    found = pack_int32(numbers, bits)
-    assert (found.dtype, found.shape) == (torch.int32, (rows, -(-columns * bits // 32)))
-    for row in range(rows):
-        whole = sum(int(number) << bits * place for place, number in enumerate(numbers[row]))
-        words = [(whole >> 32 * place) & 0xFFFFFFFF for place in range(found.shape[1])]
-        assert [int(word) & 0xFFFFFFFF for word in found[row]] == words
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +198,3 @@ def test_progress_tells_of_slots(bart: Path, inputs: Path, tmp_path: Path, monke
     assert all(" of 8 slots busy, " in state for state in states)
     assert any(state.endswith(", 0 waiting") for state in states)
     assert any(state.endswith(", 4 waiting") for state in states)
-
-
-def test_it_is_not_the_default(bart: Path) -> None:
-    settings = RunOptions(model=str(bart), input="-", output="-", device="cpu", quiet=True)
-    assert not settings.is_continuous
-    assert replace(settings, batching="continuous").is_continuous
