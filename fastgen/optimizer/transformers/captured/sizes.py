@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fastgen.ops.gpu import power_of_two
 
 # On a GPU sizes are rounded up: of prompts and encoder outputs to a multiple, of what is generated to a power of two.
-MULTIPLE = 128
+_MULTIPLE = 128
 _FIRST_NEW, _MAX_FIRST_NEW = 64, 256
 # On the CPU memory is taken as it is written to, so sizes are powers of four times the first of these. The second is
 # added, so that no other size in a model is the same (`fastgen.decoding.kv.exchange`).
@@ -55,7 +55,7 @@ def more_new(sizes: Sizes, on_gpu: bool) -> Sizes:
     return sizes._replace(new=2 * sizes.new if on_gpu else _power_of_four(sizes.new, *_NEW_ON_CPU))
 
 
-def round_up(size: int, multiple: int = MULTIPLE) -> int:
+def round_up(size: int, multiple: int = _MULTIPLE) -> int:
     return -(-size // multiple) * multiple
 
 
