@@ -80,7 +80,7 @@ def collect(patches: PatchSet) -> Status:
     """The status of this process. Imports torch, for the operators; never a toolkit."""
     from fastgen.decoding import host_memory
     from fastgen.decoding.captured import graph
-    from fastgen.quantization import loaded
+    from fastgen.quantization import layers
 
     versions = {"fastgen": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in ("torch", *_TESTED)}
@@ -93,7 +93,7 @@ def collect(patches: PatchSet) -> Status:
         notes=[
             *_untested(versions),
             *_weights(),
-            *loaded.notes(),
+            *layers.notes(),
             *(_SAMPLES if graph.backend() == "CUDA graphs" else ()),
         ],
     )

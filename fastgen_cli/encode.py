@@ -7,7 +7,6 @@ be set up, 130 interrupted.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from fastgen.counters import ENCODER
 from fastgen.pipeline.encoding import Classify, Embed
 from fastgen.pipeline.run import DataRun
 from fastgen_cli.options import Parser, data_parser, of_the_run
-from fastgen_cli.shared import SETUP, command, fail, renamed, run_over_data
+from fastgen_cli.shared import command, renamed, run_named, run_over_data
 
 _EPILOG = """\
 inputs:   .txt (or any other name): a text a line; .jsonl, .csv, .tsv, .parquet: --input-column; the name of a data set
@@ -97,7 +96,4 @@ def _run(of: Command, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    _COMMANDS = {"embed": embed, "classify": classify}
-    if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
-        sys.exit(fail("python -m fastgen_cli.encode", f"give one of {', '.join(_COMMANDS)}", SETUP))
-    sys.exit(_COMMANDS[sys.argv[1]](sys.argv[2:]))
+    run_named("fastgen_cli.encode", {"embed": embed, "classify": classify})

@@ -30,7 +30,8 @@ from fastgen_cli.shared import (
     fail,
     model_of_its_own,
     renamed,
-    timing_line,
+    run_named,
+    speed,
 )
 
 if TYPE_CHECKING:
@@ -310,14 +311,7 @@ def _summary(cfg: Any, report: RunReport) -> None:
         )
     if cfg.common_eval.quiet:
         return
-    seconds = report.seconds
-    print(
-        f"{report.samples} sentences, {report.tokens} tokens in {seconds['generate']:.1f} s: "
-        f"{report.samples_per_second:.2f} sentences/s, {report.tokens_per_second:.1f} tokens/s (and "
-        f"{seconds['load']:.1f} s to load)\n"
-        + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"]),
-        file=sys.stderr,
-    )
+    print(speed(report, "sentences", f", {report.tokens} tokens"), file=sys.stderr)
 
 
 def _say_whether_accelerated(cfg: Any) -> None:
@@ -328,7 +322,4 @@ def _say_whether_accelerated(cfg: Any) -> None:
 
 
 if __name__ == "__main__":
-    _COMMANDS = {"generate": generate, "interactive": interactive, "eval-lm": eval_lm}
-    if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
-        sys.exit(fail("python -m fastgen_cli.fairseq", f"give one of {', '.join(_COMMANDS)}", SETUP))
-    sys.exit(_COMMANDS[sys.argv[1]](sys.argv[2:]))
+    run_named("fastgen_cli.fairseq", {"generate": generate, "interactive": interactive, "eval-lm": eval_lm})

@@ -13,7 +13,7 @@ from pathlib import Path
 from fastgen.counters import GENERATE
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
 from fastgen_cli.options import Parser, add_options
-from fastgen_cli.shared import DONE, INTERRUPTED, acceleration, allow_interrupts, command, fail, to_continue
+from fastgen_cli.shared import DONE, acceleration, allow_interrupts, command, resumable
 
 PROGRAM = "fastgen-quantize"
 
@@ -60,12 +60,8 @@ def _run(words: Sequence[str]) -> int:
     given = vars(build_parser().parse_args(list(words)))
     given.pop("debug", None)
     options = QuantizeOptions(**given)
-    try:
+    with resumable(PROGRAM, words, options.partial):
         report = quantize_model(options, begins=allow_interrupts)
-    except KeyboardInterrupt:
-        if not options.partial.exists():
-            raise
-        return fail(PROGRAM, to_continue(PROGRAM, words), INTERRUPTED)
     if report is None:
         print(f"{PROGRAM}: all blocks were done before: {options.output} is complete", file=sys.stderr)
     elif not options.quiet:

@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastgen import patching
 from fastgen.counters import ENCODER, Drafts, Outcome
@@ -216,12 +217,42 @@ def acceleration(stats: Mapping[str, Any], entry_point: str) -> str:
     return str(outcome)
 
 
-def timing_line(input_share: float, output_share: float, finish: float) -> str:
-    """How well a pipeline did: what part of its time the model waited, and what was left to do after it."""
+def speed(report: RunReport, unit: str, more: str = "", behind: str = "") -> str:
+    """How fast a run was, and how well its stages did: what part of its time the model waited.
+
+    Args:
+        unit: what is counted, in the plural.
+        more: behind their number.
+        behind: behind the first line.
+    """
+    seconds = report.seconds
     return (
-        f"the model waited {100 * input_share:.2f} % of the time for input and {100 * output_share:.2f} % for "
-        f"post-processing; finishing took {finish:.2f} s more"
+        f"{report.samples} {unit}{more} in {seconds['generate']:.1f} s: {report.samples_per_second:.2f} {unit}/s, "
+        f"{report.tokens_per_second:.1f} tokens/s (and {seconds['load']:.1f} s to load){behind}\n"
+        f"the model waited {100 * report.waiting_for_input_share:.2f} % of the time for input and "
+        f"{100 * report.waiting_for_output_share:.2f} % for post-processing; "
+        f"finishing took {seconds['finish']:.2f} s more"
     )
+
+
+@contextlib.contextmanager
+def resumable(program: str, words: Sequence[str], left: Path | None) -> Iterator[None]:
+    """Inside this block an interrupt that leaves work behind says how to continue.
+
+    Args:
+        words: the command line.
+        left: where work is left; None where nothing is.
+
+    Raises:
+        Ended: after such an interrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if left is None or not left.exists():
+            raise
+        again = shlex.join(["--resume", *(word for word in words if word != "--resume")])
+        raise Ended(f"interrupted; to continue: {program} {again}", INTERRUPTED) from None
 
 
 def run_over_data(program: str, words: Sequence[str], run: DataRun, entry_point: str) -> int:
@@ -244,13 +275,8 @@ def run_over_data(program: str, words: Sequence[str], run: DataRun, entry_point:
     settings = run.settings
     check_stream("stdin", settings.from_stdin)
     check_stream("stdout", settings.to_stdout)
-    try:
-        with model_of_its_own():
-            report = run.run(begins=allow_interrupts)
-    except KeyboardInterrupt:
-        if settings.to_stdout or not settings.partial_path.exists():
-            raise
-        raise Ended(to_continue(program, words), INTERRUPTED) from None
+    with resumable(program, words, None if settings.to_stdout else settings.partial_path), model_of_its_own():
+        report = run.run(begins=allow_interrupts)
     if report.resumed_samples and not report.batches:
         say(f"{program}: all records were done before: the output is complete")
     elif not settings.quiet:
@@ -272,20 +298,16 @@ def run_over_data(program: str, words: Sequence[str], run: DataRun, entry_point:
     return SKIPPED if report.skipped else DONE
 
 
-def to_continue(program: str, words: Sequence[str]) -> str:
-    """What is said after an interrupt that leaves work behind."""
-    again = shlex.join(["--resume", *(word for word in words if word != "--resume")])
-    return f"interrupted; to continue: {program} {again}"
-
-
 def _summary(report: RunReport) -> str:
-    seconds = report.seconds
     resumed = f", {report.resumed_samples} of them from before" if report.resumed_samples else ""
     memory = f", peak memory {report.peak_memory_bytes / 2**30:.2f} GiB" if report.peak_memory_bytes else ""
     drafts = Drafts.between({}, report.fastgen.get("stats", {}))
-    return (
-        f"{report.samples} samples{resumed} in {seconds['generate']:.1f} s: {report.samples_per_second:.2f} samples/s, "
-        f"{report.tokens_per_second:.1f} tokens/s (and {seconds['load']:.1f} s to load){memory}\n"
-        + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"])
-        + (f"\n{drafts}" if drafts else "")
-    )
+    return speed(report, "samples", resumed, memory) + (f"\n{drafts}" if drafts else "")
+
+
+def run_named(module: str, commands: Mapping[str, Callable[[Sequence[str]], int]]) -> NoReturn:
+    """`python -m MODULE COMMAND ...`, for modules of several commands."""
+    name, *words = sys.argv[1:] or [""]
+    if name not in commands:
+        sys.exit(fail(f"python -m {module}", f"give one of {', '.join(commands)}", SETUP))
+    sys.exit(commands[name](words))

@@ -43,7 +43,7 @@ WORDS = {
     r"rough_copy_of|largest_outputs|largest_output\.\w+\(": "approximate_logits, lm_head_pass",
     r"fastgen[./]ops[./]_(?:plan|team)(?![a-z])": "command_list, thread_pool",
     r"MOST_PAUSES|_pauses_of": "back-off",
-    r"QuantizedProduct|quantization[./](?:words|products)(?![a-z])": "layer_weight, int32_packing",
+    r"QuantizedProduct|quantization[./](?:words|products)(?![a-z])": "layer_weight, checkpoint",
     r"StoreInCache": "ExchangedLayers",
     r"StoredLayer": "KVCacheLayer",
     r"(?:operation|each|argmax|product)\.(?:leaves|fresh)(?![a-z])": "args, outputs",

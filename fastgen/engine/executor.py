@@ -21,6 +21,7 @@ from fastgen.engine.options import least_new_tokens, options_of
 from fastgen.engine.planning import Costs, next_batch
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers import buckets, models
+from fastgen.optimizer.transformers.encoders.stacks import way_of
 
 # So often a call is made again because the model has changed while it ran.
 _MOST_REPEATS = 3
@@ -208,7 +209,7 @@ class StaticBatches:
 def pads(model: Any) -> bool:
     """Whether requests of several lengths may share a batch: padding is known to change nothing."""
     if model.config.is_encoder_decoder:
-        return type(model.get_encoder()).forward.__module__ in buckets.ENCODERS
+        return way_of(model.get_encoder()) is not None
     return type(model).forward.__module__ in buckets.DECODERS
 
 

@@ -1,12 +1,12 @@
 r"""The journal: what makes a run resumable.
 
-`OUTPUT.partial` is a JSON lines file to which every finished batch is appended as **one line**, so that a batch is
-either wholly there or not there at all; a line cut short by a kill is dropped when the run is resumed. Its first
-line records the settings that decide what the output is, and a run with others is refused. When the run is complete,
-the output file is written from the journal in input order and put in place by a rename: nobody ever sees half an
-output, and an interrupted run ends in the same file as one that was not.
+`OUTPUT.partial` is a file to which every finished batch is appended as **one line**: JSON, a tab, and a checksum. So a
+batch is either wholly there or not there at all; a line that a kill has cut short is dropped when the run is resumed,
+and whatever is behind a damaged one. Its first line records the settings that decide what the output is, and a run with
+others is refused. When the run is complete, the output file is written from the journal in input order and put in place
+by a rename: nobody ever sees half an output, and an interrupted run ends in the same file as one that was not.
 
-    {"journal": 2, "settings": {...}, "environment": {...}, "plan": {...}}
+    {"journal": 3, "settings": {...}, "environment": {...}, "plan": {...}}
     {"window": {"index": 0, "start": 0, "count": 1024, "batches": 64, "bad": [...]}}
     {"batch": {"window": 0, "index": 0, "results": [...]}}
     {"finishing": "OUTPUT, or the file of the scores or of the report, seen from the journal's directory"}
@@ -20,22 +20,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any, BinaryIO
 
 from fastgen.pipeline.batches import Resumed, Window
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
-from fastgen.pipeline.layouts import GENERATION, dumps, encode
+from fastgen.pipeline.layouts import dumps, encode
 from fastgen.pipeline.readers import digest
 from fastgen.pipeline.records import Record, Result
 
-VERSION = 2
+VERSION = 3
 Values = Mapping[str, Any]
 Check = Callable[["Left | None"], object]
-Sound = Callable[[Values], bool]
 _FIRST = b'{"journal": '  # how every journal begins
 _REMEDY = "move it away or restore it, or start over with --overwrite"
 
@@ -161,7 +161,6 @@ class Journal:
         environment: what may change the last digits of a score: it is kept, and differences are told.
         resume: continue what is there. Otherwise it is dropped, if a run of FastGen's has written it.
         check: called with what is there, once nobody else can change it. It raises where that must not be replaced.
-        sound: whether a result that is no error has what the command reads of it.
 
     Raises:
         SetupError: the file is not a journal, is damaged, belongs to other settings, or another run writes it.
@@ -174,7 +173,6 @@ class Journal:
         resume: bool,
         environment: Values | None = None,
         check: Check = bool,
-        sound: Sound = GENERATION.sound,
     ) -> None:
         self.path = path
         self.resumed = Resumed()
@@ -186,7 +184,6 @@ class Journal:
         """How many records it had done, those that were skipped among them."""
         self.errors: list[Result] = []
         """Those that were skipped, in the order in which they were met."""
-        self._sound = sound
         self._settings = json.loads(dumps(dict(settings)))
         self._environment = json.loads(dumps(dict(environment or {})))
         self._end = 0  # the position after its last window
@@ -212,10 +209,10 @@ class Journal:
             self._file.seek(0)
             return
         end = len(first)
-        self._take_over(_entry(first))
+        self._take_over(first)
         collector = Collector(self.path)
         for line in self._file:
-            entry = _entry(line, self._sound)
+            entry = _entry(line)
             if entry is None:
                 break
             end += len(line)
@@ -235,18 +232,15 @@ class Journal:
         self._end = collector.end
         self._file.seek(end)
 
-    def _take_over(self, header: Mapping[str, Any] | None) -> None:
+    def _take_over(self, first: bytes) -> None:
         """Compare the first line with the settings of this run, and keep its plan."""
-        version = None if header is None else header.get("journal")
-        if isinstance(version, int) and version != VERSION:
+        version = re.match(rb'{"journal": (\d+)[,}]', first)
+        if version and int(version[1]) != VERSION:
             raise SetupError(f"cannot resume: {self.path} was written by another version of fastgen")
-        parts: list[Any] = [(header or {}).get(name) for name in ("settings", "environment", "plan")]
-        settings, environment, plan = parts
-        sound = version is not None and isinstance(settings, dict) and isinstance(environment, dict)
-        sound = sound and _has(plan, batch_size=int) and plan["batch_size"] > 0
-        if not sound or type(plan.get("max_tokens")) not in (int, NoneType):
+        header = _entry(first)
+        if header is None:
             raise SetupError(f"cannot resume: the first line of {self.path} is damaged ({_REMEDY})")
-        self.plan = plan
+        settings, environment, self.plan = (header[name] for name in ("settings", "environment", "plan"))
         for name, old, new in _differences(settings, self._settings):
             if name.startswith("model."):
                 raise SetupError(f"cannot resume with another model: its {name[6:]} changed since the run began")
@@ -288,7 +282,7 @@ class Journal:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         with writing(self.path, RESUMABLE):
-            self._file.write(encode(entry))
+            self._file.write(line_of(entry))
             # Out of this process, so that a kill cannot take it back.
             self._file.flush()
 
@@ -297,7 +291,7 @@ class Journal:
         collector = Collector(self.path)
         with open(self.path, "rb") as handle:
             for line in handle:
-                entry = _entry(line, self._sound)
+                entry = _entry(line)
                 if entry is not None:
                     yield from collector.take(entry)
         collector.close(self._end)
@@ -315,37 +309,16 @@ class Journal:
         self.close()
 
 
-def _entry(line: bytes, good: Sound = bool) -> dict[str, Any] | None:
-    """A line as an entry; None where it is cut short or damaged. `good` says whether a result is."""
-    try:
-        entry = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(entry, dict):
-        return None
-    sound = True
-    if "window" in entry:
-        window = entry["window"]
-        sound = _has(window, index=int, start=int, count=int, batches=int, bad=list)
-        sound = sound and all(_is_result(bad, good) and "error" in bad for bad in window["bad"])
-    elif "batch" in entry:
-        batch: Any = entry["batch"]
-        sound = _has(batch, window=int, index=int, results=list) and all(
-            _is_result(result, good) for result in batch["results"]
-        )
-    return entry if sound else None
+def line_of(entry: Mapping[str, Any]) -> bytes:
+    """An entry as a line."""
+    text = encode(entry).rstrip(b"\n")
+    return b"%b\t%08x\n" % (text, zlib.crc32(text))
 
 
-def _has(value: Any, **types: type) -> bool:
-    """Whether a value is an object with these names, and each has a value of just this type (true is no int)."""
-    return isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in types.items())
-
-
-def _is_result(value: Any, good: Sound) -> bool:
-    """Whether all that is read from a result is there, and of the right type."""
-    if not (_has(value, position=int, line=int) and "id" in value):
-        return False
-    return _has(value, error=str, message=str) if "error" in value else good(value)
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line as an entry; None where it is cut short or damaged."""
+    text, tab, checksum = line.rpartition(b"\t")
+    return json.loads(text) if tab and checksum == b"%08x\n" % zlib.crc32(text) else None
 
 
 def _window(entry: Mapping[str, Any]) -> Window:

@@ -19,7 +19,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,6 @@ class Layout(ABC):
     """Those that are left out of an output without any record."""
     has_id = True
     """Whether the column `id` is that of the records' ids."""
-
-    @abstractmethod
-    def sound(self, result: Mapping[str, Any]) -> bool:
-        """Whether what is read of a result is there, and of the right type."""
 
     @abstractmethod
     def tokens(self, result: Result) -> int:
@@ -185,17 +181,6 @@ class Generation(Layout):
             if self.fields.count(name) > 1 or self._cells.count(name) > 1:
                 remedy = "name it otherwise (--output-column)" if name == output_column else "leave it out of --keep"
                 raise SetupError(f"column {name!r} would be twice in the output: {remedy}")
-
-    def sound(self, result: Mapping[str, Any]) -> bool:
-        kept = result.get("kept")
-        return (
-            type(result.get("text")) is str
-            and type(result.get("output_tokens")) is list
-            and all(type(count) is int for count in result["output_tokens"])
-            and all(type(text) is str for text in result.get("sequences", []))
-            and all(type(score) in (int, float) for score in result.get("scores") or [])
-            and (not self._kept or (type(kept) is list and len(kept) == len(self._kept)))
-        )
 
     def tokens(self, result: Result) -> int:
         return sum(result["output_tokens"])

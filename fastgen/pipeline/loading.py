@@ -141,9 +141,9 @@ def _how_loaded(model: Any, stored: Any) -> str:
     Args:
         stored: "gguf", or the `quantization_config` of a checkpoint, or None.
     """
-    from fastgen.quantization import loaded
+    from fastgen.quantization import layers
 
-    kept = loaded.described(model)
+    kept = layers.described(model)
     if kept is not None:
         return f"model: {kept}"
     line = f"model: {type(model).__name__} in {str(model.dtype).removeprefix('torch.')}"

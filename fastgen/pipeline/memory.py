@@ -14,7 +14,7 @@ model's configuration, and the weights are in memory before anything is planned.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen import settings as process_settings
@@ -214,14 +214,20 @@ def automatic_batch(model: Any, generation: Any, longest: int) -> tuple[int, int
     """Inputs and tokens of a batch that fit into the memory of the model's device.
 
     Args:
+        generation: the generation config; None for a model that only encodes.
         longest: tokens of the longest input.
     """
+    from transformers import GenerationConfig
+
     kind = "cuda" if model.device.type == "cuda" else "cpu"
     free = int(free_memory(model.device) * SHARE_OF_FREE[kind])
-    if model.device.type == "cpu" and process_settings.current().packed_weights != "never":
+    memory = MemoryModel.of(model, generation or GenerationConfig(max_new_tokens=1))
+    if generation is None:  # it keeps nothing from layer to layer, and has no scores over a vocabulary
+        memory = replace(memory, layers=0, vocabulary=0, captured=False)
+    elif kind == "cpu" and process_settings.current().packed_weights != "never":
         # Copies of the weights take so much at the most.
         free -= sum(parameter.nbytes for parameter in model.parameters())
-    return MemoryModel.of(model, generation).largest(max(free, 0), MOST_ROWS[kind], longest)
+    return memory.largest(max(free, 0), MOST_ROWS[kind], longest)
 
 
 def free_memory(device: Any) -> int:

@@ -69,7 +69,7 @@ class FileOutput:
         self._path = Path(settings.output)
         # Checked again once it is locked: another run may have ended in between.
         check = functools.partial(_check_replaced, settings)
-        self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check, layout.sound)
+        self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check)
         try:
             unfinished_path(self._path).unlink(missing_ok=True)
             # The errors of this run begin with what an interrupted run has reported; without errors there is no file.
@@ -275,20 +275,21 @@ def check_unfinished(path: Path, left: journal.Left | None, beginning: bytes = b
 
 
 @contextlib.contextmanager
-def placed(path: Path, journal: Journal | None = None) -> Iterator[Path]:
+def placed(path: Path, journal: Journal | None = None, remedy: str = "") -> Iterator[Path]:
     """Where to write a file that is to be there as a whole or not at all; it is put in place at the end of the block.
 
     What is written to and cannot be replaced, such as a pipe, is written to at once.
 
     Args:
         journal: of the run that it belongs to, which is told, so that a resumed run knows the file.
+        remedy: what to do when it cannot be written.
     """
     if is_special(path):
         with writing(path):
             yield path
         return
     unfinished = unfinished_path(path)
-    with writing(path, RESUMABLE if journal else ""):
+    with writing(path, RESUMABLE if journal else remedy):
         try:
             if journal:
                 journal.finishing(path)

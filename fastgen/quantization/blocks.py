@@ -8,11 +8,12 @@ All code between the blocks runs as it is, so nothing is assumed about what a bl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fastgen.quantization.layers import is_plain_embedding
 
@@ -31,6 +32,17 @@ class _Reached(Exception):
     """No error: the forward pass ends here."""
 
 
+@contextlib.contextmanager
+def seen_by(hooks: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
+    """Inside this block each of these modules has a hook, which gets it and its arguments before its forward pass."""
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
     """The blocks of a model that have linear layers, in the order in which the first sample reaches them.
 
@@ -41,16 +53,9 @@ def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
     """
     candidates = _outermost(model)
     calls: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-        for name, (module, _) in candidates.items()
-    ]
-    try:
-        with torch.no_grad():
-            forward(0)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = ((module, lambda *_, name=name: calls.append(name)) for name, (module, _) in candidates.items())
+    with seen_by(hooks), torch.no_grad():
+        forward(0)
     shared = _shared_parameters(model)
     blocks = []
     for name in calls:
@@ -161,12 +166,8 @@ class Carried:
             given.append((args, kwargs))
             raise _Reached
 
-        hook = block.module.register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            with self._replayed(sample), contextlib.suppress(_Reached):
-                self._forward(sample)
-        finally:
-            hook.remove()
+        with seen_by([(block.module, stop)]), self._replayed(sample), contextlib.suppress(_Reached):
+            self._forward(sample)
         if not given:
             raise ValueError(f"a sample does not reach {block.name}")
         return given[0]
@@ -205,12 +206,8 @@ def check_carried(blocks: Sequence[Block], forward: Forward) -> None:
 
         return hook
 
-    hooks = [block.module.register_forward_pre_hook(keep(block), with_kwargs=True) for block in blocks]
-    try:
+    with seen_by((block.module, keep(block)) for block in blocks):
         forward(0)
-    finally:
-        for hook in hooks:
-            hook.remove()
     carried = Carried(forward, 1)
     for block in blocks:
         if not _same(carried.inputs(block, 0), given[block.name]):
@@ -219,23 +216,13 @@ def check_carried(blocks: Sequence[Block], forward: Forward) -> None:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
-    if isinstance(value, tuple | list):
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {name: _copied(part) for name, part in value.items()}
-    return value
+    return tree_map(lambda part: part.clone() if isinstance(part, Tensor) else part, value)
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether all tensors of two values are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if type(one) is dict and type(other) is dict:
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
-    return type(one) is type(other)
+    (parts, shape), (others, other_shape) = tree_flatten(one), tree_flatten(other)
+    return shape == other_shape and all(
+        torch.equal(part, twin) if isinstance(part, Tensor) and isinstance(twin, Tensor) else type(part) is type(twin)
+        for part, twin in zip(parts, others, strict=True)
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.quantization import autoround
-from fastgen.quantization.blocks import Block, Carried
+from fastgen.quantization.blocks import Block, Carried, seen_by
 from fastgen.quantization.gptq import DAMPING, Plan, gptq, output_error, plan
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.rtn import Kind, best_grid, make_grid, round_to_nearest
@@ -232,13 +232,9 @@ def _collect(block: Block, carried: Carried, layers: dict[str, nn.Linear]) -> li
 
         return seen
 
-    hooks = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
+    with seen_by((layer, hook(name)) for name, layer in layers.items()):
         for _ in carried.run(block):
             latest.clear()
-    finally:
-        for handle in hooks:
-            handle.remove()
     for name in [name for name in layers if name not in found]:  # no sample has reached it
         leaders[name] = _Inputs(layers[name])
         leaders[name].names.append(name)

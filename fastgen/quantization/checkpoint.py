@@ -6,36 +6,50 @@ A format is read for one layer at a time, from tensors by the names that they ha
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
 
+if sys.byteorder != "little":  # the bytes of an int32 are read in memory's order
+    raise ImportError("low-bit weights are read on little-endian processors only")
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # What is to be done about any of these errors.
 ADVICE = "the file is damaged or of another format; fetch it again"
 
 
-class Format(Protocol):
-    """How the weight of a linear layer, [N, K], is stored."""
+@dataclass(frozen=True)
+class Format(ABC):
+    """How the weight of a linear layer, [N, K], is stored.
 
-    @property
-    def name(self) -> str:
-        """What reports call it."""
+    Attributes:
+        name: what reports call it.
+        tensors: that a layer may have in the files, besides a bias; the first of them is in each low-bit layer.
+        writable: whether `write` gives back what was read.
+        group_sizes: that the configuration names; empty if it does not.
+    """
 
-    @property
-    def writable(self) -> bool:
-        """Whether `write` gives back what was read."""
+    name: ClassVar[str]
+    tensors: ClassVar[tuple[str, ...]]
+    writable: ClassVar[bool] = True
+    group_sizes: frozenset[int] = field(default=frozenset(), kw_only=True)
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> Format:
         """The format with what only the values of a layer's tensors tell."""
+        return self
 
+    @abstractmethod
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
         """The weight in these tensors. Raises ValueError where they do not fit."""
 
+    @abstractmethod
     def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         """The inverse of `read`: all tensors that the format may have, on the same device."""
 
@@ -123,3 +137,25 @@ def zeros_of(weight: QuantizedTensor) -> Tensor:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- int32 bit packing: values of 4 or 8 bits, the first in the lowest bits
+
+
+def unpack_int32(words: Tensor, bits: int) -> Tensor:
+    """The values in words, [rows, words] in int32: uint8, [rows, words * 32 / bits]."""
+    # As one row: a tensor of one row may have any stride, and then has no view as another type.
+    octets = words.reshape(-1).contiguous().view(torch.uint8).view(len(words), 4 * words.shape[1])
+    return octets if bits == 8 else _nibbles(octets)
+
+
+def pack_int32(values: Tensor, bits: int) -> Tensor:
+    """The words, [rows, words] in int32, of values, [rows, columns] in uint8; zeros fill the last word."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits)))
+    octets = values if bits == 8 else values[:, ::2] | (values[:, 1::2] << 4)
+    return octets.reshape(-1).contiguous().view(torch.int32).view(len(octets), octets.shape[1] // 4)
+
+
+def _nibbles(octets: Tensor) -> Tensor:
+    """[rows, bytes] -> [rows, 2 * bytes], the lower nibble of a byte first."""
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)

@@ -11,13 +11,14 @@ In memory, values have the bits of their type, or 4 if these are fewer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastgen.ops.linear.grouped import SIGNED_ZERO_POINT, SuperBlockScales
-from fastgen.quantization.checkpoint import ADVICE, expect
+from fastgen.quantization.checkpoint import ADVICE, Format, expect
 from fastgen.quantization.quantized_tensor import QuantizedTensor
 
 
@@ -148,21 +149,16 @@ BLOCK_TYPES = {
 }
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks(Format):
     """Blocks of one type: the tensor `blocks`, uint8 [N, bytes of a row]."""
 
+    writable = False
     type: BlockType
 
     @property
-    def writable(self) -> bool:
-        return False
-
-    @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]  # that of others is one for the class
         return f"gguf {self.type.name}"
-
-    def resolved(self, tensors: Mapping[str, Tensor]) -> Blocks:
-        return self
 
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
         shape = n, self.type.row_bytes(k)

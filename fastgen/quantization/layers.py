@@ -26,6 +26,8 @@ from fastgen.quantization.unpacked import UNPACK, Unpacked
 
 # By `qweight` as it was before: the layer that has moved it.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The models of this process that have such layers, and the format that each was read from.
+_formats: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def keeps_bits(model: object) -> bool:
@@ -138,6 +140,18 @@ class QuantizedWeight(nn.Module):
         """The weight in floating point, [N, K], by default in the model's dtype."""
         return dequantized(layer_weight.unpack(self.packed), dtype or self.like.dtype)
 
+    def dequantize(self) -> nn.Module:
+        """A plain layer with the same weight in floating point."""
+        plain = self._plain(self.like.dtype)
+        plain.register_parameter("weight", nn.Parameter(self._shown(self.packed, self.like.dtype), requires_grad=False))
+        if "bias" in self._parameters:
+            plain.register_parameter("bias", self._parameters["bias"])
+        return plain.train(self.training)
+
+    def _plain(self, dtype: torch.dtype) -> nn.Module:
+        """The layer that this stands for, on the device "meta"."""
+        raise NotImplementedError
+
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weight."""
@@ -249,13 +263,8 @@ class QuantizedLinear(QuantizedLinearLayer, nn.Linear):  # type: ignore[override
         super().__init__(n, k, *stored)
         self.in_features, self.out_features = k, n
 
-    def dequantize(self) -> nn.Linear:
-        """A plain layer with the same weight in floating point."""
-        weight = self.dequantized()
-        plain = nn.Linear(self.k, self.n, self.bias is not None, device="meta", dtype=weight.dtype)
-        plain.weight = nn.Parameter(weight, requires_grad=False)
-        plain.register_parameter("bias", self.bias)
-        return plain.train(self.training)
+    def _plain(self, dtype: torch.dtype) -> nn.Linear:
+        return nn.Linear(self.k, self.n, self.bias is not None, device="meta", dtype=dtype)
 
 
 def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
@@ -284,9 +293,32 @@ class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[overrid
         found = layer_weight.rows(self.packed, tokens.reshape(-1).long(), self.like.dtype)
         return found.view(*tokens.shape, self.k)
 
-    def dequantize(self) -> nn.Embedding:
-        """A plain embedding with the same weight in floating point."""
-        weight = self.dequantized()
-        plain = nn.Embedding(self.n, self.k, self.padding_idx, device="meta", dtype=weight.dtype)
-        plain.weight = nn.Parameter(weight, requires_grad=False)
-        return plain.train(self.training)
+    def _plain(self, dtype: torch.dtype) -> nn.Embedding:
+        return nn.Embedding(self.n, self.k, self.padding_idx, device="meta", dtype=dtype)
+
+
+def note_format(model: nn.Module, form: str) -> None:
+    """The model has been read from this format."""
+    _formats[model] = form
+
+
+def notes() -> list[str]:
+    """A line for each such model that is still there, and has not been unpacked since."""
+    return [line for model in list(_formats) if (line := described(model)) is not None]
+
+
+def described(model: nn.Module) -> str | None:
+    """A line about a model whose weights are kept in their bits; None for any other."""
+    form = _formats.get(model)
+    layers = [each for each in model.modules() if isinstance(each, QuantizedWeight) and each.bits is not None]
+    if form is None or not layers:
+        return None
+    distinct = {layer.packed.qweight.data_ptr(): layer for layer in layers}.values()  # tied ones count once
+    size = sum(layer.nbytes for layer in distinct)
+    full = sum(layer.n * layer.k * 4 for layer in distinct)
+    *some, last = (str(bits) for bits in sorted({layer.bits or 0 for layer in layers}))
+    bits = f"{', '.join(some)} and {last}" if some else last
+    return (
+        f"{type(model).__name__} read from {form}: {len(layers)} layers of {bits} bits in {size / 2**20:.1f} MiB, "
+        f"{full / 2**20:.1f} MiB in float32"
+    )

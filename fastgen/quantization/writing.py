@@ -1,7 +1,7 @@
 """Quantised layers in the format `pack-quantized` of the library compressed-tensors, and as the work kept of a run.
 
 Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format
-of GPTQ instead (`gptq_format.py`), version 1.
+of GPTQ instead (`formats.py`), version 1.
 
 A layer of `pack-quantized` with [N, K] has these tensors in place of its weight:
 
@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from fastgen.keep_bits import IN_CONFIG
 from fastgen.quantization.calibration import Quantised
-from fastgen.quantization.compressed_tensors import PackQuantized
-from fastgen.quantization.gptq_format import GPTQ
+from fastgen.quantization.formats import GPTQ, PackQuantized
 from fastgen.quantization.quantized_tensor import QuantizedTensor, check
 from fastgen.quantization.rtn import Kind
 

@@ -15,6 +15,8 @@ import fastgen
 from fastgen import releases
 from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers import buckets
+from fastgen.optimizer.transformers.encoders.stacks import way_of
+from fastgen.optimizer.transformers.encoders.unpadded_forward import UnpaddedForward
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.models import BY_NAME, FAMILIES, LONG, PAD, VOCABULARY, Family, padded
@@ -53,7 +55,7 @@ def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tupl
     check(model, padded(LENGTHS, "right" if family.encoder_decoder else "left"), decoding)
     assert accelerated() == (not exceeds)
     # Encoders of which it is not known that they leave padding out of everything run whole.
-    known = not family.encoder_decoder or type(model.get_encoder()).__module__ in buckets.ENCODERS
+    known = not family.encoder_decoder or way_of(model.get_encoder()) is not None
     assert passes == (GROUPS if known and not exceeds else [])
 
 
@@ -170,6 +172,7 @@ def test_a_failure_in_a_group(name: str, monkeypatch: pytest.MonkeyPatch, passes
         raise RuntimeError("planted")
 
     monkeypatch.setattr(buckets, "_check_nothing_else", failing)
+    monkeypatch.setattr(UnpaddedForward, "_merged", failing)
     with pytest.warns(RuntimeWarning, match="planted"):
         check(BY_NAME[name].build(), padded(LENGTHS, SIDES[name]), BEAM)
     assert passes

@@ -19,7 +19,7 @@ from fastgen.ops.gpu import grouped_linear
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.quantization import layer_weight
-from fastgen.quantization.compressed_tensors import PackQuantized
+from fastgen.quantization.formats import PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.quantized_tensor import QuantizedTensor
 from tests.equivalence.captured import BEAMS, GREEDY, CalledGraph, build, captures, reasons, to, two

@@ -66,7 +66,7 @@ DECISIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "logits:_banned": (_generated("llama", min_length=20), "transformers.min_length"),
     "encoders.call:known_of": (_classified, ENCODER),
     "encoders.call:UnpaddedForward.__init__": (_classified, ENCODER),
-    "encoders.call:_may_be_recorded": (_short, ENCODER),
+    "encoders.programs:_may_have_padding": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_serves": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_is_due": (_short, f"{ENCODER}, recorded"),
 }

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sampled(4)
 EMBED_TOKENS = [
     name for name in WITHOUT_PADDING
     if {(type(each).__module__.removeprefix("transformers.models."), type(each).__name__)
-        for each in build(name).modules()} & EMBEDDINGS.keys()
+        for each in build(name).modules()} & EMBEDDINGS
 ]  # fmt: skip
 
 

@@ -71,39 +71,19 @@ class _Fields:
     states: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Frozen:
-    states: Any
-
-
-class _Slots:
-    __slots__ = ("states",)
-
-    def __init__(self, states: Any) -> None:
-        self.states = states
-
-
 class _Pair(NamedTuple):
     states: Any
 
 
-def _with_itself(states: Any) -> dict[str, Any]:
-    result = {"states": states}
-    result["self"] = result
-    return result
-
-
-# What a head may put its states in; in the last ones they cannot be replaced, or not be found.
+# What a head may put its states in; of the last ones, nobody looks for them inside.
 _CHANGED: dict[str, Callable[[Any], Any]] = {
-    "a UserDict": lambda states: UserDict(states=states),
-    "fields": _Fields,
-    "slots": _Slots,
     "a named tuple": _Pair,
-    "attributes": lambda states: SimpleNamespace(states=(states,)),
-    "one that contains itself": _with_itself,
+    "a list in a dict": lambda states: {"states": (states,), "all": [states, None, 1]},
 }
 _UNKNOWN: dict[str, Callable[[Any], Any]] = {
-    "frozen fields": _Frozen,
+    "a UserDict": lambda states: UserDict(states=states),
+    "fields": _Fields,
+    "attributes": lambda states: SimpleNamespace(states=(states,)),
     "a read-only mapping": lambda states: MappingProxyType({"states": states}),
     "a set": lambda states: {states},
     "an array": lambda states: states.numpy(),

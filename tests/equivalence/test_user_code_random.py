@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import settings
-from fastgen.optimizer.transformers.captured import host_code
+from fastgen.optimizer.transformers.captured import host
 from tests import near_ties
 from tests.equivalence.captured import build, captures
 from tests.equivalence.models import BY_NAME, EOS
@@ -285,7 +285,7 @@ def sequences_are_worth_it() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_users_code(seed: int) -> None:
-    host_code._writers.clear()
+    host._writers.clear()
     _sequence(random.Random(seed))
 
 

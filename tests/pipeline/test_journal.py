@@ -11,12 +11,11 @@ import pytest
 from fastgen.pipeline import journal as journals
 from fastgen.pipeline.batches import Window
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.journal import VERSION, Journal
+from fastgen.pipeline.journal import VERSION, Journal, line_of
 from fastgen.pipeline.records import Problem, Record
 
 SETTINGS = {"model": {"weights": "a"}, "generation": {"num_beams": 4, "bad_words_ids": [[1]]}, "seed": 1}
 BAD = Record(1, 2, 1, problem=Problem("empty", "the text is empty"))
-FIRST = f'{{"journal": {VERSION}, "settings": {{}}, "environment": {{}}, "plan": %s}}'
 
 
 def result(position):
@@ -80,15 +79,10 @@ def test_cut_anywhere_it_resumes_with_the_batches_that_are_whole(tmp_path):
     ("first", "message"),
     [
         ('{"journal": 1}', "another version"),
-        ('{"journal": 1, "settings": {}, "plan": {}}', "another version"),
-        (f'{{"journal": {VERSION}}}', "is damaged"),
-        (f'{{"journal": {VERSION}, "settings": 1, "environment": {{}}, "plan": {{}}}}', "is damaged"),
+        ('{"journal": 2, "settings": {}, "plan": {}}', "another version"),
+        (f'{{"journal": {VERSION}, "settings": {{}}, "environment": {{}}, "plan": {{}}}}', "is damaged"),
         ('{"journal": "x"}', "is damaged"),
-        (FIRST % "{}", "is damaged"),
-        (FIRST % '{"batch_size": null}', "is damaged"),
-        (FIRST % '{"batch_size": "4"}', "is damaged"),
-        (FIRST % '{"batch_size": 4, "max_tokens": "x"}', "is damaged"),
-        ('{"journal": 2, "settings": {"model"', "is damaged"),
+        (f'{{"journal": {VERSION}, "settings": {{"model"', "is damaged"),
         ('{"journal": \0\0\0\0', "is damaged"),
     ],
 )
@@ -105,13 +99,20 @@ def test_a_damaged_first_line_is_refused_and_not_discarded(tmp_path, first, mess
 
 
 @pytest.mark.parametrize(
-    "line", ["{}x", "5", "[]", '{"window": 3}', '{"batch": {"window": 1}}', '{"batch": {"results": 1}}']
+    "damage",
+    [
+        lambda line: "{}x\n",
+        lambda line: '{"batch": {"window": 0, "index": 1, "results": []}}\n',
+        lambda line: line.replace('"position": 3', '"position": 2'),
+        lambda line: line[:-2] + "\n",
+        lambda line: line.replace("\t", " "),
+    ],
 )
-def test_work_ends_before_a_damaged_line(tmp_path, line):
+def test_work_ends_before_a_damaged_line(tmp_path, damage):
     path = write(tmp_path / "j")
     lines = path.read_text().splitlines(keepends=True)
-    lines[3] = line + "\n"
-    path.write_text("".join(lines))
+    assert damage(lines[3]) != lines[3]
+    path.write_text("".join([*lines[:3], damage(lines[3]), *lines[4:]]))
     journal = Journal(path, SETTINGS, resume=True)
     assert journal.resumed.done == {0: {0}}
     journal.close()
@@ -120,31 +121,10 @@ def test_work_ends_before_a_damaged_line(tmp_path, line):
 
 def change_line(path, number, change):
     lines = path.read_text().splitlines(keepends=True)
-    entry = json.loads(lines[number])
+    entry = json.loads(lines[number].partition("\t")[0])
     change(entry.get("window") or entry["batch"])
-    lines[number] = json.dumps(entry) + "\n"
+    lines[number] = line_of(entry).decode()
     path.write_text("".join(lines))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda batch: batch.update(window=[0]),
-        lambda batch: batch.update(index="1"),
-        lambda batch: batch["results"][0].update(position="3"),
-        lambda batch: batch["results"][0].pop("output_tokens"),
-        lambda batch: batch["results"][0].update(output_tokens=None),
-        lambda batch: batch["results"][0].update(text=3),
-        lambda batch: batch["results"][0].update(scores=["0"]),
-        lambda batch: batch["results"][0].update(error=3),
-    ],
-)
-def test_an_entry_of_wrong_types_is_a_damaged_line(tmp_path, change):
-    path = write(tmp_path / "j")
-    change_line(path, 3, change)
-    journal = Journal(path, SETTINGS, resume=True)
-    assert journal.resumed.done == {0: {0}}
-    journal.close()
 
 
 @pytest.mark.parametrize(

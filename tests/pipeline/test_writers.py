@@ -120,13 +120,13 @@ def test_what_another_run_has_written_between_the_check_and_the_lock_is_not_repl
         if kind == "output":
             path.write_text("theirs")
         else:
-            work.write_text('{"journal": 2}\n')
+            work.write_text(f'{{"journal": {journal.VERSION}}}\n')
         lock(handle, locked)
 
     monkeypatch.setattr(journal, "lock", late)
     with pytest.raises(SetupError, match="exists already|is left from an interrupted run|first line .* is damaged"):
         file_output(path, resume=resume)
-    assert (path if kind == "output" else work).read_text() in ("theirs", '{"journal": 2}\n')
+    assert (path if kind == "output" else work).read_text() in ("theirs", f'{{"journal": {journal.VERSION}}}\n')
     monkeypatch.undo()
     if kind == "output":
         path.unlink()

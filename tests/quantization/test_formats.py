@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.quantization.awq import AWQ
 from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.compressed_tensors import PackQuantized
+from fastgen.quantization.formats import AWQ, GPTQ, PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
-from fastgen.quantization.gptq_format import GPTQ
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from tests.quantization import definitions
 from tests.quantization.definitions import by_definition, random_weight

@@ -15,9 +15,8 @@ from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import grouped
 from fastgen.quantization import layer_weight, layers
 from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.compressed_tensors import PackQuantized
+from fastgen.quantization.formats import GPTQ, PackQuantized
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
-from fastgen.quantization.gptq_format import GPTQ
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.unpacked import Unpacked

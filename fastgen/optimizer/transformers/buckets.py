@@ -20,28 +20,23 @@ from fastgen import patching, releases
 from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders import attention
+from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
+from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward
 
-
-def _modules(*names: str) -> frozenset[str]:
-    return frozenset(f"transformers.models.{name}.modeling_{name}" for name in names)
-
-
-# The modules whose encoders are known to leave padding out of everything, and those whose decoders are known to give
-# the same whatever padding is in front: equivalence tests run them. Other encoders look at neighbouring positions, in
-# blocks or in convolutions, or adapt to the length of the batch; other decoders may count from its first column.
-ENCODERS = _modules("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
-DECODERS = _modules(
-    "bloom", "gemma", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "opt", "phi",
-    "qwen2", "qwen3",
-)  # fmt: skip
+# The modules whose decoders are known to give the same whatever padding is in front: equivalence tests run them. Others
+# may count from the first column of the batch. Encoders are in `encoders/stacks.py`.
+DECODERS = frozenset(
+    f"transformers.models.{name}.modeling_{name}"
+    for name in "bloom gemma gemma2 gpt2 gpt_neox gpt_oss llama mistral mixtral opt phi qwen2 qwen3".split()
+)
 # Arguments of `generate` that the library does not pass to the encoder.
 _OF_DECODER = ("decoder_", "cross_attn")
 # Inputs with a column for each position of the prompt.
 PER_POSITION = ("attention_mask", "position_ids")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
-Buckets = list[tuple[Tensor, slice]]
-Prefill = Callable[[Tensor, Any, dict[str, Any], bool], Any]
+Prefill = Callable[[Tensor, dict[str, Any]], Any]
+"""The library's `_prefill` of tokens [rows, length] with the model's other inputs."""
 
 
 def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +89,8 @@ def _encode(
 def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
     """Whether the encoder is known to read each row for itself, without padding, and nothing else of it is returned."""
     encoder = call.model.get_encoder()
-    is_known = type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder)
-    return is_known and _has_known_padding(encoder, ids, mask, config)
+    is_hooked = way_of(encoder) is not None and patching.original_of(type(encoder).forward) is not None
+    return is_hooked and "forward" not in vars(encoder) and _has_known_padding(encoder, ids, mask, config)
 
 
 def _encode_buckets(
@@ -108,27 +103,19 @@ def _encode_buckets(
     mask: Tensor,
 ) -> dict[str, Any]:
     """What the library gives for these rows, encoded in buckets where that pays."""
+    encoder, given = call.model.get_encoder(), {**model_kwargs, "attention_mask": mask}
     with call.decides():
-        buckets = _buckets(call, call.model.get_encoder(), ids, mask, config)
+        buckets = _buckets(call, encoder, ids, mask, config)
+        unpadded = UnpaddedForward(encoder, RIGHT_PADDED, mask.bool(), 0.0, buckets=buckets)
     if not buckets:
-        return dict(wrapped(ids, {**model_kwargs, "attention_mask": mask}, model_input_name, config))
+        return dict(wrapped(ids, given, model_input_name, config))
     call.has_intervened = True  # until the buckets are merged: the library's own encoder could have made that
-    result: dict[str, Any] = {}
-    encoded = None
-    for rows, positions in buckets:
-        some = ids[rows, positions]
-        part = {**model_kwargs, "attention_mask": mask[rows, positions]}
-        result = wrapped(some, part, model_input_name, config)
-        _check_nothing_else("the encoder", result["encoder_outputs"], "last_hidden_state")
-        state = result["encoder_outputs"].last_hidden_state
-        if state.shape[:2] != some.shape:
-            raise RuntimeError(f"the encoder gives {tuple(state.shape)} for tokens of shape {tuple(some.shape)}")
-        if encoded is None:
-            encoded = state.new_zeros(*ids.shape, state.shape[-1])
-        encoded[rows, positions] = state
-    outputs = type(result["encoder_outputs"])(last_hidden_state=encoded)
+    with patching.held(UnpaddedForward.current, unpadded):
+        result = dict(wrapped(ids, given, model_input_name, config))
+    if not unpadded.has_run:
+        raise RuntimeError("the layers of the encoder have not been called")
     call.has_intervened = False
-    return {**result, "attention_mask": mask, "encoder_outputs": outputs}
+    return result
 
 
 def _is_all(model_kwargs: dict[str, Any]) -> bool:
@@ -137,9 +124,7 @@ def _is_all(model_kwargs: dict[str, Any]) -> bool:
     return all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
 
 
-def prefill_in_groups(
-    call: Call, wrapped: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
-) -> Any:
+def prefill_in_groups(call: Call, run: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Any:
     """What the library's `_prefill` gives for prompts [batch, longest]: the logits of the last position at least.
 
     The cache of `model_kwargs` has FastGen's layers in it, and is filled.
@@ -157,14 +142,10 @@ def prefill_in_groups(
         and not call.cache_is_the_users  # it would have the K/V of the padding in it
     ):
         buckets = _buckets(call, call.model, ids, model_kwargs.get("attention_mask"), config, in_front=True)
-    if not buckets:
-        return wrapped(ids, config, model_kwargs, is_first_iteration)
-    return _prefill_buckets(buckets, wrapped, ids, config, model_kwargs, is_first_iteration)
+    return _prefill_buckets(buckets, run, ids, model_kwargs) if buckets else run(ids, model_kwargs)
 
 
-def _prefill_buckets(
-    buckets: Buckets, wrapped: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
-) -> Any:
+def _prefill_buckets(buckets: Buckets, run: Prefill, ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
     cache = releases.cache_in(model_kwargs)
     layers = cache.layers  # empty, or none yet
     stored: list[tuple[Tensor, ...]] = []
@@ -173,7 +154,7 @@ def _prefill_buckets(
     for rows, positions in buckets:
         part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in PER_POSITION}
         cache.layers = copy.deepcopy(layers)
-        outputs = wrapped(ids[rows, positions], config, {**model_kwargs, **part}, is_first_iteration)
+        outputs = run(ids[rows, positions], {**model_kwargs, **part})
         if releases.cache_in(outputs) is not cache:
             return outputs  # which the caller checks, too
         _check_nothing_else("the model", outputs, "logits", releases.cache_name())

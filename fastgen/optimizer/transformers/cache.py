@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
@@ -24,19 +24,10 @@ from fastgen.decoding.kv.rows import Beams
 from fastgen.decoding.kv.view import CannotBeCaptured
 
 
-class _Store(Protocol):
-    """A store of K and V of one layer, as a layer of the library's looks at it."""
-
-    @property
-    def length(self) -> int: ...
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 class KVCacheLayer(releases.CacheLayerNames, CacheLayerMixin):
     """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
 
-    def __init__(self, kv: _Store) -> None:
+    def __init__(self, kv: GrowingKV | FixedKV) -> None:
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
         self.kv = kv
 

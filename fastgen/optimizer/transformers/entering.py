@@ -5,8 +5,8 @@ Its prompt may begin with positions whose K and V are known, and is prefilled in
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import releases
+from fastgen import patching, releases
 from fastgen.decoding.kv.cache import Pair
 from fastgen.decoding.sources import Sources
 from fastgen.optimizer.transformers.buckets import DECODERS, PER_POSITION, Prefill
@@ -48,15 +48,7 @@ class Entering:
         is_long = self.chunk is not None and ids.numel() > self.chunk
         return is_known and per_position and (is_long or bool(self.beginning))
 
-    def prefill(
-        self,
-        store: ExchangedLayers,
-        wrapped: Prefill,
-        ids: Tensor,
-        config: Any,
-        model_kwargs: dict[str, Any],
-        first: bool,
-    ) -> Any:
+    def prefill(self, store: ExchangedLayers, run: Prefill, ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
         """What the library's `_prefill` gives, which goes on behind what the cache holds."""
         store.begin_with(self.beginning)
         rows, length = ids.shape
@@ -67,23 +59,18 @@ class Entering:
         columns.setdefault("attention_mask", torch.ones_like(ids))
         for end in range(cache.get_seq_length() + step, length, step):
             part = {name: value[:, :end] for name, value in columns.items()}
-            if releases.cache_in(wrapped(ids[:, :end], config, {**model_kwargs, **part}, first)) is not cache:
+            if releases.cache_in(run(ids[:, :end], {**model_kwargs, **part})) is not cache:
                 break  # the last pass tells the caller, too
             self.between()
-        return wrapped(ids, config, {**model_kwargs, **columns}, first)
+        return run(ids, {**model_kwargs, **columns})
 
 
 _current: ContextVar[Entering | None] = ContextVar("fastgen_entering", default=None)
 
 
-@contextlib.contextmanager
-def entering(how: Entering) -> Iterator[None]:
+def entering(how: Entering) -> AbstractContextManager[None]:
     """In this context, calls of `generate` end behind their prefill."""
-    token = _current.set(how)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return patching.held(_current, how)
 
 
 def claimed() -> Entering | None:

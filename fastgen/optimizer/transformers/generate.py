@@ -5,26 +5,38 @@ Both open a `Call`, and repeat it with the original code if it fails.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+import wrapt
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
 from fastgen import caches, counters, interrupts, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.transformers import loop, models, user_code
+from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.entering import claimed
-from fastgen.optimizer.transformers.hooked import hooked
+from fastgen.optimizer.transformers.prefill import prefill
 from fastgen.optimizer.transformers.speculation import assisted
 from fastgen.releases import Usual
+
+# What a decoding loop calls of the model.
+_HOOKED = {
+    "_prefill": prefill,
+    "prepare_inputs_for_generation": loop_hooks.prepare_inputs,
+    "_update_model_kwargs_for_generation": loop_hooks.update_kwargs,
+    "_check_early_stop_heuristic": loop_hooks.early_stop,
+}
 
 
 @interrupts.guarded
@@ -93,9 +105,43 @@ def decode(
     original = _librarys_loop(model, arguments, given)
     if patching.is_suspended():
         return original()
-    with hooked(model, arguments) as (with_hooks, arguments):
+    with _with_hooks(model, arguments) as (with_hooks, arguments):
         decide = partial(_decide_loop, model, arguments, given)
         return _attempted(model, decide, partial(_run_loop, model, with_hooks), original)
+
+
+class _Model(wrapt.CallableObjectProxy):
+    """The model, for the library's loop to call: its methods that a loop calls have hooks."""
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__wrapped__
+        value, hook = getattr(model, name), _HOOKED.get(name)
+        return value if hook is None else lambda *args, **kwargs: hook(value, model, args, kwargs)
+
+
+class _Processors(LogitsProcessorList):
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return scores.process(super().__call__, self, args, kwargs)
+
+
+class _Criteria(StoppingCriteriaList):
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loop_hooks.stopping_criteria(super().__call__, self, args, kwargs)
+
+
+@contextlib.contextmanager
+def _with_hooks(model: Any, arguments: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """What stands for the model and the arguments of a decoding loop inside this block, with hooks.
+
+    That is themselves where the library's classes have the hooks. In the objects of one call, no other call meets them;
+    they are those that `patches` puts into the classes, but for those of single processors and of the encoder.
+    """
+    if patching.is_active():
+        yield model, arguments
+        return
+    lists = {"logits_processor": _Processors, "stopping_criteria": _Criteria}
+    with patching.in_place(f"GenerationMixin.{name}" for name in _HOOKED):
+        yield _Model(model), {**arguments, **{name: kind(arguments[name]) for name, kind in lists.items()}}
 
 
 def _given_to_generate(model: Any) -> dict[str, Any]:

@@ -23,18 +23,17 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
-from fastgen.optimizer.transformers import speculation, user_code
+from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
-from fastgen.optimizer.transformers.captured.prefilled import LAST
+from fastgen.optimizer.transformers.captured.key import LAST, MASKS, POSITIONS
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies, masks_source
 from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
-from fastgen.optimizer.transformers.speculation.drafts import Draft
+from fastgen.optimizer.transformers.speculation.drafts import Draft, draft_for
 
 ENTRY_POINT = counters.CAPTURED_STEP
 
@@ -71,7 +70,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     config = arguments["generation_config"]
     try:
         with call.decides():
-            draft = speculation.draft_for(call, config)
+            draft = draft_for(call, config)
             _check(call, arguments, model_kwargs)
             if draft is None and call.entering is None:
                 _check_without_draft(arguments)

@@ -73,16 +73,20 @@ def _prefill(
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
     store = call.store = ExchangedLayers(releases.cache_in(model_kwargs), per_input, initial_capacity)
-    how, given = call.entering, (one_row_ids, generation_config, one_row_kwargs)
-    if how is not None and how.serves(call.model, *given):
-        outputs = how.prefill(store, wrapped, *given, is_first_iteration)
+
+    def run(ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        return wrapped(ids, generation_config, kwargs, is_first_iteration)
+
+    how = call.entering
+    if how is not None and how.serves(call.model, one_row_ids, generation_config, one_row_kwargs):
+        outputs = how.prefill(store, run, one_row_ids, one_row_kwargs)
     else:
-        outputs = prefill_in_groups(call, wrapped, *given, is_first_iteration)
+        outputs = prefill_in_groups(call, run, one_row_ids, generation_config, one_row_kwargs)
     if releases.cache_in(outputs) is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
         call.abandon()
         call.decline("the model does not use the cache that it is given")
-        return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
+        return run(input_ids, model_kwargs)
     batch = one_row_ids.shape[0]
     store.expand(Beams(batch, per_input))
     # The loops read the last position only; repeating the logits of the whole prompt would be a waste.

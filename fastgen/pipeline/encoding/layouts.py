@@ -8,9 +8,8 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,13 +31,6 @@ class Vectors(Layout):
         import numpy
 
         self._size, self._dtype = size, numpy.dtype(dtype).newbyteorder("<")
-
-    def sound(self, result: Mapping[str, Any]) -> bool:
-        try:
-            length = len(base64.b64decode(result.get("vector") or "", validate=True))
-        except (TypeError, ValueError, binascii.Error):
-            return False
-        return length == self._size * self._dtype.itemsize and type(result.get("input_tokens")) is int
 
     def tokens(self, result: Result) -> int:
         return int(result["input_tokens"])
@@ -112,17 +104,6 @@ class Labels(Layout):
         pair = ("pair",) if with_pair else ()
         numbered = [(f"label_{number}", f"score_{number}") for number in range(2, count + 1)]
         self._columns = ("id", "input", *pair, "label", "score", *(name for both in numbered for name in both))
-
-    def sound(self, result: Mapping[str, Any]) -> bool:
-        labels, scores = result.get("labels"), result.get("scores")
-        return (
-            type(labels) is list
-            and type(scores) is list
-            and len(labels) == len(scores) == self._count
-            and all(type(label) is str for label in labels)
-            and all(type(score) in (int, float) for score in scores)
-            and type(result.get("input_tokens")) is int
-        )
 
     def tokens(self, result: Result) -> int:
         return int(result["input_tokens"])

@@ -33,8 +33,18 @@ _SETTINGS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sente
              "sentence_xlnet_config.json")  # fmt: skip
 _PROMPTS = "config_sentence_transformers.json"
 _VECTOR = "sentence_embedding"
-Step = Callable[[Any], Any]
-"""From vectors [rows, size] in float32 to others."""
+
+
+@dataclass
+class Step:
+    """A module behind the pooling."""
+
+    run: Callable[[Any], Any]
+    """From vectors [rows, size] in float32 to others."""
+    about: dict[str, Any]
+    """What the journal keeps: its type, its file's contents, and sums of its weights."""
+    sizes: tuple[str, int | None, int | None] = ("", None, None)
+    """Its file, and how many numbers go in and come out, as far as that says so."""
 
 
 @dataclass
@@ -44,8 +54,6 @@ class SentenceModules:
     pooling: tuple[str, ...] = ("mean",)
     include_prompt: bool = True
     steps: list[Step] = field(default_factory=list)
-    described: list[dict[str, Any]] = field(default_factory=list)
-    """The steps as the journal keeps them: their files' contents, and sums of their weights."""
     folder: str = ""
     """Where the model itself is."""
     max_length: int | None = None
@@ -55,13 +63,11 @@ class SentenceModules:
     """Whether the model's files say all this."""
     pooled: tuple[str, int | None] = ("", None)
     """The file of the pooling, and how many numbers of a state that says there are."""
-    sizes: list[tuple[str, int | None, int | None]] = field(default_factory=list)
-    """Of each step with a file that, and how many numbers go in and come out, as far as it says so."""
 
-    def add(self, step: Step, described: dict[str, Any], sizes: tuple[str, int | None, int | None]) -> None:
-        self.steps.append(step)
-        self.described.append(described)
-        self.sizes.append(sizes)
+    @property
+    def described(self) -> list[dict[str, Any]]:
+        """The steps as the journal keeps them."""
+        return [step.about for step in self.steps]
 
     def check(self, hidden: int | None) -> None:
         """Raises `SetupError` where a module takes vectors of another size than those that it gets.
@@ -73,23 +79,22 @@ class SentenceModules:
         _check_size(file, states, hidden)
         one = states or hidden
         size = None if one is None else one * len(self.pooling)
-        for file, into, out in self.sizes:
+        for file, into, out in (step.sizes for step in self.steps):
             _check_size(file, into, size)
             size = out or into or size
 
     @property
     def normalizes(self) -> bool:
         """Whether the vectors have the length 1 because the last step sees to it."""
-        return bool(self.described) and self.described[-1]["type"] == "Normalize"
+        return bool(self.steps) and self.steps[-1].about["type"] == "Normalize"
 
     def changed(self, pooling: str | None = None, normalize: bool | None = None) -> SentenceModules:
         """The same with another pooling, and with or without a last step that normalises; None leaves it as it is."""
         found = self if pooling is None else replace(self, pooling=(pooling,), said=True)
         if normalize is None or normalize == self.normalizes:
             return found
-        if not normalize:
-            return replace(found, steps=self.steps[:-1], described=self.described[:-1])
-        return replace(found, steps=[*self.steps, _normalize], described=[*self.described, {"type": "Normalize"}])
+        steps = [*self.steps, Step(_normalize, {"type": "Normalize"})] if normalize else self.steps[:-1]
+        return replace(found, steps=steps)
 
     def __call__(self, states: Any, mask: Any, prompt_length: int = 0) -> Any:
         """The vectors [rows, size] of texts, in float32.
@@ -103,7 +108,7 @@ class SentenceModules:
 
         pooled = torch.cat([_pool(kind, states, mask, self._skipped(prompt_length)) for kind in self.pooling], dim=-1)
         for step in self.steps:
-            pooled = step(pooled)
+            pooled = step.run(pooled)
         return pooled
 
     def _skipped(self, prompt_length: int) -> int:
@@ -172,8 +177,8 @@ def _read_list(name: str, listed: Path, found: SentenceModules, asked: str | Non
                 fields.text("module_output_name", _VECTOR) != _VECTOR
             ):
                 raise SetupError(f"{listed}: module {folder} is not one of the text's vector, which is not supported")
-            step = _STEPS[kind](name, folder, fields)
-            found.add(step.function, {"type": kind, "config": fields.values, **step.about}, step.sizes)
+            found.steps.append(_STEPS[kind](name, folder, fields))
+            found.steps[-1].about |= {"type": kind, "config": fields.values}
         elif kind != "Dropout":  # which does nothing outside training
             raise SetupError(f"{listed}: a module of type {short(kind)[1:-1]} in place {folder!r} is not supported")
     if not pooled:
@@ -259,20 +264,11 @@ def _normalize(vectors: Any) -> Any:
     return torch.nn.functional.normalize(vectors, dim=-1)
 
 
-@dataclass
-class _Step:
-    """A module behind the pooling: what it does, what the journal keeps of it, and the sizes of its vectors."""
-
-    function: Step
-    about: dict[str, Any] = field(default_factory=dict)
-    sizes: tuple[str, int | None, int | None] = ("", None, None)
+def _normalize_step(name: str, folder: str, fields: Fields) -> Step:
+    return Step(_normalize, {})
 
 
-def _normalize_step(name: str, folder: str, fields: Fields) -> _Step:
-    return _Step(_normalize)
-
-
-def _dense_step(name: str, folder: str, fields: Fields) -> _Step:
+def _dense_step(name: str, folder: str, fields: Fields) -> Step:
     """A linear layer with an activation, and perhaps what went in added to what comes out."""
     import torch
 
@@ -297,10 +293,10 @@ def _dense_step(name: str, folder: str, fields: Fields) -> _Step:
             return made
         return made + (vectors if residual is None else linear(vectors, _on(residual, vectors)))
 
-    return _Step(step, {"weights": _sums(weights)}, (str(fields.path), into, out))
+    return Step(step, {"weights": _sums(weights)}, (str(fields.path), into, out))
 
 
-def _norm_step(name: str, folder: str, fields: Fields) -> _Step:
+def _norm_step(name: str, folder: str, fields: Fields) -> Step:
     import torch
 
     file, weights = _weights(name, folder)
@@ -311,10 +307,10 @@ def _norm_step(name: str, folder: str, fields: Fields) -> _Step:
     def step(vectors: Any) -> Any:
         return torch.nn.functional.layer_norm(vectors, (size,), _on(weight, vectors), _on(bias, vectors))
 
-    return _Step(step, {"weights": _sums(weights)}, (str(fields.path), size, size))
+    return Step(step, {"weights": _sums(weights)}, (str(fields.path), size, size))
 
 
-_STEPS: dict[str, Callable[[str, str, Fields], _Step]] = {
+_STEPS: dict[str, Callable[[str, str, Fields], Step]] = {
     "Normalize": _normalize_step,
     "Dense": _dense_step,
     "LayerNorm": _norm_step,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ from fastgen.pipeline.encoding.loading import (
 from fastgen.pipeline.encoding.modules import read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import explained
-from fastgen.pipeline.memory import MOST_ROWS, SHARE_OF_FREE, USUAL_LENGTH, MemoryModel, free_memory
+from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
 from fastgen.pipeline.records import Problem, Record, Result
 from fastgen.pipeline.run import DataRun, Results, RunReport
 from fastgen.pipeline.settings import DataOptions
@@ -101,16 +100,8 @@ class _Encode(DataRun):
     rules = {"pass_cost": PASS_COST}
 
     def automatic_batch(self) -> tuple[int, int]:
-        from transformers import GenerationConfig
-
-        loaded, most = self.loaded, self.settings.max_tokens
-        kind = "cuda" if loaded.device.type == "cuda" else "cpu"
-        free = int(free_memory(loaded.device) * SHARE_OF_FREE[kind])
-        # A model that only encodes keeps nothing from layer to layer, and has no scores over a vocabulary.
-        memory = MemoryModel.of(loaded.model, GenerationConfig(max_new_tokens=1))
-        memory = dataclasses.replace(memory, layers=0, vocabulary=0, captured=False)
-        rows, tokens = memory.largest(free, MOST_ROWS[kind], loaded.longest or USUAL_LENGTH)
-        return rows, min(tokens, most or tokens)
+        rows, tokens = automatic_batch(self.loaded.model, None, self.loaded.longest or USUAL_LENGTH)
+        return rows, min(tokens, self.settings.max_tokens or tokens)
 
 
 class Embed(_Encode):

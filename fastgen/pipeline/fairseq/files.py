@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fastgen.pipeline import writers
 from fastgen.pipeline.errors import SetupError, one_line, writing
 from fastgen.pipeline.fairseq.errors import explained
-from fastgen.pipeline.journal import find
-from fastgen.pipeline.layouts import GENERATION, dumps
+from fastgen.pipeline.journal import find, line_of
+from fastgen.pipeline.layouts import GENERATION
 from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special
 
@@ -124,7 +124,8 @@ class Records:
                 sys.stdout.flush()
             return
         with writing(self.partial):
-            print(dumps({"finishing": os.path.relpath(self._path, self.partial.parent)}), file=self.lines, flush=True)
+            line = line_of({"finishing": os.path.relpath(self._path, self.partial.parent)})
+            print(line.decode(), end="", file=self.lines, flush=True)
         with writers.placed(self._path) as unfinished, open(unfinished, "wb") as handle:
             handle.writelines(lines)
         self.partial.unlink()

@@ -21,8 +21,8 @@ from fastgen import counters, patching
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, Window
 from fastgen.pipeline.errors import PipelineError, SetupError, explained, one_line
-from fastgen.pipeline.generation.continuous import stage_for
 from fastgen.pipeline.generation.loading import LoadedModel, load
+from fastgen.pipeline.generation.model import stage_for
 from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.identity import content
 
@@ -35,7 +35,6 @@ class Job:
     """What makes a worker compute as the process of the command would.
 
     Attributes:
-        continuous: whether it batches continuously.
         process: FastGen's settings.
         is_active: whether FastGen is enabled.
         threads: torch's.
@@ -44,7 +43,6 @@ class Job:
     """
 
     settings: RunOptions
-    continuous: bool
     process: dict[str, Any]
     is_active: bool
     threads: int
@@ -52,12 +50,11 @@ class Job:
     content: dict[str, str]
 
     @classmethod
-    def of(cls, settings: RunOptions, loaded: LoadedModel, continuous: bool) -> Job:
+    def of(cls, settings: RunOptions, loaded: LoadedModel) -> Job:
         import torch
 
         return cls(
             settings=dataclasses.replace(settings, quiet=True),
-            continuous=continuous,
             process=dict(vars(process_settings.current())),
             is_active=patching.is_active(),
             threads=torch.get_num_threads(),
@@ -91,7 +88,7 @@ class Worker:
             loaded = load(job.settings)
             if content(loaded.model, loaded.tokenizer) != job.content:
                 raise SetupError(f"a worker finds another model in {job.settings.model} than the command does")
-            self._stage = stage_for(loaded, job.settings, job.continuous)
+            self._stage = stage_for(loaded, job.settings)
         except Exception as error:
             self._failure = error if isinstance(error, PipelineError) else SetupError(f"a worker: {one_line(error)}")
 

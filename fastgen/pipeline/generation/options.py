@@ -135,7 +135,7 @@ class RunOptions(DataOptions):
         check_types(self)
         among("detokenizer", self.detokenizer or "none", ("moses", "none"))
         among("batching", self.batching, ("auto", "static", "continuous"))
-        if self.batching == "continuous" and self.max_tokens is not None:
+        if self.is_continuous and self.max_tokens is not None:
             raise SetupError("max-tokens cuts static batches: leave it out, or choose --batching static")
         for metric in self.metrics:
             among("metrics", metric, METRICS)
@@ -166,18 +166,23 @@ class RunOptions(DataOptions):
         return super().weights | drafts | (captured_drafts() if self.to_text and self.self_speculation != "off" else {})
 
     @property
+    def is_continuous(self) -> bool:
+        """Whether a run batches continuously: so far only if it is asked to.
+
+        `auto` is static. A run knows its inputs, and puts those of about the same length together; on a small model
+        that is faster, as each request that enters has a call of `generate` of its own.
+        """
+        return self.batching == "continuous"
+
+    @property
     def to_text(self) -> bool:
         """Whether the output is lines of text, which cannot hold scores."""
         return self.resolved_output_format == "txt"
 
 
 def captured_drafts() -> dict[str, Any]:
-    """The settings with which drafts are verified in captured steps, and drawn, unless the user asked for others.
-
-    A batch of one text draws as the others do.
-    """
-    wanted = {"assisted_sampling": "fastgen"}
-    return {name: value for name, value in wanted.items() if name not in process_settings.current().explicit}
+    """The settings with which a batch of one text draws its drafts as the others do."""
+    return process_settings.unless_explicit(assisted_sampling="fastgen")
 
 
 @lru_cache(maxsize=1)

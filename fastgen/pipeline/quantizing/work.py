@@ -17,17 +17,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastgen.pipeline.errors import PipelineError, SetupError, one_line, writing
+from fastgen.pipeline.errors import RESUMABLE, PipelineError, SetupError, one_line, writing
 from fastgen.pipeline.journal import lock, sync
 from fastgen.pipeline.quantizing.options import QuantizeOptions
-from fastgen.pipeline.writers import check_writable
+from fastgen.pipeline.writers import check_writable, placed
 
 REPORT = "report.json"
 _RUN = "run.json"
 _FIRST = ("lock", f".{_RUN}.unfinished")  # what a directory holds before it has a run.json
 _KEY = "fastgen-quantize"  # in both: the format, and what says that they are FastGen's
 _VERSION = 1
-_REMEDY = "what is done is kept: --resume continues"
 
 
 def check_output(options: QuantizeOptions) -> None:
@@ -142,11 +141,8 @@ class Work:
     def placed(self, name: str) -> Iterator[Path]:
         """A path to write to; the file takes its name when the block ends well."""
         path = self.path / name
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        with saving(path):
+        with saving(path), placed(path, remedy=RESUMABLE) as unfinished:
             yield unfinished
-            sync(unfinished)
-            os.replace(unfinished, path)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -160,7 +156,7 @@ class Work:
 
     def finish(self) -> None:
         """Puts OUT in place and drops the rest."""
-        with writing(self._out, _REMEDY):
+        with writing(self._out, RESUMABLE):
             for path in self.model.rglob("*"):
                 if path.is_file():
                     sync(path)
@@ -187,7 +183,7 @@ def saving(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        with writing(path, _REMEDY):
+        with writing(path, RESUMABLE):
             yield
     except SafetensorError as error:
-        raise PipelineError(f"cannot write {path}: {one_line(error)} ({_REMEDY})") from error
+        raise PipelineError(f"cannot write {path}: {one_line(error)} ({RESUMABLE})") from error

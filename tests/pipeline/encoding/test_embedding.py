@@ -351,9 +351,7 @@ def test_a_journal_whose_vectors_are_damaged_is_not_believed(bert, inputs, tmp_p
         run(bert, inputs, tmp_path / "out.npy")
     journal = tmp_path / "out.npy.partial"
     lines = journal.read_bytes().splitlines(keepends=True)
-    entry = json.loads(lines[-1])
-    entry["batch"]["results"][0]["vector"] = "AAAA"
-    journal.write_bytes(b"".join(lines[:-1]) + json.dumps(entry).encode() + b"\n")
+    journal.write_bytes(b"".join(lines[:-1]) + lines[-1].replace(b'"vector": "', b'"vector": "AAAA'))
     report = run(bert, inputs, tmp_path / "out.npy", resume=True)
     assert report.resumed_samples > 0
     run(bert, inputs, tmp_path / "whole.npy")

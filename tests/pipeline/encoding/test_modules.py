@@ -129,7 +129,7 @@ def test_normalisation_is_not_done_twice(fresh) -> None:
     assert len(read_modules(str(fresh), asked(normalize=True)).steps) == 1
     tiny.sentence_files(fresh, ("Pooling", {}))
     (step,) = read_modules(str(fresh), asked(normalize=True)).steps
-    assert step(torch.tensor([[3.0, 4.0]])).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)]]
+    assert step.run(torch.tensor([[3.0, 4.0]])).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)]]
 
 
 def test_prompts(fresh) -> None:

@@ -15,7 +15,7 @@ from fastgen.decoding.captured.part import Piece, run_pieces
 from fastgen.decoding.captured.search import NOTHING, Search
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.optimizer.transformers.captured.host_work import HostWork, Scores, Turn
+from fastgen.optimizer.transformers.captured.host import HostWork, Scores, Turn
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.sizes import Sizes

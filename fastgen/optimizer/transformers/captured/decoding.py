@@ -27,10 +27,9 @@ from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.host_code import HostCode, Written
-from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt, room_for_ends
+from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
+from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
-from fastgen.optimizer.transformers.captured.prefilled import Prefilled, needed_sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -328,7 +327,7 @@ class Decoding:
         """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
         if graph.is_recorded(self.model.device):
             return inputs
-        return next((n for n in BATCHES if n >= inputs), processors.round_up(inputs, 16))
+        return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))
 
     def _make_key(self) -> Key:
         prompt, config = self.prompt, self.config

@@ -13,9 +13,8 @@ from torch import Tensor
 from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
-from fastgen.optimizer.transformers.captured.host_code import HostCode, append
-from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.prefilled import Prefilled
+from fastgen.optimizer.transformers.captured.host import HostCode, append
+from fastgen.optimizer.transformers.captured.key import Prefilled, Prompt
 from fastgen.optimizer.transformers.captured.slot import Slot
 
 

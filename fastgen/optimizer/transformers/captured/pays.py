@@ -12,8 +12,8 @@ one for these rows: until the rows that idle have cost as much as a recording, i
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen import caches, settings
@@ -67,6 +67,15 @@ class Budget:
         self._last = seconds if is_typical else self._last
 
 
+@dataclass
+class _OfKey:
+    """What is known of the calls that agree on a key."""
+
+    spent: int = 0  # steps that had no recording
+    lost: float = 0.0  # seconds that they have lost for want of one
+    budget: Budget = field(default_factory=Budget)  # of drafts
+
+
 class Ledger:
     """What is known of one model.
 
@@ -81,15 +90,17 @@ class Ledger:
         self.recording: float | None = None
         self.eager: dict[int, float] = {}
         self.replayed: dict[int, float] = {}
-        self._spent: Counter[Hashable] = Counter()  # steps of calls of a key that had no recording
-        self._lost: dict[Hashable, float] = {}  # seconds that calls have lost for want of a recording of a key
-        self._budgets: dict[Hashable, Budget] = {}  # of drafts, by the key of their step
+        self._keys: dict[Hashable, _OfKey] = {}
         self._tokens: float | None = None  # of calls that may end at any token, on the average
 
     @classmethod
     def of(cls, model: Any) -> Ledger:
         """That of a model."""
         return cls._of.setdefault(model, cls())
+
+    def _of_key(self, key: Hashable) -> _OfKey:
+        caches.limit(self._keys)
+        return self._keys.setdefault(key, _OfKey())
 
     def starts_at(self, key: Key, certain: int, most: int) -> int | None:
         """After how many steps of a call its step is to be recorded; None for not in this call.
@@ -99,7 +110,7 @@ class Ledger:
             most: that it may make.
         """
         needed = self._repaid_by(key.rows)
-        if self._spent[key] >= MANY * needed or certain >= needed:
+        if self._of_key(key).spent >= MANY * needed or certain >= needed:
             return 0
         expected = self._expected(most)
         if expected >= needed:
@@ -127,7 +138,7 @@ class Ledger:
             return None
         if records:
             steps = max(certain, self._expected(most))
-            lost = self._lost.get(key, 0.0) + steps * self._idle(key.rows, larger.rows)
+            lost = self._of_key(key).lost + steps * self._idle(key.rows, larger.rows)
             return larger if lost < self.recording else None
         eager = self.eager.get(min(self.eager, key=lambda rows: abs(rows - key.rows), default=0))
         return larger if eager is not None and self.replayed[larger.rows] < eager else None
@@ -138,9 +149,9 @@ class Ledger:
 
     def lose(self, key: Hashable, seconds: float) -> float:
         """A call has lost so many seconds for want of a recording of this key. Returns those of all calls."""
-        caches.limit(self._lost)
-        self._lost[key] = lost = self._lost.get(key, 0.0) + seconds
-        return lost
+        known = self._of_key(key)
+        known.lost += seconds
+        return known.lost
 
     def _idle(self, rows: int, larger: int) -> float:
         """Seconds that the rows more take in a step: at the most, as a step reads all weights whatever its rows."""
@@ -155,34 +166,31 @@ class Ledger:
 
     def note_call(self, key: Key, tokens: int, may_end: bool, eager_steps: int) -> None:
         """A call of this key has generated so many tokens, with so many steps that were not replayed."""
-        caches.limit(self._spent)
-        self._spent[key] += eager_steps
+        self._of_key(key).spent += eager_steps
         if may_end:
             before = tokens if self._tokens is None else self._tokens
             self._tokens = before + _WEIGHT * (tokens - before)
 
     def has_asked_for(self, key: Hashable, steps: int, needed: int) -> bool:
         """Whether calls of this key, the one that asks for these steps included, have asked for so many."""
-        caches.limit(self._spent)
-        self._spent[key] += steps
-        return self._spent[key] >= needed
+        known = self._of_key(key)
+        known.spent += steps
+        return known.spent >= needed
 
     def budget(self, key: Hashable) -> Budget:
         """That of what the steps of this key need."""
-        caches.limit(self._budgets)
-        return self._budgets.setdefault(key, Budget())
+        return self._of_key(key).budget
 
     def forget(self, key: Hashable | None = None) -> None:
         """The recording of this key is gone, or that of all: it has to pay again."""
-        for known in (self._spent, self._lost, self._budgets):
-            if key is None:
-                known.clear()
-            else:
-                known.pop(key, None)
+        if key is None:
+            self._keys.clear()
+        else:
+            self._keys.pop(key, None)
 
     def is_repaid(self, key: Hashable) -> None:
         """What calls have lost for want of this recording is no reason for another one."""
-        self._lost.pop(key, None)
+        self._of_key(key).lost = 0.0
 
     def _repaid_by(self, rows: int) -> float:
         """Steps that repay a recording, from what is known of the number of rows that is nearest."""

@@ -21,9 +21,8 @@ from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
+from fastgen.optimizer.transformers.captured.sizes import round_up
 
-# Sizes of what is frozen are rounded up to a multiple of this, so that calls of about the same size share a graph.
-_ROUNDING = 128
 # Room for so many tokens, at least, where there may be any number of them.
 _TOKENS = 4
 # The encoder's input, at least.
@@ -140,10 +139,6 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Tensor) or (value.numel() and (value.is_floating_point() or value.is_complex())):
         raise Unknown
     return tuple(sorted({int(token) for token in value.flatten().tolist() if token >= 0}))
-
-
-def round_up(size: int, multiple: int = _ROUNDING) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _encoder_tokens(processor: Any) -> tuple[Tensor, int]:

@@ -42,8 +42,8 @@ def rounded(needed: Sizes, may_pad: bool, on_gpu: bool, at_once: bool = False) -
     if on_gpu:
         new = max(power_of_two(new), _FIRST_NEW)
         if may_pad:
-            prompt = cached = _multiple(prompt)
-        return Sizes(prompt, cached, new, _multiple(source))
+            prompt = cached = round_up(prompt)
+        return Sizes(prompt, cached, new, round_up(source))
     new = _power_of_four(new, *_NEW_ON_CPU)
     if may_pad:
         prompt = cached = _power_of_four(prompt, *_CACHED_ON_CPU)
@@ -55,8 +55,8 @@ def more_new(sizes: Sizes, on_gpu: bool) -> Sizes:
     return sizes._replace(new=2 * sizes.new if on_gpu else _power_of_four(sizes.new, *_NEW_ON_CPU))
 
 
-def _multiple(size: int) -> int:
-    return -(-size // _MULTIPLE) * _MULTIPLE
+def round_up(size: int, multiple: int = _MULTIPLE) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _power_of_four(size: int, first: int, more: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
-from fastgen.optimizer.transformers.captured.key import Host
+from fastgen.optimizer.transformers.captured.host import Host
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.host_work import Turn
+from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.sizes import Sizes

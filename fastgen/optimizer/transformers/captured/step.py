@@ -1,30 +1,191 @@
-"""A decode step of a model that a CUDA graph or, on the CPU, a program replays, with all the buffers that it needs."""
+"""A decode step that a CUDA graph or, on the CPU, a program replays: its forward pass, its parts, its buffers."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fastgen import releases
+from fastgen.decoding import layer_forms
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import rows_of
+from fastgen.decoding.kv.symbolic_length import Ranges
+from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
+from fastgen.interrupts import undoing
+from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.choice import Choice, search_of
-from fastgen.optimizer.transformers.captured.forward import Forward
-from fastgen.optimizer.transformers.captured.host_work import Turn
-from fastgen.optimizer.transformers.captured.key import Host, Key, Prompt
-from fastgen.optimizer.transformers.captured.parts import Parts
+from fastgen.optimizer.transformers.captured.host import Host, Turn
+from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.models import counts_on_the_host
 
+# Runs of a part on a GPU before it is captured: of a step with drafts, which has several, each runs less often.
+_WARM_UPS, _WARM_UPS_WITH_DRAFT = 2, 1
 # Steps under way on a GPU that the host does not know the outcome of. On the CPU there are none.
 _LATE = 2
+
+
+class Forward:
+    """Runs the model on the buffers of a step.
+
+    Attributes:
+        is_watched: it has run while the host looked at what it may not look at later: what masks say.
+        is_eager: it runs as the library's loop would run it, and is not captured.
+    """
+
+    def __init__(self, key: Key, prompt: Prompt, buffers: StepBuffers, search: Search) -> None:
+        self._key, self._buffers, self._search = key, buffers, search
+        # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
+        self._nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
+        self.is_watched = self.is_eager = self._watches = False
+        self._logits: Tensor | None = None  # while it is watched
+
+    def __call__(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
+        """[any, width, vocabulary]: the logits behind `tokens`, [any, width]."""
+        inputs = model.prepare_inputs_for_generation(
+            tokens,
+            next_sequence_length=width,
+            **releases.with_cache(cache),
+            **inputs,
+            **self._constants(width),
+        )
+        # What is captured is made of torch's own products, for which others stand later.
+        products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
+        ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
+        with ranges, fused(), products:
+            logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
+        if self._watches:
+            self._logits = logits
+        return logits
+
+    def cache(self, model: Any, cache: Any) -> Any:
+        """`cache`, or one that takes no time: as long as an int says, where the host may ask."""
+        return self._buffers.cache(self._search, int(self._buffers.cache_length)) if self._is_known(model) else cache
+
+    @contextlib.contextmanager
+    def watched(self, cache: Any) -> Iterator[None]:
+        """In this context the host looks at what it may not look at later.
+
+        Raises:
+            CannotBeCaptured: what the model has read is not there in a captured step.
+        """
+        kvs = [layer.kv for layers in layers_in(cache) for layer in layers]
+        for kv in kvs:
+            kv.host_may_wait = True
+        self._watches = True
+        try:
+            yield
+        finally:
+            for kv in kvs:
+                kv.host_may_wait = False
+            logits, self._logits, self._watches = self._logits, None, False
+        of_rows = None if logits is None or self._key.encoder is None else logits[: self._buffers.rows]
+        if of_rows is not None and bool(of_rows.isnan().any()):
+            raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
+        self.is_watched = True
+
+    def _is_known(self, model: Any) -> bool:
+        """Whether the host may ask how long the cache is, in a step that nobody looks at."""
+        is_one = not self._key.has_own_lengths
+        return is_one and self.is_eager and self.is_watched and counts_on_the_host(model)
+
+    def _constants(self, width: int) -> dict[str, Any]:
+        """The model's inputs that are in no buffers."""
+        found: dict[str, Any] = dict(self._key.constants)
+        if "logits_to_keep" in found:
+            found["logits_to_keep"] = width
+        if self._key.encoder is not None:
+            kind_of_output, size = self._key.encoder
+            states = self._nothing.expand(self._key.rows, self._buffers.sizes.source, size)
+            found["encoder_outputs"] = kind_of_output(last_hidden_state=states)
+        return found
+
+
+class Parts:
+    """The parts of a step: its draft, and what verifies so many positions. Each is captured for itself.
+
+    All are on the same buffers, and replayed one after the other.
+
+    Attributes:
+        by_number: a positive number is that of the positions that a part verifies.
+    """
+
+    def __init__(self, key: Key, buffers: StepBuffers, forward: Forward) -> None:
+        self._key, self._buffers, self._forward = key, buffers, forward
+        self._is_recorded = graph.is_recorded(buffers.device)
+        self.by_number: dict[int, CapturedPart] = {}
+
+    def __getitem__(self, number: int) -> CapturedPart:
+        if number not in self.by_number:
+            on_gpu = _WARM_UPS if self._key.draft is None else _WARM_UPS_WITH_DRAFT
+            warm_ups = 0 if self._is_recorded else on_gpu
+            self.by_number[number] = CapturedPart(self._buffers.device, self._buffers.growing, warm_ups)
+        return self.by_number[number]
+
+    @property
+    def is_captured(self) -> bool:
+        return any(part.is_captured for part in self.by_number.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to be captured, so that what fails may work the next time."""
+        return bool(self.by_number) and all(part.is_captured for part in self.by_number.values())
+
+    @property
+    def follows(self) -> bool:
+        """Whether what has been captured goes on when the buffers get other memory."""
+        return all(part.follows for part in self.by_number.values())
+
+    def drop(self) -> None:
+        """Forgets what has been captured."""
+        for part in self.by_number.values():
+            part.drop()
+
+    def run(
+        self, number: int, pieces: Callable[[], list[Piece]], cache: Any, *given: Any, captures: bool = True
+    ) -> bool:
+        """Runs a part; says whether it was replayed, and so took as long as it will from now on.
+
+        One that is not captured yet is captured now, if it may be. Before, one of all parts has run as it is: while the
+        rows are as long as each other, the host may look at masks.
+
+        Args:
+            pieces: those of the part, where it is not captured yet.
+            cache: what the model gets in it.
+            given: to what the host does behind a piece.
+        """
+        part = self[number]
+        if part.is_captured:
+            part.replay(*given)
+            return True
+        if captures and part.is_warm and self._forward.is_watched:
+            self._buffers.begin_capture()
+            part.capture(pieces(), *given)
+            return False
+        self._run_as_it_is(part, pieces(), cache, given)
+        return False
+
+    def _run_as_it_is(self, part: CapturedPart, pieces: list[Piece], cache: Any, given: tuple[Any, ...]) -> None:
+        with undoing(self._end_eager):
+            self._forward.is_eager = self._is_recorded and self._key.draft is None
+            with contextlib.nullcontext() if self._forward.is_watched else self._forward.watched(cache):
+                part.run(pieces, *given)
+
+    def _end_eager(self) -> None:
+        self._forward.is_eager = False
 
 
 class DecodeStep:

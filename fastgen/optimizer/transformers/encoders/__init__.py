@@ -42,9 +42,9 @@ def patches() -> list[Patch]:
             Patch(
                 f"transformers.models.{module}",
                 f"{name}.forward",
-                f"{package}.embeddings:embed",
+                f"{package}.unpadded_forward:embed",
                 has("input_ids position_ids inputs_embeds"),
             )
-            for module, name in EMBEDDINGS
+            for module, name in sorted(EMBEDDINGS)
         ),
     ]

@@ -81,11 +81,10 @@ def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     given = counters.decided(ENTRY_POINT, _given, model, args, kwargs)
     if given is None:
         return wrapped(*args, **kwargs)
-    if counters.decided(ENTRY_POINT, _may_be_recorded, model, given):
-        with patching.held(_inside, True):
-            result = programs.run(lambda: wrapped(*args, **kwargs), wrapped, model, given)
-        if result is not None:
-            return result
+    with patching.held(_inside, True):
+        result = programs.run(lambda: wrapped(*args, **kwargs), wrapped, model, given)
+    if result is not None:
+        return result
     return run(lambda: wrapped(*args, **kwargs), model, given, settings.current().padding)
 
 
@@ -213,10 +212,7 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
 
 
 def _has_nan(result: Any) -> bool:
-    try:
-        return any(bool(each.isnan().any()) for each in results.tensors(result))
-    except results.Unknown:  # nor does it say anything the next time
-        return False
+    return any(bool(each.isnan().any()) for each in tensors_in(result))
 
 
 @contextlib.contextmanager
@@ -275,18 +271,6 @@ def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:
     """What may decide which positions the results depend on."""
     names = frozenset(name for name, value in given.items() if value is not None and value is not False)
     return padding, names, bool(mask[:, 0].all()), bool(mask[:, -1].all())
-
-
-def _may_be_recorded(model: Any, given: dict[str, Any]) -> bool:
-    """Whether each position is a token, for sure, in inputs that are so small that it matters."""
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        return False
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
-    if type(ids) is not Tensor or ids.numel() > programs.MOST_TOKENS or ids.device.type != "cpu":
-        return False
-    if mask is None:
-        return True
-    return type(mask) is Tensor and mask.shape == ids.shape and mask.device == ids.device and bool((mask == 1).all())
 
 
 def _padding_mask(given: dict[str, Any]) -> Tensor | None:

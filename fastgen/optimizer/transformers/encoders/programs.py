@@ -83,11 +83,11 @@ class _Pass:
             self._inputs[name].copy_(value)
         self._part.replay()
         buffers = iter(self._buffers)
-        return results.rebuilt(self._result, lambda _: next(buffers).clone())
+        return results.mapped(self._result, lambda _: next(buffers).clone())
 
 
 def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, given: dict[str, Any]) -> Any:
-    """The result of a pass whose mask, if there is one, has no padding; None where it is not recorded.
+    """The result of a short pass without padding; None where it is not recorded.
 
     Args:
         original: the pass as the user has called it.
@@ -100,12 +100,10 @@ def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, gi
     try:
         with graph.taken(_CPU):
             found = counters.decided(ENTRY_POINT, _found, model, key)
-            if found is None:
-                return None
-            if found.kept is not None:
+            if isinstance(found, _Pass):
                 counters.count_accelerated(ENTRY_POINT)
-                return found.kept.run(inputs)
-            return _record(original, forward, model, key, inputs, flags)
+                return found.run(inputs)
+            return _record(original, forward, model, key, inputs, flags) if found else None
     except CannotBeCaptured:  # another thread has the memory of programs: this call does without
         return None
 
@@ -114,31 +112,39 @@ def _wanted(model: Any, given: dict[str, Any]) -> tuple[_Key, dict[str, Tensor],
     """A pass that is kept or due; None for one that is neither."""
     inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
     flags = {name: value for name, value in given.items() if name not in (*_INPUTS, "attention_mask")}
-    if not _serves(inputs, flags):
+    if (
+        getattr(model, "_compiled_call_impl", None) is not None
+        or not _serves(inputs, flags)
+        or _may_have_padding(given)
+    ):
         return None
     key = _key(inputs, flags)
     is_kept = graph_cache.kept(model, key) is not None
     return (key, inputs, flags) if is_kept or _is_due(model, key) else None
 
 
-class _Found(NamedTuple):
-    """A pass that is kept, or none where one may be recorded."""
+def _may_have_padding(given: dict[str, Any]) -> bool:
+    """Whether a position may be no token, for all that the inputs say."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if type(ids) is not Tensor or mask is None:
+        return type(ids) is not Tensor
+    is_of_ids = type(mask) is Tensor and mask.shape == ids.shape and mask.device == ids.device
+    return not (is_of_ids and bool((mask == 1).all()))
 
-    kept: _Pass | None
 
-
-def _found(model: Any, key: _Key) -> _Found | None:
-    """None where the pass is neither kept for the model as it is, nor to be recorded."""
+def _found(model: Any, key: _Key) -> _Pass | bool:
+    """The pass that is kept for the model as it is; otherwise whether one is to be recorded."""
     if models.has_global_hooks():
-        return None
+        return False
     try:
         kept = graph_cache.used(model, key)
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))
-        return None
-    is_due = kept is None and _ledger(model).has_asked_for(key, 0, pays.PASSES)  # or the model has just changed
-    may_record = is_due and models.modules_unsupported(model) is None and _has_plain_tensors(model)
-    return _Found(kept) if kept is not None or may_record else None
+        return False
+    if isinstance(kept, _Pass):
+        return kept
+    is_due = _ledger(model).has_asked_for(key, 0, pays.PASSES)  # or the model has just changed
+    return is_due and models.modules_unsupported(model) is None and _has_plain_tensors(model)
 
 
 def _is_due(model: Any, key: _Key) -> bool:

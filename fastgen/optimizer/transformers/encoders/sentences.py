@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -73,7 +72,7 @@ def forward(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, 
     features, *others = args
     padding = "unseen" if _states_are_masked.get() else settings.current().padding
     # What a pass adds to the features must not be there when it is repeated.
-    result = call.run(lambda: wrapped(copy.copy(features), *others, **kwargs), model, {**features, **kwargs}, padding)
+    result = call.run(lambda: wrapped(dict(features), *others, **kwargs), model, {**features, **kwargs}, padding)
     features.update(result)
     return features
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from fastgen import releases
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
 from fastgen.optimizer.transformers.encoders import attention, results
@@ -23,9 +25,17 @@ from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
 # What a further bucket costs, in positions: small products are slow, and the model's Python code takes its time.
 BUCKET_COST = 32
+Buckets = Sequence[tuple[Tensor, slice]]
 _NOT_PER_TOKEN = "results of the layers that are not one for each token"
 # Arguments of a stack that are [batch, positions, ...].
 _PER_POSITION = ("hidden_states", "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "bbox")
+
+# The tables of these arguments. An index out of range is an error, in padding as well.
+_TABLES = {
+    "input_ids": "word_embeddings",
+    "token_type_ids": "token_type_embeddings",
+    "position_ids": "position_embeddings",
+}
 
 
 class Declined(Exception):
@@ -39,18 +49,26 @@ class Unexpected(Declined):
 class UnpaddedForward:
     """The forward pass of the stack in one call of an encoder.
 
+    Args:
+        mask: [batch, longest], bool: where the tokens are, which padding is behind, in front of, or between.
+        fill: what padded positions hold behind the stack.
+        embeds: embeddings may be those of tokens alone.
+        buckets: sequences that run together, and their positions; by default they are found here.
+
     Attributes:
         has_run: the stack has run without padding.
     """
 
     current: ContextVar[UnpaddedForward | None] = ContextVar("fastgen_encoder", default=None)
 
-    def __init__(self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool) -> None:
+    def __init__(
+        self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool = False, buckets: Buckets = ()
+    ) -> None:
         self._stack = stack
         self._embeds = embeds and way == VARLEN
         self._fill = fill
         self._way = way
-        self._mask = mask  # [batch, longest], bool
+        self._mask, self._buckets = mask, buckets
         self.has_run = False
         self.packing: Packing | None = None  # while the layers run on packed tokens
         self._row: Packing | None = None  # that on which they have run
@@ -143,7 +161,7 @@ class UnpaddedForward:
             return self._remembered(packing.unpack(states, self._fill))
 
         try:
-            return results.rebuilt(result, unpacked)
+            return results.mapped(result, unpacked)
         except results.Unknown as unknown:
             raise Declined(str(unknown)) from unknown
 
@@ -200,6 +218,11 @@ class UnpaddedForward:
         return self.packing.attend(query, key, value, scaling), None
 
     def _grouped(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        buckets = self._buckets or self._own_buckets()
+        results_of = [forward(**{name: self._part(name, each, *at) for name, each in given.items()}) for at in buckets]
+        return tree_map(lambda *parts: self._merged(buckets, parts), *results_of)
+
+    def _own_buckets(self) -> Buckets:
         in_front = not bool(self._mask[:, 0].all())
         if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
@@ -207,25 +230,15 @@ class UnpaddedForward:
         if not buckets:  # one bucket, as long as its longest sequence
             longest = int(self._mask.sum(dim=1).max())
             buckets = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
-        parts = []
-        for rows, columns in buckets:
-            part = {name: self._part(name, value, rows, columns) for name, value in given.items()}
-            parts.append((rows, columns, forward(**part)))
-        return self._merged(parts)
+        return buckets
 
-    def _merged(self, parts: list[tuple[Tensor, slice, Any]]) -> Any:
-        """The result of the batch, from those of its buckets."""
-        some = parts[0][2]
-        if isinstance(some, dict):
-            found = {name: self._merged([(r, c, each[name]) for r, c, each in parts]) for name in some}
-            return type(some)(**found)
-        if isinstance(some, tuple | list):
-            return type(some)(self._merged([(r, c, each[n]) for r, c, each in parts]) for n in range(len(some)))
-        if some is None:
+    def _merged(self, buckets: Buckets, parts: tuple[Any, ...]) -> Any:
+        """A tensor of the batch, from those of its buckets."""
+        if all(part is None for part in parts):
             return None
         batch, longest = self._mask.shape
         result: Tensor | None = None
-        for rows, columns, states in parts:
+        for (rows, columns), states in zip(buckets, parts, strict=True):
             mask = self._mask[rows, columns]
             if not isinstance(states, Tensor) or states.shape[:1] != mask.shape[:1]:
                 raise Declined(_NOT_PER_TOKEN)
@@ -266,6 +279,50 @@ def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if unpadded is None or not unpadded.is_of(module):
         return wrapped(*args, **kwargs)
     return unpadded.run(wrapped, args, kwargs)
+
+
+def embed(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of the forward pass of embeddings: those of tokens alone, where the layers run on one row.
+
+    Of a batch, most positions may be padding, and embeddings are sums of several tensors of all of them. The layers
+    take the row of tokens. What the model sees of it has the shape of the batch, and is NaN wherever one looks.
+    """
+    unpadded = UnpaddedForward.current.get()
+    if unpadded is None or not unpadded.may_embed():
+        return wrapped(*args, **kwargs)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    given = {name: value for name, value in bound.arguments.items() if value is not None}
+    if "position_ids" not in given:
+        given["position_ids"] = _positions(module, given, unpadded.longest)
+    has_cache = any(given.get(name) for name in releases.CACHE_LENGTHS)
+    if has_cache or not all(_has_rows(module, *each) for each in given.items()):
+        return wrapped(*args, **kwargs)
+    row = {name: unpadded.packed(value) if isinstance(value, Tensor) else value for name, value in given.items()}
+    if any(value is None for value in row.values()):
+        return wrapped(*args, **kwargs)
+    if "input_ids" in inspect.signature(wrapped).parameters:
+        row.setdefault("input_ids", None)
+    return unpadded.embedded(wrapped(**row))
+
+
+def _positions(module: Any, given: dict[str, Any], longest: int) -> Tensor:
+    """The default positions of the embeddings, [1 or batch, longest]: a token's column, unless they count otherwise."""
+    if not hasattr(module, "create_position_ids_from_input_ids"):
+        return module.position_ids[:, :longest]
+    if "input_ids" in given:
+        return module.create_position_ids_from_input_ids(given["input_ids"], module.padding_idx)
+    return module.create_position_ids_from_inputs_embeds(given["inputs_embeds"], module.padding_idx)
+
+
+def _has_rows(module: Any, name: str, indices: Any) -> bool:
+    """Whether a table of the embeddings has all of these rows."""
+    if name not in _TABLES:
+        return True
+    table = getattr(module, _TABLES[name], None)
+    if type(table) is not nn.Embedding or not indices.numel():
+        return False
+    least, most = indices.aminmax()
+    return int(least) >= 0 and int(most) < table.num_embeddings
 
 
 def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,10 +15,8 @@ from transformers.utils import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fastgen.keep_bits import IN_CONFIG
-from fastgen.quantization.awq import AWQ
 from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.compressed_tensors import PackQuantized
-from fastgen.quantization.gptq_format import GPTQ
+from fastgen.quantization.formats import AWQ, GPTQ, PackQuantized
 from fastgen.quantization.quantized_tensor import BITS
 
 # What checkpoints are counted under in `fastgen.stats()`.
@@ -102,7 +100,7 @@ def _awq(values: Mapping[str, Any]) -> Format:
         raise NotServed(f"awq: format {version}")
     if not values.get("zero_point", True):
         raise NotServed("awq: without zero points")
-    return AWQ(_group_sizes(values))
+    return AWQ(group_sizes=_group_sizes(values))
 
 
 def _compressed_tensors(values: Mapping[str, Any]) -> Format:

@@ -21,8 +21,8 @@ from fastgen import counters, releases
 from fastgen.keep_bits import KeepBits
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
-from fastgen.quantization import loaded
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
+from fastgen.quantization.layers import note_format
 
 _LIBRARYS: Any = releases.gguf_quantizer()
 _MAX_ROWS = 2**23  # whose numbers, times two, float32 holds
@@ -75,7 +75,7 @@ class GgufBlocksQuantizer(_LIBRARYS):
             counters.count_not_used(ENTRY_POINT, f"gguf: weights of type {kind}, which are unpacked")
         del self._file
         self._kept = {}  # which holds the file
-        loaded.note(model, "gguf")
+        note_format(model, "gguf")
         counters.count_accelerated(ENTRY_POINT)
         return model
 

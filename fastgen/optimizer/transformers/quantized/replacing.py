@@ -28,13 +28,9 @@ class QuantizedConv1D(QuantizedLinearLayer, Conv1D):
         super().__init__(n, k, *stored)
         self.nf, self.nx = n, k
 
-    def dequantize(self) -> Conv1D:
-        """A plain layer with the same weight in floating point."""
+    def _plain(self, dtype: torch.dtype) -> Conv1D:
         with torch.device("meta"):
-            plain = Conv1D(self.nf, self.nx)
-        plain.weight = nn.Parameter(self.dequantized().t().contiguous(), requires_grad=False)
-        plain.bias = self.bias
-        return plain.train(self.training)
+            return Conv1D(self.nf, self.nx)
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:

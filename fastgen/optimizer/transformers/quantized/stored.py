@@ -16,19 +16,10 @@ from fastgen import counters
 from fastgen.keep_bits import KeepBits
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, Kept, Method, NotServed
-from fastgen.quantization import loaded
 from fastgen.quantization.checkpoint import ADVICE, Format
-from fastgen.quantization.compressed_tensors import PackQuantized
+from fastgen.quantization.formats import PackQuantized
+from fastgen.quantization.layers import note_format
 
-# The tensor that a low-bit layer has, and all that it can have.
-_NAMES = {
-    "gptq": ("qweight", {"qweight", "qzeros", "scales", "g_idx", "bias"}),
-    "awq": ("qweight", {"qweight", "qzeros", "scales", "bias"}),
-    "compressed-tensors": (
-        "weight_packed",
-        {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "bias"},
-    ),
-}
 _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -66,7 +57,7 @@ class StoredQuantizer(HfQuantizer):
         is_embedding = isinstance(module, nn.Embedding)
         if sizes is None or (is_embedding and not isinstance(self.form, PackQuantized)):
             raise NotServed(f"{self.form.name}: a low-bit {type(module).__name__}")
-        if _has_short_group(tensors, sizes[1], getattr(self.form, "group_sizes", ())):
+        if _has_short_group(tensors, sizes[1], self.form.group_sizes):
             raise NotServed(f"{self.form.name}: a last group that is shorter than the others")
         for other in replacing.tied_to(model, path):
             if others.intersection(_names(model, other)) or replacing.sizes(model.get_submodule(other)) is None:
@@ -74,7 +65,7 @@ class StoredQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         self.replaced.pack(model, self._keep.activations)
-        loaded.note(model, self.form.name)
+        note_format(model, self.form.name)
         if self._instead_of is not None:
             _tell(self._instead_of)
         counters.count_accelerated(ENTRY_POINT)
@@ -143,7 +134,7 @@ def _layers(files: Iterable[str] | None, form: Format) -> tuple[dict[str, dict[s
         NotServed: something about them is not known.
         ValueError: a file cannot be read.
     """
-    mark, known = _NAMES[form.name]
+    mark, known = form.tensors[0], {*form.tensors, "bias"}
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for file in files or ():
         if not str(file).endswith(".safetensors"):

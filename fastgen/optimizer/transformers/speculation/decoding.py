@@ -31,9 +31,8 @@ from fastgen.optimizer.transformers.prefill import prefill
 from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
-from fastgen.optimizer.transformers.speculation.drafts import Draft
+from fastgen.optimizer.transformers.speculation.drafts import Draft, make_next
 from fastgen.optimizer.transformers.speculation.positions import Positions
-from fastgen.optimizer.transformers.speculation.preparation import make_next
 from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
 
 ENTRY_POINT = counters.DRAFTS

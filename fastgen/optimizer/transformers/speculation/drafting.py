@@ -23,8 +23,7 @@ from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured import rewritten_processors
-from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.captured.prefilled import LAST
+from fastgen.optimizer.transformers.captured.key import LAST, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 

@@ -1,10 +1,17 @@
-"""What drafts tokens: the model itself, with low-bit weights or fewer layers, or prompt lookup."""
+"""What drafts tokens: the model itself, with low-bit weights or fewer layers, prompt lookup, or another model.
+
+What drafts need is made little by little, in calls that draft nothing yet. Recording a part of a step takes as long as
+some twenty steps, and a step with drafts has five parts; the weights are copied, too. A call that did it all would take
+twice as long as a plain one. So one thing is made in a call at the most, and all of them together take a tenth of the
+time of the tokens that calls have asked for (64 of each at the most, where it may end earlier).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -12,14 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen import settings
 from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.speculation.draft_length import Schedule
+from fastgen.decoding.speculation.costs import DRAFT
+from fastgen.decoding.speculation.draft_length import AT_FIRST, Schedule
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.pays import Budget
 from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 
@@ -31,7 +41,7 @@ class Draft:
         has_buffers: it works on the step's own buffers, so that there must be no other step later.
         schedule: how many tokens to draft, where the user has said it.
         threshold: a draft ends with the first token that is less probable to who drafts.
-        is_prepared: what it needs is made little by little, in calls before (`preparation`).
+        is_prepared: what it needs is made little by little, in calls before (`make_next`).
         recorded_at_once_from: the call itself asks for a draft. If it asks for so many tokens, too, a step is recorded
             whether or not others follow: it takes about as long as a plain call whose step is not recorded.
     """
@@ -272,3 +282,48 @@ class AssistantDraft(Draft):
         own = self._assistant.generation_config
         if self.schedule is not None and own.num_assistant_tokens_schedule == "heuristic":
             own.num_assistant_tokens = self.schedule.length  # as the library does
+
+
+def draft_for(call: Call, config: Any) -> Draft | None:
+    """What drafts in a call; None for nothing."""
+    if config.num_beams > 1:
+        return None
+    if call.draft is not None:
+        return call.draft
+    now = settings.current()
+    if now.self_speculation == "off":
+        return None
+    return SelfDraft(call.model, now.self_speculation, now.weight_group_size)
+
+
+def make_next(
+    budget: Budget, drafting: Drafting, model: Any, draft: Draft, plain: float, begin: Callable[[], None]
+) -> bool:
+    """Makes one more thing, if there is one and time for it; says whether there is enough for calls to draft.
+
+    Args:
+        plain: seconds of a plain step.
+        begin: begins a call in the step, of which nothing is kept.
+    """
+    # Parts by the positions that they verify. Calls draft once they have the first ones.
+    lengths = drafting.lengths
+    needed, more = (lengths[AT_FIRST] + 1, DRAFT, 1), (lengths[-1] + 1, lengths[1] + 1)
+    missing = [part for part in (*needed, *more) if drafting.costs.seconds(part) is None]
+    seconds = budget.for_next(plain)
+    if missing and seconds is not None:
+        start = time.perf_counter()
+        is_recorded = missing[0] != DRAFT or draft.make(0.0)
+        if is_recorded:
+            begin()
+            _measure(drafting, model, draft, missing[0])
+        else:
+            draft.make(seconds)
+        budget.spend(time.perf_counter() - start, is_typical=is_recorded)
+    return all(drafting.costs.seconds(part) is not None for part in needed)
+
+
+def _measure(drafting: Drafting, model: Any, draft: Draft, part: int) -> None:
+    if part == DRAFT:
+        drafting.measure(part, lambda: draft.propose(drafting, model, 1))
+    else:
+        drafting.measure(part, lambda: drafting.verify(model, part - 1))

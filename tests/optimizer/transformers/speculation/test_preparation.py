@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastgen.optimizer.transformers.captured.pays import SHARE, Budget
-from fastgen.optimizer.transformers.speculation import preparation
+from fastgen.optimizer.transformers.speculation import drafts
 
 PLAIN, RECORDING, COPYING = 0.02, 0.5, 1.2
 
@@ -56,7 +56,7 @@ class Made:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     found = Made()
-    monkeypatch.setattr(preparation, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    monkeypatch.setattr(drafts, "time", SimpleNamespace(perf_counter=lambda: found.now))
     yield found
 
 
@@ -66,7 +66,7 @@ def calls(made: Any, count: int, steps: int = 64) -> list[bool]:
     for number in range(1, count + 1):
         budget.steps += steps
         before, parts = made.now, len(made.parts)
-        found.append(preparation.make_next(budget, made, None, made, PLAIN, made.begin))
+        found.append(drafts.make_next(budget, made, None, made, PLAIN, made.begin))
         assert made.now - before <= RECORDING + 1e-9 and len(made.parts) - parts <= 1
         # What the first thing takes is not known beforehand.
         assert made.now <= max(SHARE * number * steps * PLAIN, RECORDING) + 1e-9

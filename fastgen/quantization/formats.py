@@ -1,0 +1,216 @@
+"""The checkpoint formats that pack values into int32: GPTQ, AWQ and pack-quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastgen.quantization.checkpoint import (
+    ADVICE,
+    FLOATS,
+    Format,
+    bits_of,
+    expect,
+    groups_of,
+    in_input_order,
+    order_of,
+    pack_int32,
+    unless_symmetric,
+    unpack_int32,
+    whole_groups,
+    zeros_of,
+)
+from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
+
+# The n that the i-th value of an int32 belongs to, and the inverse.
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_INVERSE = tuple(_ORDER.index(n) for n in range(8))
+_BITS = 4
+
+
+@dataclass(frozen=True)
+class GPTQ(Format):
+    """The format of GPTQ (AutoGPTQ, GPTQModel), as a file's configuration says.
+
+    `qweight` is int32 [K * bits / 32, N], packed along K. `qzeros`, int32 [groups, N * bits / 32], and `scales`,
+    [groups, N], belong to groups along K; `g_idx`, [K], names the group of each in_feature. Version 1 stores a zero
+    point minus 1, modulo 2**bits, version 2 the zero point itself.
+
+    Attributes:
+        lowered: zero points are stored minus 1 (version 1).
+        symmetric: every zero point is the middle of the range. Then the stored values tell the version, and count more
+            than what the file says: files say version 1 and hold version 2.
+    """
+
+    name = "gptq"
+    tensors = ("qweight", "qzeros", "scales", "g_idx")
+    lowered: bool = True
+    symmetric: bool = True
+
+    def resolved(self, tensors: Mapping[str, Tensor]) -> GPTQ:
+        stored, scales = tensors.get("qzeros"), tensors.get("scales")
+        if not self.symmetric or stored is None or scales is None or stored.dim() != 2 or not scales.dim():
+            return self
+        for bits in BITS:
+            if stored.shape[-1] * 32 == scales.shape[-1] * bits:
+                # The middle of the range in each value of an int32, and one less.
+                exact = sum(2 ** (bits - 1) << shift for shift in range(0, 32, bits))
+                lowered = sum((2 ** (bits - 1) - 1) << shift for shift in range(0, 32, bits))
+                for value, is_lowered in ((exact - 2**32, False), (lowered, True)):
+                    if stored.numel() and torch.all(stored == value):
+                        return replace(self, lowered=is_lowered)
+        return self
+
+    def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
+        stored = tensors.get("qweight")
+        bits = bits_of(k, stored.shape[0] if stored is not None and stored.dim() else 0, "qweight")
+        stored = expect("qweight", stored, (-(-k * bits // 32), n), (torch.int32,))
+        scales, group_size = _scales(self, tensors, n, k)
+        words = -(-n * bits // 32)
+        zeros = expect("qzeros", tensors.get("qzeros"), (len(scales), words), (torch.int32,))
+        zeros = unpack_int32(zeros, bits)[:, :n]
+        if self.lowered:
+            zeros = (zeros + 1) & (2**bits - 1)
+        qweight = unpack_int32(stored.t(), bits)[:, :k]
+        order = None
+        if "g_idx" in tensors:
+            g_idx = expect("g_idx", tensors["g_idx"], (k,), (torch.int32, torch.int64))
+            order = order_of(g_idx, group_size, "g_idx")
+        if order is not None:
+            qweight = qweight[:, order]
+        apart = unless_symmetric(zeros.t().contiguous(), bits)
+        return QuantizedTensor(qweight.contiguous(), scales.t().contiguous(), apart, None, bits, group_size, order)
+
+    def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        zeros = zeros_of(weight)
+        if self.lowered:
+            zeros = (zeros - 1) & (2**weight.bits - 1)
+        return {
+            "qweight": pack_int32(in_input_order(weight), weight.bits).t().contiguous(),
+            "qzeros": pack_int32(zeros.t(), weight.bits),
+            "scales": weight.scales.t().contiguous(),
+            "g_idx": groups_of(weight),
+        }
+
+
+@dataclass(frozen=True)
+class AWQ(Format):
+    """The format of AWQ (AutoAWQ) in the layout `gemm`: 4 bits, packed along N.
+
+    `qweight` is int32 [K, N / 8], `qzeros` int32 [groups, N / 8] and holds the zero points themselves, `scales` is
+    [groups, N]. The eight values of an int32, from the lowest bits on, are those of n = 0, 2, 4, 6, 1, 3, 5 and 7 of
+    its eight.
+    """
+
+    name = "awq"
+    tensors = ("qweight", "qzeros", "scales")
+
+    def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
+        if n % 8:
+            raise ValueError(f"qweight has {n} out_features, which is no multiple of 8: {ADVICE}")
+        stored = expect("qweight", tensors.get("qweight"), (k, n // 8), (torch.int32,))
+        scales, group_size = _scales(self, tensors, n, k)
+        zeros = expect("qzeros", tensors.get("qzeros"), (len(scales), n // 8), (torch.int32,))
+        apart = unless_symmetric(_unpacked(zeros), _BITS)
+        return QuantizedTensor(_unpacked(stored), scales.t().contiguous(), apart, None, _BITS, group_size, None)
+
+    def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        return {
+            "qweight": _packed(in_input_order(weight)),
+            "qzeros": _packed(zeros_of(weight)),
+            "scales": weight.scales.t().contiguous(),
+        }
+
+
+def _unpacked(stored: Tensor) -> Tensor:
+    """[N, rows], from int32 [rows, N / 8]."""
+    return _reordered(unpack_int32(stored, _BITS), _INVERSE).t().contiguous()
+
+
+def _packed(qweight: Tensor) -> Tensor:
+    return pack_int32(_reordered(qweight.t(), _ORDER), _BITS)
+
+
+def _reordered(qweight: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The columns, eight at a time, in this order."""
+    return qweight.reshape(qweight.shape[0], -1, 8)[:, :, list(order)].flatten(1)
+
+
+def _scales(form: Format, tensors: Mapping[str, Tensor], n: int, k: int) -> tuple[Tensor, int]:
+    """Scales, [groups, N], and how many in_features share one."""
+    scales = tensors.get("scales")
+    groups = scales.shape[0] if scales is not None and scales.dim() else 0
+    group_size = whole_groups(k, groups, "scales", form.group_sizes)
+    return expect("scales", scales, (groups, n), FLOATS), group_size
+
+
+@dataclass(frozen=True)
+class PackQuantized(Format):
+    """The format `pack-quantized` of compressed-tensors (llm-compressor): integers of 4 or 8 bits.
+
+    `weight_packed` is int32 [N, K * bits / 32], packed along K, `weight_scale` is [N, groups], and `weight_shape` holds
+    N and K. The zero point is 2**(bits - 1); asymmetric weights have `weight_zero_point`: int32 [N * bits / 32,
+    groups], packed along N, or int8 [N, groups] in older files. `weight_g_idx`, [K], names each in_feature's group.
+
+    Attributes:
+        packed_zeros: zero points are packed into int32.
+    """
+
+    name = "compressed-tensors"
+    tensors = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    packed_zeros: bool = True
+
+    def resolved(self, tensors: Mapping[str, Tensor]) -> PackQuantized:
+        zeros = tensors.get("weight_zero_point")
+        return self if zeros is None else replace(self, packed_zeros=zeros.dtype != torch.int8)
+
+    def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
+        stored = tensors.get("weight_packed")
+        words = stored.shape[1] if stored is not None and stored.dim() == 2 else 0
+        bits = bits_of(k, words, "weight_packed")
+        stored = expect("weight_packed", stored, (n, words), (torch.int32,))
+        shape = expect("weight_shape", tensors.get("weight_shape"), (2,), (torch.int32, torch.int64))
+        if shape.tolist() != [n, k]:
+            raise ValueError(f"weight_shape is {shape.tolist()}, and the layer's {[n, k]}: {ADVICE}")
+        scales = tensors.get("weight_scale")
+        groups = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
+        group_size = whole_groups(k, groups, "weight_scale", self.group_sizes)
+        scales = expect("weight_scale", scales, (n, groups), FLOATS)
+        zeros = None
+        if "weight_zero_point" in tensors:
+            zeros = self._zeros(tensors["weight_zero_point"], n, groups, bits)
+        qweight, order = unpack_int32(stored, bits)[:, :k], None
+        if "weight_g_idx" in tensors:
+            g_idx = expect("weight_g_idx", tensors["weight_g_idx"], (k,), (torch.int32, torch.int64))
+            # -1 throughout stands for an order that was never set.
+            order = None if bool((g_idx == -1).all()) else order_of(g_idx, group_size, "weight_g_idx")
+        if order is not None:
+            qweight = qweight[:, order]
+        return QuantizedTensor(qweight.contiguous(), scales.contiguous(), zeros, None, bits, group_size, order)
+
+    def _zeros(self, stored: Tensor, n: int, groups: int, bits: int) -> Tensor | None:
+        if self.packed_zeros:
+            words = -(-n * bits // 32)
+            stored = expect("weight_zero_point", stored, (words, groups), (torch.int32,))
+            zeros = unpack_int32(stored.t(), bits)[:, :n].t()
+        else:
+            stored = expect("weight_zero_point", stored, (n, groups), (torch.int8,))
+            zeros = (stored.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+        return unless_symmetric(zeros.contiguous(), bits)
+
+    def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        zeros, bits = zeros_of(weight), weight.bits
+        return {
+            "weight_packed": pack_int32(in_input_order(weight), bits),
+            "weight_scale": weight.scales,
+            "weight_shape": torch.tensor(weight.qweight.shape, device=weight.qweight.device),
+            "weight_zero_point": (
+                pack_int32(zeros.t(), bits).t().contiguous()
+                if self.packed_zeros
+                else (zeros.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+            ),
+            "weight_g_idx": groups_of(weight),
+        }
