@@ -23,7 +23,7 @@ SHARE_OF_MEMORY = 0.05
 SOURCE_BYTES = 2**26
 # Tokens of a chunk, at least: a pass reads all weights.
 LEAST_CHUNK = 64
-# Requests that are prefilled together take this part of the stall that may be, if they are short enough for that. More of
+# Requests that are prefilled together take this part of the stall that may be, if they are short enough. More of
 # them would wait for each other's first tokens, and gain little: a pass over that many is bound by arithmetic.
 SHARE_OF_STALL = 0.25
 

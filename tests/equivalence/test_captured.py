@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
 from fastgen import releases
 from fastgen.decoding import norms
@@ -189,6 +190,31 @@ def test_unilm_up_to_its_last_position(device: torch.device) -> None:
     with pytest.raises(ValueError, match="but the model has 60"):
         run(model, inputs, {"num_beams": 2, "max_new_tokens": 17})
     assert reasons() == {"more positions than the model has": 1}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_scores_are_of_the_mode_of_the_call(beams: int, device: torch.device) -> None:
+    """In inference mode a criterion gets tensors of that mode, which only code in that mode may write to."""
+    model, inputs = build(BY_NAME["llama"], device)
+    seen = set[bool]()
+
+    def criterion(tokens: torch.Tensor, scores: tuple[torch.Tensor, ...], **others: Any) -> torch.Tensor:
+        seen.add(scores[-1].is_inference())
+        return torch.zeros(len(tokens), dtype=torch.bool, device=device)
+
+    options = {
+        "num_beams": beams,
+        "max_new_tokens": 24,
+        "eos_token_id": None,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            result = model.generate(**inputs, **options, stopping_criteria=StoppingCriteriaList([criterion]))
+        assert seen == {result.scores[0].is_inference()} == {mode is torch.inference_mode}
+        seen.clear()
+    assert captures(), reasons()
 
 
 RETURNED = ["bart", "t5", "gpt2", "llama", "prophetnet", "mistral-short-window"]

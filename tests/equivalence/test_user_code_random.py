@@ -302,7 +302,7 @@ KINDS: dict[str, Callable[[int], Callable[[Log], dict[str, Any]]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_code(kind: str, captured_step: Any) -> None:
     """In two of the ways of decoding; a streamer sees one sequence."""
-    host_code._writers.clear()
+    host._writers.clear()
     ways = [0] if "stream" in kind else [len(kind) % 4, (len(kind) + 2) % 4]
     for number in ways:
         decoding = _DECODING[1 + number]

@@ -38,7 +38,7 @@ class Host(NamedTuple):
 
     process: Callable[[Tensor, Tensor], Tensor]  # (tokens [rows, length], scores [rows, vocabulary]) -> scores
     stops: Callable[[Tensor], Tensor]  # tokens [continuations, length] -> [continuations], bool
-    keep: Callable[[dict[str, Tensor]], None]  # what the call returns of a step, by name: [rows, vocabulary] each
+    keep: Callable[[dict[str, Tensor]], None]  # copies what the call returns of a step, by name: [rows, vocabulary]
 
 
 class Turn(NamedTuple):
@@ -89,8 +89,9 @@ class HostCode:
             raise CannotBeCaptured(_WRITES)
 
     def keep(self, made: dict[str, Tensor]) -> None:
-        """Keeps what the call returns of a step."""
-        append(self.kept, made)
+        """Keeps copies of what the call returns of a step."""
+        with self._mode():
+            append(self.kept, made)
 
     def process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """The scores, [rows, vocabulary], as the call's processors make them of these."""
@@ -126,19 +127,22 @@ class HostCode:
         """What the user's code raises is not the step's failure; what it waits for must not wait for this call. It runs
         in the mode that the call was made in: of inference, its own tensors are such as only that may write to.
         """
-        mode = torch.inference_mode() if self._in_inference_mode else contextlib.nullcontext()
         try:
-            with graph.stepped_aside(self._device), mode:
+            with graph.stepped_aside(self._device), self._mode():
                 yield
         except Exception as error:
             self.raised = error
             raise
 
+    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+        """The mode that the call was made in: of inference, its tensors are such."""
+        return torch.inference_mode() if self._in_inference_mode else contextlib.nullcontext()
+
 
 def append(kept: dict[str, list[Tensor]], made: dict[str, Tensor]) -> None:
-    """Keeps what was made in a step, by name."""
+    """Keeps copies of what was made in a step, by name."""
     for name, tensor in made.items():
-        kept[name].append(tensor)
+        kept[name].append(tensor.clone())
 
 
 class HostWork:
@@ -233,7 +237,7 @@ class HostWork:
 
     def _keep(self, turns: Sequence[Turn]) -> None:
         for host, inputs, *_ in turns:
-            host.keep({name: buffer[self._rows(inputs)].clone() for name, buffer in self.kept.items()})
+            host.keep({name: buffer[self._rows(inputs)] for name, buffer in self.kept.items()})
 
     def _stop(self, turns: Sequence[Turn]) -> None:
         self._keep(turns)
