@@ -320,8 +320,6 @@ def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
         return {}
     if name in _HELD:
         return dict(value)
-    if isinstance(value, Replacement):
-        return _FormCopy(value)
     return value if value is config else _copy(value)
 
 
@@ -360,27 +358,20 @@ _NOTHING = object()
 
 
 class _IdentityCopy:
-    """Equals what has the same `_Describer.identify`. It does not hold the value, which may refer to the model."""
+    """Equals what has the same identity. It does not hold the value, which may refer to the model."""
 
     __hash__ = None  # type: ignore[assignment]  # how Python says that there is none
 
     def __init__(self, value: Any) -> None:
-        self._identity = _Describer().identify(value)
+        self._identity = _identity(value)
 
     def __eq__(self, other: object) -> bool:
-        return _Describer().identify(other) == self._identity
+        return _identity(other) == self._identity
 
 
-class _FormCopy:
-    """Equals the forms of FastGen's of which the same is captured: each call has others."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, form: Replacement) -> None:
-        self._guarded = form.guarded()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Replacement) and other.guarded() == self._guarded
+def _identity(value: Any) -> Hashable:
+    """As `_Describer.identify`; of a form of FastGen's, of which each call has another one, what is captured of it."""
+    return (Replacement, value.guarded()) if isinstance(value, Replacement) else _Describer().identify(value)
 
 
 # A model that has changed this often in a row is not checked for a while, for so many calls at the most.
