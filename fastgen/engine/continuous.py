@@ -19,7 +19,7 @@ from fastgen import caches, patching, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.executor import CHANGED, StaticBatches, alone_for_model, pads, state_of
-from fastgen.engine.kv_budget import RESERVED, KVBudget
+from fastgen.engine.kv_budget import RESERVED, ExceedsBudget, KVBudget
 from fastgen.engine.planning import Costs
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
@@ -51,7 +51,12 @@ class _Running:
     @property
     def may_begin_again(self) -> bool:
         """Whether its tokens are the same then, and nobody has seen any."""
-        return not self.request.runs_user_code and (self.slot.generator is None or self.request.seed is not None)
+        return _may_begin_again(self.request)
+
+
+def _may_begin_again(request: Request) -> bool:
+    is_drawn = request.config is not None and request.config.do_sample and request.seed is None
+    return not (request.runs_user_code or is_drawn)
 
 
 class ContinuousBatches:
@@ -89,6 +94,7 @@ class ContinuousBatches:
         self._preempted: list[Request] = []
         self._is_stale = False  # the model has changed since requests have entered
         self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
+        self._is_cut = False  # others are prefilled behind the next step, which would have been with the last ones
         self._entered: dict[Hashable, None] = {}  # prefill groups of requests that have entered
         self._declined: dict[Hashable, str] = {}  # and of those that cannot, with the reason
         self._waiting_like: Counter[Hashable] = Counter()  # requests that wait, by prefill group
@@ -146,7 +152,11 @@ class ContinuousBatches:
         if first.prefill_group is None or self.prefills.alone(first, like):
             return self._with_room([first], first)
         batch = self._with_room(self.static.together(like, free), first)
-        return list(self.prefills.fitting(batch)) if first.prefill_group in self._entered else batch
+        if first.prefill_group not in self._entered:
+            return batch
+        fitting = list(self.prefills.fitting(batch))
+        self._is_cut = len(fitting) < len(batch)
+        return fitting
 
     def _is_time(self, free: int) -> bool:
         """Whether to prefill now: for a few slots together, unless others have waited for some steps."""
@@ -155,15 +165,25 @@ class ContinuousBatches:
 
     def _with_room(self, batch: list[Request], oldest: Request) -> list[Request]:
         """Those of a batch whose K and V have room, the oldest first; that one at least, if nobody is there."""
-        stored, chosen = self.budget.stored(self._running), list[Request]()
+        stored, chosen = self.budget.stored(self._running) + self._promised(), list[Request]()
         for request in sorted(batch, key=lambda each: each is not oldest):
-            stored += self._needed(request, RESERVED)
+            # What does not leave where room gets short has all of its room from the beginning.
+            most = RESERVED if _may_begin_again(request) else request.new_tokens
+            stored += self._needed(request, RESERVED if most is None else most)
             if not (self.budget.has_room(stored, 0) or not (chosen or self._running)):
                 break
             chosen.append(request)
             if not self.budget.is_known:
                 break
         return chosen
+
+    def _promised(self) -> int:
+        """Bytes that requests in slots may yet store that do not leave."""
+        return sum(
+            max(self._needed(each.request, each.slot.new_tokens) - self.budget.stored([each.slot]), 0)
+            for each in self._running.values()
+            if not each.may_begin_again
+        )
 
     def _needed(self, request: Request, new_tokens: int) -> int:
         """Bytes of K and V with so many new tokens, or as many as it may have."""
@@ -252,7 +272,7 @@ class ContinuousBatches:
             return
         for request in batch:
             request.future.has_begun = True
-        self._waited = 0
+        self._waited, self._is_cut = LONGEST_WAIT if self._is_cut else 0, False
         before, entered = state_of(self.model), list[_Running]()
         take = partial(self._enter, batch, entered, before)
         how = self.prefills.plan(batch, before, bool(self._running), take, self._step_between)
@@ -310,7 +330,7 @@ class ContinuousBatches:
             slot = decoding.slot(request.new_tokens, length, request.seed)
             needed = self._needed(request, slot.new_tokens)
             if not self.budget.has_room(0, needed):
-                slot.error = MemoryError(f"the request may need {needed} bytes of K and V: cache_gib is less")
+                slot.error = ExceedsBudget(f"the request may need {needed} bytes of K and V: cache_gib is less")
             entered.append(_Running(request, slot, step, state, end))
         try:
             step.admit(decoding, [running.slot for running in entered], self._waiting_like[batch[0].prefill_group])

@@ -10,6 +10,10 @@ from fastgen.optimizer.transformers.captured.slot import Slot
 RESERVED = 32
 
 
+class ExceedsBudget(MemoryError):
+    """A request alone may need more than there may be."""
+
+
 class KVBudget:
     """A number of bytes, and what positions take. Without a number, there is room for everything.
 

@@ -219,10 +219,25 @@ def has_own_generate(model: Any) -> bool:
 
 
 def _check_values(model: Any, config: Any) -> None:
-    """Has the library make its processors of the options, as it looks at their values no sooner. Raises as they do."""
+    """Has the library make its processors of the options, as it looks at their values no sooner.
+
+    Raises:
+        ValueError: it refuses them.
+    """
+    for name in ("_prepare_special_tokens", "_get_logits_processor"):
+        if name in vars(model) or inspect.getattr_static(type(model), name) is not vars(GenerationMixin)[name]:
+            return  # a model's own may want more than this
     made, one = copy.copy(config), torch.ones(1, 1, dtype=torch.long)
-    model._prepare_special_tokens(made, kwargs_has_attention_mask=True, device=one.device)
-    model._get_logits_processor(made, input_ids_seq_length=1, encoder_input_ids=one, device=one.device, model_kwargs={})
+    made.watermarking_config = None  # which makes a table of a million numbers
+    try:
+        model._prepare_special_tokens(made, kwargs_has_attention_mask=True, device=one.device)
+        model._get_logits_processor(
+            made, input_ids_seq_length=1, encoder_input_ids=one, device=one.device, model_kwargs={}
+        )
+    except ValueError:
+        raise
+    except Exception as error:  # of processors that do not check what they are given
+        raise ValueError(f"generate refuses the options: {type(error).__name__}: {error}") from error
 
 
 def resolve(model: Any, given: dict[str, Any], options: dict[str, Any]) -> Resolved | None:

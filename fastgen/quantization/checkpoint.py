@@ -6,7 +6,6 @@ A format is read for one layer at a time, from tensors by the names that they ha
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +15,6 @@ import torch
 from torch import Tensor
 
 from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
-
-if sys.byteorder != "little":  # the bytes of an int32 are read in memory's order
-    raise ImportError("low-bit weights are read on little-endian processors only")
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # What is to be done about any of these errors.

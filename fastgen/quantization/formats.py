@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,9 @@ from fastgen.quantization.checkpoint import (
     zeros_of,
 )
 from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
+
+if sys.byteorder != "little":  # the bytes of an int32 are read in memory's order
+    raise ImportError("low-bit weights are read on little-endian processors only")
 
 # The n that the i-th value of an int32 belongs to, and the inverse.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -129,7 +129,12 @@ class GenerationWorker:
         """
         if self._engine.failure is not None:
             raise _failed()
-        future, recorder = self._start(job, on_delta)
+        try:
+            future, recorder = self._start(job, on_delta)
+        except ValueError as error:
+            if self._engine.failure is not None:  # meanwhile, and so the engine is closed
+                raise _failed() from error
+            raise
         future.add_done_callback(partial(self._settle, job, recorder, on_done, on_error))
         return future
 

@@ -33,8 +33,8 @@ class Pipe:
     Args:
         connection: which this closes at the end.
         on_message: takes each message, in the thread that reads.
-        on_end: is called once, in one of the threads, with None where the other process has closed its end, or is gone;
-            otherwise with what has failed here, of which the log says more. Then nothing comes, and nothing is sent.
+        on_end: is called once: behind the last message with None, where the other process has closed its end, or is
+            gone; otherwise with what has failed here, of which the log says more. Then nothing comes, or is sent.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class Pipe:
         try:
             work()
         except _Ended:
-            self._end(None)
+            # What writes ends without a word: there may still be messages to read, in front of their end.
+            if threading.current_thread() is self._reader:
+                self._end(None)
         except BaseException as error:  # whatever it is: who waits for an answer would wait for ever
             _log.exception("the pipe between the server and the process of a model has failed")
             self._end(error)

@@ -48,6 +48,7 @@ class RemoteModel(ClientModel):
         super().__init__(name, settings)
         self._on_broken = on_broken
         self._process: BaseProcess | None = None
+        self._replacing: asyncio.Future[None] | None = None
         self._pipe: Pipe | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begin = 0.0  # of the process
@@ -140,13 +141,21 @@ class RemoteModel(ClientModel):
         if self._is_stopping or ended is not self._process:
             return
         ended.kill()  # where it is the pipe that has failed, it is still there
-        ended.join()
-        self.is_ready, self._pipe, self.progress = False, None, "its process has died and is started again"
+        self._process = self._pipe = None
+        self.is_ready, self.progress = False, "its process has died and is started again"
         metrics.RESTARTS.labels(self.name).inc()
         died = Unavailable("the process of the model has died: try again", retry_after=5)
         for pending in list(self._pending.values()):
             if pending.job is None or pending.has_streamed or pending.runs >= _MOST_RUNS:
                 pending.put(messages.Failure(pending.number, copy.copy(died)))
+        self._replacing = asyncio.ensure_future(self._replace(ended))
+
+    async def _replace(self, ended: BaseProcess) -> None:
+        """Starts another process when one that has died has given its memory back, which may take seconds."""
+        while ended.exitcode is None:
+            await asyncio.sleep(_LOOK)
+        if self._is_stopping:
+            return
         if not self._was_ready and self._starts >= _MOST_STARTS:
             self._is_stopping = True
             self._on_broken(f"the process of model {self.name} dies while it is loaded ({ended.exitcode})")

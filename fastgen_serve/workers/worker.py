@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, Protocol
 
 import fastgen
+from fastgen.engine.kv_budget import ExceedsBudget
 from fastgen.pipeline.errors import one_line
-from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, Unavailable
+from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, TooLong, Unavailable
 from fastgen_serve.jobs import ModelInfo
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading, messages
@@ -180,6 +181,8 @@ def as_serve_error(error: BaseException) -> ServeError:
         return Busy(f"{one_line(error)}: try again", retry_after=1)
     if isinstance(error, CancelledError):
         return Unavailable("the server stops")
+    if isinstance(error, ExceedsBudget):
+        return TooLong("the request may need more K and V than --cache-gib: ask for fewer tokens", param="max_tokens")
     if isinstance(error, MemoryError) or "not enough memory" in str(error):
         return Failed("there is not enough memory for the request: ask for fewer tokens or beams")
     return Failed(f"the model has failed: {type(error).__name__}: {one_line(error)}")

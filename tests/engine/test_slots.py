@@ -210,7 +210,11 @@ def test_one_that_raises_leaves_the_others(model: Any) -> None:
 
 
 class _Hears(BaseStreamer):
-    def put(self, value: torch.Tensor) -> None: ...
+    def __init__(self) -> None:
+        self.heard: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value)
 
     def end(self) -> None: ...
 
@@ -222,9 +226,11 @@ def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None
         llama.get_input_embeddings().weight[token] = torch.nan
     executor = ContinuousBatches(llama, 16)
     plain = requests_for(llama, PROMPTS, streamer=_Hears(), **options)
-    (spoilt,) = requests_for(llama, [[5, token, 6]], **options)
+    hears = _Hears()
+    (spoilt,) = requests_for(llama, [[5, token, 6]], streamer=hears, **options)
     run(executor, [*plain[:2], spoilt, *plain[2:]], at_once=2)
     assert_as_alone(llama, plain, PROMPTS)
+    assert len(hears.heard) <= 1, "its prompt, and no token"
     assert "not numbers" in str(spoilt.future.exception(0))
     assert not executor.static.counts["repeated"] and not executor.busy
 

@@ -225,6 +225,12 @@ FAMILIES = [
         "mt5", "MT5ForConditionalGeneration", Weights(1, embedding=0.2), {**_T5, "feed_forward_proj": "gated-gelu"}
     ),
     _seq2seq(
+        "umt5",
+        "UMT5ForConditionalGeneration",
+        Weights(1, eos=3, embedding=0.5),
+        {**_T5, "feed_forward_proj": "gated-gelu"},
+    ),
+    _seq2seq(
         "flan-t5",
         "T5ForConditionalGeneration",
         Weights(2, embedding=0.5),
@@ -243,6 +249,12 @@ FAMILIES = [
     _seq2seq(
         "blenderbot",
         "BlenderbotForConditionalGeneration",
+        Weights(4, gain=2.5),
+        {**BART, "decoder_start_token_id": BOS},
+    ),
+    _seq2seq(
+        "blenderbot-small",
+        "BlenderbotSmallForConditionalGeneration",
         Weights(4, gain=2.5),
         {**BART, "decoder_start_token_id": BOS},
     ),

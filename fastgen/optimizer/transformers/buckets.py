@@ -21,7 +21,7 @@ from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
-from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward
+from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward, holds_no_tensor
 
 # The modules whose decoders are known to give the same whatever padding is in front: equivalence tests run them. Others
 # may count from the first column of the batch. Encoders are in `encoders/stacks.py`.
@@ -90,6 +90,7 @@ def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
     """Whether the encoder is known to read each row for itself, without padding, and nothing else of it is returned."""
     encoder = call.model.get_encoder()
     is_hooked = way_of(encoder) is not None and patching.original_of(type(encoder).forward) is not None
+    is_hooked = is_hooked and getattr(encoder, "_compiled_call_impl", None) is None  # its layers are not called then
     return is_hooked and "forward" not in vars(encoder) and _has_known_padding(encoder, ids, mask, config)
 
 
@@ -119,8 +120,8 @@ def _encode_buckets(
 
 
 def _is_all(model_kwargs: dict[str, Any]) -> bool:
-    """Whether the encoder gets no tensor but the tokens and their mask."""
-    others = (name for name, value in model_kwargs.items() if isinstance(value, Tensor))
+    """Whether the encoder gets nothing with tensors but the tokens and their mask."""
+    others = (name for name, value in model_kwargs.items() if not holds_no_tensor(value))
     return all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
 
 

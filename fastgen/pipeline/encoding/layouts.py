@@ -100,7 +100,6 @@ class Labels(Layout):
     optional = frozenset({"pair"})
 
     def __init__(self, count: int, with_pair: bool) -> None:
-        self._count = count
         pair = ("pair",) if with_pair else ()
         numbered = [(f"label_{number}", f"score_{number}") for number in range(2, count + 1)]
         self._columns = ("id", "input", *pair, "label", "score", *(name for both in numbered for name in both))

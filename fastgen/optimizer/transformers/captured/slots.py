@@ -129,6 +129,7 @@ class Slots:
         step.enter(place, search, choice)
         slot.positions, slot.source = prompt.cached, prompt.cross[0][0].shape[2] if prompt.cross else 0
         slot.place, self.taken[place] = place, slot
+        self._check_numbers(step)
         self._stream(step, slot)
 
     def _try(self, step: DecodeStep, place: int) -> None:
@@ -225,6 +226,7 @@ class Slots:
             with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
                 self._verify(step, turns)
             self._steps += 1
+            self._check_numbers(step)
             for slot in self.taken.values():
                 slot.positions += self._key.per_input * (not slot.is_over)
                 self._stream(step, slot)
@@ -242,14 +244,18 @@ class Slots:
     def _over(self, step: DecodeStep) -> list[Slot]:
         """Those that are over, which go on no more."""
         goes_on = step.search.unfinished.view(self._key.batch, -1).any(dim=1).tolist()
-        has_nan = step.search.nan_inputs[:, 0].tolist()
         for place, slot in self.taken.items():
-            if has_nan[place] and slot.error is None:
-                slot.error = ValueError(NOT_NUMBERS)
             if not slot.is_over and (slot.error is not None or not goes_on[place]):
                 step.search.leave(slice(place, place + 1))
                 slot.is_over = True
         return [slot for slot in self.taken.values() if slot.is_over]
+
+    def _check_numbers(self, step: DecodeStep) -> None:
+        """What there is nothing to draw for fails, and only that: before its streamer sees a token."""
+        has_nan = step.search.nan_inputs[:, 0].tolist()
+        for place, slot in self.taken.items():
+            if has_nan[place] and slot.error is None:
+                slot.error = ValueError(NOT_NUMBERS)
 
     def _turns(self, step: DecodeStep) -> list[Turn]:
         starts, ends = step.search.start[:, 0].tolist(), step.search.length[:, 0].tolist()

@@ -61,7 +61,8 @@ class _Pass:
             result = forward(**self._inputs, **flags)
             found = tensors_in(result)
             if not self._buffers:
-                self._result = result
+                # A number may be another one in the next call.
+                self._result = results.mapped(result, lambda tensor: tensor, (type(None),))
                 self._buffers = [tensor.new_empty(tensor.shape) for tensor in found]
             for buffer, tensor in zip(self._buffers, found, strict=True):
                 buffer.copy_(tensor)

@@ -21,19 +21,22 @@ class Unknown(Exception):
     """A result has something in it of which nobody knows whether it holds tensors; the message says what."""
 
 
-def mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[type, ...] = _WITHOUT) -> Any:
     """A result like this one with `function` of each tensor in the tensor's place.
+
+    Args:
+        without: types of parts that hold no tensor, and stay.
 
     Raises:
         Unknown: of a part of it, that is all that is known.
     """
     if isinstance(result, Tensor):
         return function(result)
-    if isinstance(result, _WITHOUT):
+    if isinstance(result, without):
         return result
     if isinstance(result, tuple | list):
-        parts = [mapped(part, function) for part in result]
+        parts = [mapped(part, function, without) for part in result]
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     if isinstance(result, dict) and all(isinstance(name, str) for name in result):
-        return type(result)(**{name: mapped(part, function) for name, part in result.items()})
+        return type(result)(**{name: mapped(part, function, without) for name, part in result.items()})
     raise Unknown(f"a result of type {type(result).__name__}")

@@ -186,7 +186,7 @@ class UnpaddedForward:
     def _packed_argument(self, name: str, value: Any) -> Any:
         if name == "attention_mask":  # it says the same as the mask
             return None
-        if _holds_no_tensor(value):
+        if holds_no_tensor(value):
             return value
         if self._embedded is not None and value is self._embedded[0]:
             return self._embedded[1]
@@ -256,7 +256,7 @@ class UnpaddedForward:
 
     def _part(self, name: str, value: Any, rows: Tensor, columns: slice) -> Any:
         """The part of an argument that belongs to a bucket."""
-        if _holds_no_tensor(value):
+        if holds_no_tensor(value):
             return value
         batch, longest = self._mask.shape
         if name in _PER_POSITION and value.shape[1] == longest and value.shape[0] in (1, batch):
@@ -269,7 +269,8 @@ class UnpaddedForward:
         raise Unexpected(f"an argument of the layers ({name})")
 
 
-def _holds_no_tensor(value: Any) -> bool:
+def holds_no_tensor(value: Any) -> bool:
+    """Whether an argument certainly holds no tensor."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
