@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, 
 
 from fastgen_serve.api.openai_schema import CompletionRequest
 from fastgen_serve.decoding import decoding, make_job
-from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, TimedOut, Unavailable
+from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import generation
@@ -301,8 +301,9 @@ def test_k_and_v_have_a_limit(loop: Loop, gib: float | None, monkeypatch: pytest
     model = LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, cache_gib=gib))
     try:
         assert isinstance(loop.run(model.generate(Generate((5,), {"num_beams": 1, "max_new_tokens": 1}))), Generated)
-        with pytest.raises(Failed, match="not enough memory"):
+        with pytest.raises(TooLong, match="--cache-gib") as refused:
             loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200})))
+        assert refused.value.param == "max_tokens"
     finally:
         model.close()
 
