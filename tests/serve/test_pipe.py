@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from multiprocessing import Pipe as connected
 from typing import Any
 
 import pytest
 
+from fastgen_serve.workers import pipe
 from fastgen_serve.workers.pipe import Pipe
 from tests.serve.servers import WAIT
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged, whatever libraries of other tests have done to loggers."""
+    lines: list[str] = []
+    logger, handler = logging.Logger("of the test"), logging.Handler()
+    handler.emit = lambda record: lines.append(handler.format(record))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    monkeypatch.setattr(pipe, "_log", logger)
+    return lines
 
 
 class End:
@@ -43,22 +56,22 @@ def test_all_messages_come_before_the_end() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("planted"), OSError("planted"), SystemExit("planted")], ids=repr)
-def test_a_message_that_fails_ends_it(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_that_fails_ends_it(error: BaseException, said: list[str]) -> None:
     def fail(message: Any) -> None:
         raise error
 
     end = End(fail)
     end.other.send(["a message", "another one"])
     assert end.has_ended.wait(WAIT) and end.is_closed()
-    assert end.ends == [error] and "planted" in caplog.text
+    assert end.ends == [error] and "planted" in said[0]
 
 
-def test_a_message_that_cannot_be_sent_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_that_cannot_be_sent_ends_it(said: list[str]) -> None:
     end = End(print)
     end.pipe.send("a message")
     assert end.other.recv() == ["a message"]
     end.pipe.send(threading.Lock())
-    assert end.has_ended.wait(WAIT) and "cannot pickle" in caplog.text
+    assert end.has_ended.wait(WAIT) and "cannot pickle" in said[0]
     end.other.close()
     end.pipe.close(WAIT)
     assert len(end.ends) == 1 and isinstance(end.ends[0], TypeError)
