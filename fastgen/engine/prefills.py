@@ -23,6 +23,9 @@ SHARE_OF_MEMORY = 0.05
 SOURCE_BYTES = 2**26
 # Tokens of a chunk, at least: a pass reads all weights.
 LEAST_CHUNK = 64
+# The part of the stall that may be which a chunk takes, by what tokens have taken on average: those far behind in a long
+# prompt take longer, as attention is to all before them, and there is work around the passes.
+SHARE_OF_CHUNK = 0.4
 # Requests that are prefilled together take this part of the stall that may be, if they are short enough. More of
 # them would wait for each other's first tokens, and gain little: a pass over that many is bound by arithmetic.
 SHARE_OF_STALL = 0.25
@@ -130,7 +133,7 @@ class Prefills:
 
         chunk = None
         if others_wait and self._seconds is not None and self.max_stall is not None:
-            chunk = self._chunk(self.max_stall)
+            chunk = self._chunk(SHARE_OF_CHUNK * self.max_stall)
         return Entering(taken, beginning, chunk, between, self.sources)
 
     def _note(self, tokens: int, seconds: float) -> None:
