@@ -23,7 +23,7 @@ SHARE_OF_MEMORY = 0.05
 SOURCE_BYTES = 2**26
 # Tokens of a chunk, at least: a pass reads all weights.
 LEAST_CHUNK = 64
-# The part of the stall that may be which a chunk takes, by what tokens have taken on average: those late in a long prompt
+# The part of the stall that may be which a chunk takes, by what tokens have taken on average: late ones in long prompts
 # take longer, as they see all before them, and there is work around the passes.
 SHARE_OF_CHUNK = 0.4
 # Requests that are prefilled together take this part of the stall that may be, if they are short enough. More of
