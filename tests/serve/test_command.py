@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fastgen_serve.app import create_app
+from fastgen_serve.main import listen
 from fastgen_serve.models import Models
 from fastgen_serve.server import Server
 from fastgen_serve.settings import ServeSettings
@@ -57,6 +58,13 @@ def running(server: Command) -> int:
     """Sequences that wait or run."""
     found = re.findall(r"^fastgen_in_flight\{.*\} (\d+)", httpx.get(f"{server.url}/metrics", timeout=WAIT).text, re.M)
     return sum(map(int, found))
+
+
+def test_the_body_of_an_answer_does_not_wait_for_the_client() -> None:
+    with listen(ServeSettings(port=0)) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_it_says_where_it_is_and_how_its_models_are_loaded(served: Command) -> None:
