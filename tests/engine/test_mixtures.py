@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import random
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -242,8 +243,12 @@ def _check(model: Any, submission: Submission) -> None:
     if future.cancelled():
         assert submission.cancelled_after is not None
         return
-    if isinstance(future.exception(), LookupError):
-        assert submission.raises()
+    error = future.exception()
+    if isinstance(error, LookupError) and not submission.raises():  # the library's own, of Whisper with one token
+        with fastgen.disabled(), pytest.raises(type(error), match=re.escape(str(error))):
+            submission.alone(model)
+        return
+    if isinstance(error, LookupError):
         return
     found = submission.outcome(future.result())
     with fastgen.disabled():
