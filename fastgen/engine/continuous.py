@@ -48,16 +48,6 @@ class _Running:
     state: Any  # of the model when it entered
     end: Callable[[], object] | None  # of its streamer
 
-    @property
-    def may_begin_again(self) -> bool:
-        """Whether its tokens are the same then, and nobody has seen any."""
-        return _may_begin_again(self.request)
-
-
-def _may_begin_again(request: Request) -> bool:
-    is_drawn = request.config is not None and request.config.do_sample and request.seed is None
-    return not (request.runs_user_code or is_drawn)
-
 
 class ContinuousBatches:
     """Runs each request in slots, where it can.
@@ -154,7 +144,7 @@ class ContinuousBatches:
         batch = self._with_room(self.static.together(like, free), first)
         if first.prefill_group not in self._entered:
             return batch
-        fitting = list(self.prefills.fitting(batch))
+        fitting = self.prefills.fitting(batch)
         self._is_cut = len(fitting) < len(batch)
         return fitting
 
@@ -168,7 +158,7 @@ class ContinuousBatches:
         stored, chosen = self.budget.stored(self._running) + self._promised(), list[Request]()
         for request in sorted(batch, key=lambda each: each is not oldest):
             # What does not leave where room gets short has all of its room from the beginning.
-            most = RESERVED if _may_begin_again(request) else request.new_tokens
+            most = RESERVED if request.may_begin_again else request.new_tokens
             stored += self._needed(request, RESERVED if most is None else most)
             if not (self.budget.has_room(stored, 0) or not (chosen or self._running)):
                 break
@@ -180,9 +170,9 @@ class ContinuousBatches:
     def _promised(self) -> int:
         """Bytes that requests in slots may yet store that do not leave."""
         return sum(
-            max(self._needed(each.request, each.slot.new_tokens) - self.budget.stored([each.slot]), 0)
+            max(self._needed(each.request, each.slot.new_tokens) - self.budget.stored_by(each.slot), 0)
             for each in self._running.values()
-            if not each.may_begin_again
+            if not each.request.may_begin_again
         )
 
     def _needed(self, request: Request, new_tokens: int) -> int:
@@ -426,7 +416,7 @@ class ContinuousBatches:
     def _make_room(self) -> None:
         """Has the requests that came last begin again later, while more is stored than may be."""
         while len(self._running) > 1 and not self.budget.has_room(self.budget.stored(self._running), 0):
-            last = next((each for each in reversed(self._running.values()) if each.may_begin_again), None)
+            last = next((each for each in reversed(self._running.values()) if each.request.may_begin_again), None)
             if last is None:
                 return
             self._leave(last)

@@ -39,9 +39,13 @@ class KVBudget:
 
     def stored(self, slots: Iterable[Slot]) -> int:
         """Bytes of K and V that these have stored."""
-        found = sum(slot.positions * self._own + slot.source * self._cross for slot in slots)
+        found = sum(map(self.stored_by, slots))
         self.peak = max(self.peak, found)
         return found
+
+    def stored_by(self, slot: Slot) -> int:
+        """Bytes of K and V that one has stored."""
+        return slot.positions * self._own + slot.source * self._cross
 
     def needed(self, prompt: int, source: int, rows: int, new_tokens: int) -> int:
         """Bytes of a request with so many new tokens."""

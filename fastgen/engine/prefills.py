@@ -78,7 +78,7 @@ class Prefills:
         beginning = tokens[:LEAST_SHARED]
         return any(self._tokens(other)[:LEAST_SHARED] == beginning for other in waiting if other is not first)
 
-    def fitting(self, batch: Sequence[Request]) -> Sequence[Request]:
+    def fitting(self, batch: list[Request]) -> list[Request]:
         """Those of a batch, from the first one on, that are prefilled together: one at least."""
         if self.max_stall is None or self._seconds is None:
             return batch

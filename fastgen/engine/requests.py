@@ -115,6 +115,12 @@ class Request:
         return any(value is not None and not only_release(name, value) for name, value in given)
 
     @property
+    def may_begin_again(self) -> bool:
+        """Whether its tokens are the same then, and nobody has seen any."""
+        is_drawn_anew = self.config is not None and self.config.do_sample and self.seed is None
+        return not (self.runs_user_code or is_drawn_anew)
+
+    @property
     def has_own_loop(self) -> bool:
         """Whether the user's code takes the place of the library's loop, and sees all of its arguments."""
         return self.options.get("custom_generate") is not None

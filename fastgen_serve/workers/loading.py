@@ -35,9 +35,7 @@ def read_config(path: str) -> Any:
 
     import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
 
-    check_path(path)
-    with explained(f"model {path} cannot be loaded", why_not_loaded(path)):
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return _read(AutoConfig, path, "cannot be loaded")
 
 
 def generates(path: str) -> bool:
@@ -89,6 +87,11 @@ def read_tokenizer(path: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    return _read(AutoTokenizer, path, "has no tokenizer that can be loaded")
+
+
+def _read(kind: Any, path: str, failure: str) -> Any:
+    """What one of the library's classes reads of a model, without code of its own."""
     check_path(path)
-    with explained(f"model {path} has no tokenizer that can be loaded", why_not_loaded(path)):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    with explained(f"model {path} {failure}", why_not_loaded(path)):
+        return kind.from_pretrained(path, trust_remote_code=False)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import logging
+import math
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -71,9 +72,7 @@ class RemoteModel(ClientModel):
             return
         ended, self._process = self._process, None
         self._pipe.send(messages.Stop())
-        until = time.monotonic() + _PATIENCE
-        while ended.exitcode is None and time.monotonic() < until:  # in no thread: all of these may be busy
-            await asyncio.sleep(_LOOK)
+        await _until_ended(ended, _PATIENCE)
         ended.kill()
         ended.join()
 
@@ -152,8 +151,7 @@ class RemoteModel(ClientModel):
 
     async def _replace(self, ended: BaseProcess) -> None:
         """Starts another process when one that has died has given its memory back, which may take seconds."""
-        while ended.exitcode is None:
-            await asyncio.sleep(_LOOK)
+        await _until_ended(ended)
         if self._is_stopping:
             return
         if not self._was_ready and self._starts >= _MOST_STARTS:
@@ -167,3 +165,10 @@ class RemoteModel(ClientModel):
         )
         assert self._loop is not None, "it has been started"
         self._loop.call_later(self._delay, self._start_process)
+
+
+async def _until_ended(process: BaseProcess, seconds: float = math.inf) -> None:
+    """Waits until a process has ended, for so many seconds at the most; in no thread, as all of these may be busy."""
+    until = time.monotonic() + seconds
+    while process.exitcode is None and time.monotonic() < until:
+        await asyncio.sleep(_LOOK)
