@@ -27,6 +27,7 @@ MODELS = frozenset(
     {
         "BartForConditionalGeneration",
         "BlenderbotForConditionalGeneration",
+        "BlenderbotSmallForConditionalGeneration",
         "BloomForCausalLM",
         "GPT2LMHeadModel",
         "GPTNeoXForCausalLM",
@@ -48,6 +49,7 @@ MODELS = frozenset(
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "T5ForConditionalGeneration",
+        "UMT5ForConditionalGeneration",
         "WhisperForConditionalGeneration",
     }
 )
@@ -57,7 +59,6 @@ OTHER_MODELS = frozenset(
     {
         "BertLMHeadModel",
         "BioGptForCausalLM",
-        "BlenderbotSmallForConditionalGeneration",
         "CTRLLMHeadModel",
         "CodeGenForCausalLM",
         "CohereForCausalLM",

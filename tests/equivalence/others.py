@@ -43,7 +43,6 @@ OTHERS = [
         },
         encoder_decoder=True,
     ),
-    Family("blenderbot-small", "BlenderbotSmallForConditionalGeneration", _W, _SEQ2SEQ, encoder_decoder=True),
     Family("plbart", "PLBartForConditionalGeneration", _W, _SEQ2SEQ, encoder_decoder=True),
     Family("pegasus-x", "PegasusXForConditionalGeneration", _W, {**_SEQ2SEQ, "block_size": 8}, encoder_decoder=True),
     Family("mvp", "MvpForConditionalGeneration", _W, _SEQ2SEQ, encoder_decoder=True),
