@@ -47,7 +47,7 @@ class Admission:
     Args:
         slots: rows that run at a time.
         most: rows that may wait.
-        budget: seconds that one may wait; None for any number.
+        budget: seconds in which one must be answered, once all slots are taken; None for any number.
         now: the clock.
     """
 
@@ -72,8 +72,9 @@ class Admission:
             Busy: it may not wait.
         """
         self._tick()
-        waiting, wait = self.rows + rows - self._slots, self.wait(rows)
-        is_late = self._budget is not None and wait is not None and wait > self._budget
+        waiting, wait, pace = self.rows + rows - self._slots, self.wait(rows), self._pace()
+        # Where all share what there is, whoever comes is answered behind all that are there.
+        is_late = self._budget is not None and pace is not None and (self.rows + rows) * pace > self._budget
         # A request that finds nobody runs, whatever it asks for.
         if self.rows and waiting > 0 and (waiting > self._most or is_late):
             seconds = 1 if wait is None else min(max(math.ceil(wait), 1), _LONGEST_RETRY)
@@ -89,10 +90,14 @@ class Admission:
 
     def wait(self, rows: int = 1) -> float | None:
         """Seconds until such a request would run, by how fast the last ones have left; None where that is not known."""
+        pace = self._pace()
+        return None if pace is None else max(self.rows + rows - self._slots, 0) * pace
+
+    def _pace(self) -> float | None:
+        """Seconds between the ends of two rows while all slots are taken; None where that is not known."""
         if len(self._ends) < 2:
             return None
-        passed = self._full - self._ends[0]
-        return max(self.rows + rows - self._slots, 0) * passed / (len(self._ends) - 1)
+        return (self._full - self._ends[0]) / (len(self._ends) - 1)
 
     def _tick(self) -> None:
         now = self._now()

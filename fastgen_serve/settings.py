@@ -25,8 +25,8 @@ class ServeSettings:
         host, port: what the server listens at.
         slots: rows of a decode step.
         max_waiting: requests of a model that may wait for slots: more get 429.
-        slo_ms: latency budget of a request, in milliseconds: a request that would wait longer for slots gets 429, and
-            `scheduler` "lazy" waits until half of it is used. None for no budget.
+        slo_ms: latency budget of a request, in milliseconds: a request that finds no slots and would not be answered
+            within it gets 429, and `scheduler` "lazy" waits until half of it is used. None for no budget.
         scheduler: when a batch of inputs to encode starts: "hungry", as soon as the model is idle, or "lazy". For
             comparisons: "naive", batches in the order in which inputs come, and "none", no batches.
         dtype: of the weights.

@@ -16,7 +16,7 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.entering import Entering
 
 # Beginnings are worth a prefill of their own from so many tokens on.
-LEAST_SHARED = 2 * BLOCK
+LEAST_SHARED = 4 * BLOCK
 # K and V of beginnings may take this part of the memory that is free.
 SHARE_OF_MEMORY = 0.05
 # Encoder outputs take so many bytes, at the most.

@@ -93,9 +93,9 @@ def test_how_fast_it_goes_is_what_it_is_when_all_slots_are_taken() -> None:
     assert admission.waiting == 4 and admission.wait() == 2.5
 
 
-def test_with_a_budget_a_request_waits_no_longer() -> None:
+def test_with_a_budget_nobody_waits_who_would_not_be_answered_in_time() -> None:
     clock = Clock()
-    admission = Admission(slots=1, most=100, budget=5.0, now=clock)
+    admission = Admission(slots=1, most=100, budget=6.0, now=clock)
     admission.enter()
     for _ in range(10):  # one a second
         admission.enter()
@@ -106,7 +106,22 @@ def test_with_a_budget_a_request_waits_no_longer() -> None:
         while True:
             admission.enter()
             let_in += 1
-    assert let_in == 5
+    assert let_in == 5  # the one that runs, and five behind it, are answered in six seconds
+
+
+def test_a_budget_refuses_nobody_for_whom_there_are_slots() -> None:
+    clock = Clock()
+    admission = Admission(slots=4, most=100, budget=3.0, now=clock)
+    admission.enter(4)
+    for _ in range(4):  # one a second: whoever runs beside three others takes four
+        clock.now += 1
+        admission.leave()
+        admission.enter()
+    with pytest.raises(Busy) as refused:
+        admission.enter()
+    assert refused.value.retry_after == 1
+    admission.leave()
+    admission.enter()
 
 
 def test_a_request_asks_for_no_more_than_there_is() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from fastgen.decoding.kv.cache import Pair
 
-BLOCK = 32
+BLOCK = 16
 
 
 @dataclass(eq=False)
