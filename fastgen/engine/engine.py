@@ -14,6 +14,7 @@ from fastgen.engine import requests, streams
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import EngineFull, Request, RequestFuture
 from fastgen.engine.waiting import Waiting
+from fastgen.ops import openmp
 
 __all__ = ["Engine", "EngineFull"]
 
@@ -57,6 +58,7 @@ class Engine:
         self._model, self._rows = model, int(rows)
         cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
         self._executor = ContinuousBatches(model, self._rows, cache_bytes, max_stall_ms / 1000)
+        openmp.end_team()  # of who has loaded the model; requests may come from another thread
         executor = self._executor
         self._waiting = Waiting(max_waiting, executor.choose, executor.stop, executor.reset)
         # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
@@ -250,6 +252,8 @@ class Engine:
         return requests.make(self._model, inputs, generation_config, options, seed, self._rows)
 
     def _add(self, made: list[Request], timeout: float | None) -> None:
+        if threading.current_thread() is not self._waiting.thread:
+            openmp.end_team()  # the work is that of the engine's thread
         self._waiting.start(partial(_serve, self._waiting, self._executor))
         self._waiting.put(made, timeout)
 

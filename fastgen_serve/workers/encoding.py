@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fastgen.ops import openmp
 from fastgen_serve.errors import Unavailable
 from fastgen_serve.jobs import Encode
 from fastgen_serve.scheduling import Limits, Scheduler, make_scheduler
@@ -41,6 +42,7 @@ class EncodingWorker:
         self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._sizes: Counter[int] = Counter()
+        openmp.end_team()  # of who has loaded the model
         self._thread = threading.Thread(target=self._serve, name="fastgen-encode", daemon=True)
         self._thread.start()
 
