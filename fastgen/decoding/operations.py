@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -71,12 +71,12 @@ class Operation:
     outputs: list[TensorRef | None]
     in_place: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def used(self) -> frozenset[int]:
         """The storages of its arguments."""
         return frozenset(arg.storage for arg in self.args if isinstance(arg, TensorRef))
 
-    @property
+    @cached_property
     def made(self) -> frozenset[int]:
         """The storages of its results."""
         return frozenset(ref.storage for ref in self.outputs if ref is not None)

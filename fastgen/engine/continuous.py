@@ -331,7 +331,6 @@ class ContinuousBatches:
             raise
         self._in_use[identity] = step
         self._running |= {running.slot: running for running in entered}
-        self.prefills.keep(batch, decoding)
         decoding.release()
 
     # ---- decode steps

@@ -119,7 +119,7 @@ class Prefills:
         if self.prefixes is not None and len(batch) == 1 and self.prefixes.match(tokens) >= LEAST_SHARED:
             beginning = self.prefixes.take(tokens)
         known = beginning[0][0].shape[2] if beginning else 0
-        begin = time.perf_counter()
+        begin, chunks = time.perf_counter(), self.chunks
 
         def between() -> None:
             nonlocal begin
@@ -129,6 +129,9 @@ class Prefills:
 
         def taken(decoding: EnteringDecoding) -> None:
             self._note(sum(request.length - known for request in batch), time.perf_counter() - begin)
+            self._keep(batch, decoding)
+            if self.chunks > chunks:  # entering takes as long as a chunk, and may have a step recorded
+                step()
             take(decoding)
 
         chunk = None
@@ -142,7 +145,7 @@ class Prefills:
             return
         self._seconds = mean(self._seconds, seconds / tokens)
 
-    def keep(self, batch: Sequence[Request], decoding: EnteringDecoding) -> None:
+    def _keep(self, batch: Sequence[Request], decoding: EnteringDecoding) -> None:
         """Keeps the beginnings of prompts that have been prefilled."""
         if self.prefixes is None:
             return

@@ -18,7 +18,7 @@ _SOFT = 1
 
 
 def end_team() -> None:
-    """Ends the team of the calling thread, which gets a new one when it calls an operator that is worth several threads.
+    """Ends the team of the calling thread, which gets a new one with an operator that is worth several threads.
 
     Nothing happens inside of such an operator, nor with another OpenMP than GNU's.
     """

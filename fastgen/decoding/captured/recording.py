@@ -142,9 +142,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         arguments = tensors_in((args, kwargs))
-        if any(type(argument).__torch_dispatch__ is not Tensor.__torch_dispatch__ for argument in arguments):
+        kinds: set[Any] = set(map(type, arguments))
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in kinds):
             return NotImplemented  # the subclass calls operators with ordinary tensors, and those come here
-        self._check(func, args, kwargs)
+        self._check(func, args, kwargs, arguments)
         # In inference mode composed operators arrive in one piece; the synchronising one may be inside.
         if _is_composed(func):
             with self:
@@ -195,10 +196,10 @@ class _Recorder(TorchDispatchMode):
             if self._draws:  # or another thread's draws would repeat
                 generator.set_state(state)
 
-    def _check(self, func: Any, args: tuple, kwargs: dict) -> None:
+    def _check(self, func: Any, args: tuple, kwargs: dict, arguments: list[Tensor]) -> None:
         """Refuses operators that could not be captured on a GPU."""
         packet = func.overloadpacket
-        host = [tensor for tensor in tensors_in((args, kwargs)) if _key(tensor) in self._host]
+        host = [tensor for tensor in arguments if _key(tensor) in self._host] if self._host else []
         if packet in _INDEXING:
             masked = any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
             # x[mask] = number is a masked fill.
@@ -302,9 +303,21 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in tuples, lists and dictionaries, in order. torch's own function takes twice as long or longer."""
     if isinstance(tree, Tensor):
         return [tree]
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, dict):
-        return tensors_in(list(tree.values()))
-    return [tensor for part in tree for tensor in tensors_in(part)] if isinstance(tree, tuple | list) else []
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return
+    for part in tree:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (tuple, list, dict)):
+            _collect(part, found)
 
 
 def _key(tensor: Tensor) -> int | None:
@@ -313,7 +326,11 @@ def _key(tensor: Tensor) -> int | None:
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors that an operator changes in place."""
-    arguments = func._schema.arguments
-    values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
-    changed = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return tensors_in([values.get(name) for name in changed])
+    return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in _places_written(func)])
+
+
+@cache
+def _places_written(func: Any) -> list[tuple[int, str]]:
+    """Which arguments an operator writes to: their places and names."""
+    arguments = enumerate(func._schema.arguments)
+    return [(at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]

@@ -7,7 +7,6 @@ over whole blocks.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,12 +62,13 @@ class PrefixCache:
     def put(self, tokens: Sequence[int], layers: Sequence[Pair]) -> None:
         """Keeps K and V of a prompt, [1, heads, tokens, dim] each, in whole blocks."""
         parent: _Block | None = None
-        for begin, part in zip(itertools.count(step=BLOCK), _blocks(tokens), strict=False):
+        by_block = [(keys.split(BLOCK, dim=2), values.split(BLOCK, dim=2)) for keys, values in layers]
+        for number, part in enumerate(_blocks(tokens)):
             known = self._first if parent is None else parent.children
             block = known.get(part)
             if block is None:
-                place = slice(begin, begin + BLOCK)
-                block = _Block(parent, part, [(k[:, :, place].clone(), v[:, :, place].clone()) for k, v in layers])
+                own = [(keys[number].clone(), values[number].clone()) for keys, values in by_block]
+                block = _Block(parent, part, own)
                 known[part] = block
                 self.nbytes += block.nbytes
             self._by_use[block] = None

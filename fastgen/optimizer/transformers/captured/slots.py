@@ -301,9 +301,9 @@ class Slots:
         self._step = None
 
     def close(self) -> None:
-        """Nobody is left. What is captured is kept for those that come later."""
+        """Nobody is left. What is known of the step, and captured, is kept for those that come later."""
         step, self._step = self._step, None
-        if step is not None and step.is_captured:
+        if step is not None and step.forward.is_watched:
             graph_cache.give_back(self._model, step)
 
 
