@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import Request, make
+from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import PROMPTS, WAIT, Gate, alone
 from tests.equivalence.models import BY_NAME, EOS
@@ -320,6 +321,44 @@ def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
     run(executor, requests)
     assert_as_alone(model, requests, prompts)
     assert executor.stats()["chunks"] >= 3 and not executor.static.counts["repeated"] and not executor.static.alone
+
+
+def test_others_go_on_before_a_long_prompt_enters(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entering grows buffers, and may have a step recorded: that is not to come on top of the last chunk."""
+    executor = ContinuousBatches(llama, 8, max_stall=0.0)
+    run(executor, requests_for(llama, [list(range(10, 100))]))  # how long tokens take
+    stream, long = requests_for(llama, [PROMPTS[0], list(range(10, 150)) * 2], max_new_tokens=60, eos_token_id=None)
+    at_entry, admit = list[tuple[int, int]](), Slots.admit
+
+    def noted(step: Slots, *args: Any) -> None:
+        at_entry.append((executor.stats()["chunks"], executor.counts["steps"]))
+        admit(step, *args)
+
+    monkeypatch.setattr(Slots, "admit", noted)
+    left, chunks, begin = [long], list[int](), executor.counts["steps"]
+
+    def more() -> list[Request]:
+        if not left or executor.counts["steps"] < begin + 20:
+            return []
+        chunks.append(executor.counts["steps"])
+        return [left.pop()]
+
+    executor.run([stream], more)
+    assert_as_alone(llama, [stream, long], [PROMPTS[0], list(range(10, 150)) * 2])
+    _, (between, steps) = at_entry
+    assert between >= 1 and steps - chunks[0] == between + 1
+
+
+def test_what_a_step_is_found_out_to_do_is_kept(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that ended before it paid to capture it, as those of a token each do."""
+    watched, watch = [], DecodeStep.watch
+    monkeypatch.setattr(DecodeStep, "watch", lambda step, model: (watched.append(step), watch(step, model))[1])
+    executor = ContinuousBatches(llama, 8)
+    for prompt in PROMPTS[:3]:
+        requests = requests_for(llama, [prompt], max_new_tokens=1)
+        run(executor, requests)
+        assert_as_alone(llama, requests, [prompt])
+    assert len(watched) == 1
 
 
 @pytest.mark.parametrize(("max_stall", "together"), [(0.0, 1), (3600.0, 5), (None, 5)])
