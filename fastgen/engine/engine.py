@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from fastgen import openmp
 from fastgen.engine import requests, streams
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import EngineFull, Request, RequestFuture
 from fastgen.engine.waiting import Waiting
-from fastgen.ops import openmp
 
 __all__ = ["Engine", "EngineFull"]
 

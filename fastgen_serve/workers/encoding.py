@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.ops import openmp
+from fastgen import openmp
 from fastgen_serve.errors import Unavailable
 from fastgen_serve.jobs import Encode
 from fastgen_serve.scheduling import Limits, Scheduler, make_scheduler

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.ops import openmp
+from fastgen import openmp
 from tests.equivalence.models import BY_NAME
 
 pytestmark = [
