@@ -11,16 +11,17 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from fastgen import caches, patching, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.engine.executor import CHANGED, StaticBatches, alone_for_model, pads, state_of
-from fastgen.engine.kv_budget import RESERVED, ExceedsBudget, KVBudget
-from fastgen.engine.planning import Costs
+from fastgen.engine.calls import alone_for_model, call, pads, state_of, written
+from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
+from fastgen.engine.planning import Costs, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
@@ -36,203 +37,148 @@ _TURN = 2.0
 _BREATH = 0.001
 # A prefill reads all weights, as a decode step does: it waits until this part of the slots is free, or so many steps.
 SHARE_OF_FREE, LONGEST_WAIT = 0.25, 8
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request in slots."""
-
-    request: Request
-    slot: Slot
-    step: Slots
-    state: Any  # of the model when it entered
-    end: Callable[[], object] | None  # of its streamer
+# Bytes of beginnings that prompts share, where nothing may depend on what is free.
+PREFIX_BYTES = 2**28
+# A request begins again so often, at the most, as the model has changed while it ran.
+_MOST_REPEATS = 2
+COUNTED = ("steps", "row_steps", "busy_row_steps", "batches", "rows", "tokens", "repeated", "preempted")
+DECLINED = "a call that does not enter slots"
+CHANGED = "the model has changed while the request ran: its weights, modules or training mode"
 
 
 class ContinuousBatches:
-    """Runs each request in slots, where it can.
+    """Runs each request in slots, where it can. For one thread.
 
     Args:
         most_rows: slots.
         cache_bytes: of K and V of requests in slots, at the most; None for any number.
-        max_stall: seconds that requests in slots may wait for the prefill of others; None for any number.
-        costs: of prefills; by default, those that are measured.
-        prefix_bytes: of beginnings that prompts share, at the most; None for a part of the memory that is free.
+        max_stall: seconds that requests in slots may wait for the prefill of others; None for any number. The order
+            then depends on the requests alone, and on no clock.
 
     Attributes:
-        static: what runs the others, and counts.
-        counts: "steps", decode steps; "row_steps", the slots in them, and "busy_row_steps", those that were taken;
-            "preempted", requests that have left for want of memory, and begun again.
+        counts, alone: as `Engine.stats` has them.
     """
 
     def __init__(
-        self,
-        model: Any,
-        most_rows: int,
-        cache_bytes: int | None = None,
-        max_stall: float | None = 1.0,
-        costs: Costs | None = None,
-        prefix_bytes: int | None = None,
+        self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float | None = 1.0
     ) -> None:
+        has_encoder = bool(model.config.is_encoder_decoder)
         self.model, self.most_rows = model, most_rows
-        self.static = StaticBatches(model, most_rows, costs)
-        self.counts: Counter[str] = Counter(steps=0, row_steps=0, busy_row_steps=0, preempted=0)
-        self.budget = KVBudget(cache_bytes)
-        self.prefills = Prefills(pads(model), model.config.is_encoder_decoder, max_stall, prefix_bytes)
-        self._in_use: dict[Hashable, Slots] = {}
-        self._running: dict[Slot, _Running] = {}  # in the order in which they entered
-        self._preempted: list[Request] = []
-        self._is_stale = False  # the model has changed since requests have entered
+        self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
+        self.prefills = Prefills(pads(model), has_encoder, max_stall, PREFIX_BYTES if max_stall is None else None)
+        self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
-        self._is_cut = False  # others are prefilled behind the next step, which would have been with the last ones
-        self._entered: dict[Hashable, None] = {}  # prefill groups of requests that have entered
-        self._declined: dict[Hashable, str] = {}  # and of those that cannot, with the reason
-        self._waiting_like: Counter[Hashable] = Counter()  # requests that wait, by prefill group
+        self._expected = 0  # requests that waited, and may share the latest prefill
+        self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
+        self._state: Any = None  # of the model that requests in slots have entered with
+        self.reset()
 
     def reset(self) -> None:
-        """In a forked process: nothing is in slots, as the requests are those of the other one."""
-        self._in_use, self._running, self._preempted = {}, {}, []
-
-    # ---- which requests run next
-
-    @property
-    def unavailable(self) -> str | None:
-        """Why no request of this model runs in slots, as things are."""
-        if not patching.is_active():
-            return "FastGen is disabled"
-        if settings.current().captured_step == "never":
-            return "captured_step is never"
-        if self.model.device.type != "cpu":
-            return "slots are on the CPU only"
-        return graph.unavailable(self.model.device) or alone_for_model(self.model)
+        """Nothing runs: at the beginning, and in a forked process, as the requests are those of the other one."""
+        self._in_use: dict[Hashable, Slots] = {}
+        self._running: list[Slot] = []  # in the order in which they entered
+        self._again: list[list[Request]] = []  # batches that begin again, before others begin
 
     @property
-    def name(self) -> str:
-        return "slots" if self.unavailable is None else self.static.name
-
-    def why(self) -> str:
-        """What limits which requests share a step."""
-        return "requests enter and leave while others go on" if self.unavailable is None else self.static.why()
+    def has_slots(self) -> bool:
+        """Whether requests of this model run in slots, as things are."""
+        is_on = patching.is_active() and settings.current().captured_step != "never"
+        device = self.model.device
+        is_served = is_on and device.type == "cpu" and graph.unavailable(device) is None
+        return is_served and alone_for_model(self.model) is None
 
     @property
     def busy(self) -> int:
         """Slots that are taken."""
         return sum(step.rows for step in list(self._in_use.values()))  # other threads ask, too
 
-    def stats(self) -> dict[str, int]:
-        """`counts`, and "kv_bytes", the most K and V that requests have stored at a time; "shared_positions", those of
-        prompts that others had prefilled; "shared_sources", that others had; "chunks", after which steps were made
-        before a prefill was over.
-        """
-        shared = {name: getattr(self.prefills, name) for name in ("shared_positions", "shared_sources", "chunks")}
-        return {**self.counts, "kv_bytes": self.budget.peak, **shared}
+    def stats(self) -> dict[str, Any]:
+        """What `Engine.stats` says of running."""
+        has_slots, reason = self.has_slots, alone_for_model(self.model)
+        why = f"requests {'' if pads(self.model) else 'of one length '}that agree in their options share a call"
+        if reason is not None:
+            why = f"each request has a call of its own: {reason}"
+        return {
+            "executor": "slots" if has_slots else "static batches",
+            "why": "requests enter and leave while others go on" if has_slots else why,
+            "alone": dict(self.alone),
+            "slots": self.most_rows,
+            "busy": self.busy,
+            **self.counts,
+            "kv_bytes": self._budget.peak,
+            **{name: getattr(self.prefills, name) for name in ("shared_positions", "shared_sources", "chunks")},
+        }
 
-    def choose(self, waiting: Sequence[Request]) -> list[Request]:
-        """The requests that run next: the first one, and what is prefilled with it; none if the first must wait."""
-        first, free = waiting[0], self.most_rows - self.busy
-        if first.rows > free or self._preempted or not self._is_time(free):
+    # ---- which requests run next
+
+    def choose(self, waiting: list[Request]) -> list[Request]:
+        """Takes out those that run next: the first one, and what shares its call; none if the first must wait."""
+        free = self.most_rows - self.busy
+        if waiting[0].rows > free or self._again:
             return []
-        if self._runs_static(first):
-            return self.static.choose(waiting)
-        self._waiting_like = Counter(each.prefill_group for each in waiting)
-        if first.prefill_group in self._entered:
-            like = [each for each in waiting if each.prefill_group == first.prefill_group]
-        else:  # which may yet turn out to be a static batch
-            like = [each for each in waiting if each.alone is None and each.group == first.group]
-        if first.prefill_group is None or self.prefills.alone(first, like):
-            return self._with_room([first], first)
-        batch = self._with_room(self.static.together(like, free), first)
-        if first.prefill_group not in self._entered:
-            return batch
-        fitting = self.prefills.fitting(batch)
-        self._is_cut = len(fitting) < len(batch)
-        return fitting
-
-    def _is_time(self, free: int) -> bool:
-        """Whether to prefill now: for a few slots together, unless others have waited for some steps."""
+        # For a few slots together, unless others have waited for some steps.
         self._waited = self._waited + 1 if self._running else LONGEST_WAIT
-        return free >= self.most_rows * SHARE_OF_FREE or self._waited >= LONGEST_WAIT
+        is_time = free >= self.most_rows * SHARE_OF_FREE or self._waited >= LONGEST_WAIT
+        return self._chosen(waiting, free) if is_time else []
 
-    def _with_room(self, batch: list[Request], oldest: Request) -> list[Request]:
-        """Those of a batch whose K and V have room, the oldest first; that one at least, if nobody is there."""
-        stored, chosen = self.budget.stored(self._running) + self._promised(), list[Request]()
-        for request in sorted(batch, key=lambda each: each is not oldest):
-            # What does not leave where room gets short has all of its room from the beginning.
-            most = RESERVED if request.may_begin_again else request.new_tokens
-            stored += self._needed(request, RESERVED if most is None else most)
-            if not (self.budget.has_room(stored, 0) or not (chosen or self._running)):
-                break
-            chosen.append(request)
-            if not self.budget.is_known:
-                break
+    def _next(self, more: Callable[[], list[Request]]) -> list[Request]:
+        """The requests to begin now: those that begin again, once the first of them has room; or `more`."""
+        while self._again:
+            waiting, free = self._again[0], self.most_rows - self.busy
+            waiting[:] = [request for request in waiting if not request.future.done()]
+            if waiting:
+                has_room = waiting[0].rows <= free or self._runs_static(waiting[0])
+                return self._chosen(waiting, free) if has_room else []
+            del self._again[0]
+        return more()
+
+    def _chosen(self, waiting: list[Request], free: int) -> list[Request]:
+        first = waiting[0]
+        if self._runs_static(first):
+            shares = alone_for_model(self.model) is None
+            like = [each for each in waiting if each.group == first.group] if shares else [first]
+            chosen = self._cheapest(like, self.most_rows)
+        else:
+            like = [each for each in waiting if each.prefill_group == first.prefill_group]
+            self._expected, has_entered = len(like), self._has_slots.get(first.prefill_group, False)
+            if not has_entered:  # it may yet turn out to be a static batch
+                like = [each for each in like if each.group == first.group]
+            is_alone = first.prefill_group is None or self.prefills.alone(first, like)
+            batch = self._budget.fitting([first] if is_alone else self._cheapest(like, free), first, self._running)
+            chosen = self.prefills.fitting(batch) if has_entered else batch
+            if chosen:  # what would have been with them comes behind the next step
+                self._waited = LONGEST_WAIT if len(chosen) < len(batch) else 0
+        found = set(chosen)
+        waiting[:] = [request for request in waiting if request not in found]
         return chosen
 
-    def _promised(self) -> int:
-        """Bytes that requests in slots may yet store that do not leave."""
-        return sum(
-            max(self._needed(each.request, each.slot.new_tokens) - self.budget.stored_by(each.slot), 0)
-            for each in self._running.values()
-            if not each.request.may_begin_again
-        )
-
-    def _needed(self, request: Request, new_tokens: int) -> int:
-        """Bytes of K and V with so many new tokens, or as many as it may have."""
-        prompt, source = (1, request.length) if self.model.config.is_encoder_decoder else (request.length, 0)
-        most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
-        return self.budget.needed(prompt, source, request.rows, most)
+    def _cheapest(self, like: Sequence[Request], most_rows: int) -> list[Request]:
+        """Those that are cheapest together with the first one, of requests whose options let them share a batch."""
+        length = None if pads(self.model) else like[0].length
+        return next_batch([each for each in like if length in (None, each.length)], most_rows, self._costs)
 
     def _runs_static(self, request: Request) -> bool:
-        return self.unavailable is not None or request.config is None or request.prefill_group in self._declined
+        has_slots = self.has_slots and self._has_slots.get(request.prefill_group, True)
+        return not has_slots or request.config is None or request.repeats > 0
 
     # ---- running them
 
-    def run(self, requests: list[Request], more: Callable[[], list[Request]] = list) -> None:
-        """Runs requests, and those that `more` gives meanwhile, and settles their futures."""
-        for _ in self.steps(requests, more):
-            pass
-
-    def steps(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
-        """As `run`, step by step."""
-        if requests and self._runs_static(requests[0]):
-            self._run_static(requests)
-            yield
-            return
-        while requests or self._running or self._preempted:
+    def steps(self, more: Callable[[], list[Request]]) -> Iterator[None]:
+        """Runs the requests that `more` gives, and those that it gives meanwhile, and settles their futures."""
+        while (requests := self._next(more)) or self._running:
+            if not self._running and self._runs_static(requests[0]):
+                self._begin(requests)
+                yield
+                continue
             with contextlib.ExitStack() as turn:
                 try:
                     turn.enter_context(slots.running(self.model.device))
                 except CannotBeCaptured as error:
                     self._do_without_turn(requests, error)
-                    yield
                 else:
                     yield from self._take_turn(requests, more)
-            requests = []
+            yield
             time.sleep(_BREATH)
-
-    def _do_without_turn(self, requests: list[Request], error: CannotBeCaptured) -> None:
-        """A call of another thread has captured steps, and does not end: it may wait for one of these requests.
-
-        Those whose code must not run twice wait on.
-        """
-        for step in list(self._in_use.values()):
-            if not any(self._running[slot].request.runs_user_code for slot in step.taken.values()):
-                self._evict(step, RuntimeError(str(error)))
-        again, self._preempted = self._preempted, []
-        self._run_static([*requests, *again])
-
-    def _run_static(self, requests: Sequence[Request]) -> int:
-        """Runs requests in as many static batches as they need; returns how many."""
-        left, count = [request for request in requests if not request.future.done()], 0
-        while left:
-            count += 1
-            chosen = self.static.choose(left)
-            self.static.run(chosen)
-            left = [request for request in left if request not in chosen]
-        return count
-
-    def stop(self) -> None:
-        """Ends the static call that runs. Another thread calls this."""
-        self.static.stop()
 
     def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
         until = time.monotonic() + _TURN
@@ -243,64 +189,91 @@ class ContinuousBatches:
                     self._advance(step)  # whether it can be captured is known then
                 if self._running and self.prefills.max_stall is not None:
                     break  # others go on before the next prefill
-                requests = self._again() or more()
-            yield
-            if not (self._running or self._preempted) or time.monotonic() > until:
+                requests = self._next(more)
+            if not (self._running or self._again) or time.monotonic() > until:
                 return
+            yield
             for step in list(self._in_use.values()):
                 self._advance(step)
             self._make_room()
-            requests = self._again() or more()
+            requests = self._next(more)
+
+    def _do_without_turn(self, requests: list[Request], error: CannotBeCaptured) -> None:
+        """A call of another thread has captured steps, and does not end: it may wait for one of these requests.
+
+        Those in slots whose code must not run twice wait on.
+        """
+        again, self._again = [requests, *self._again], []
+        self._run_again(*again)
+        for step in list(self._in_use.values()):
+            if not any(slot.owner.runs_user_code for slot in step.taken.values()):
+                self._evict(step, RuntimeError(str(error)))
+        while requests := self._next(list):
+            self._begin(requests)
 
     def _begin(self, requests: list[Request]) -> None:
-        """The prefill of requests, which are in slots then, or done."""
+        """Has requests enter slots in a call of `generate`, which runs to its end where they cannot."""
         batch = [request for request in requests if not request.future.done()]
         if not batch:
             return
-        if self._runs_static(batch[0]):
-            self._run_static(batch)
-            return
         for request in batch:
-            request.future.has_begun = True
-        self._waited, self._is_cut = LONGEST_WAIT if self._is_cut else 0, False
-        before, entered = state_of(self.model), list[_Running]()
-        take = partial(self._enter, batch, entered, before)
-        how = self.prefills.plan(batch, before, bool(self._running), take, self._step_between)
-        with entering(how):
-            outcome = self.static.attempt(batch)
+            request.future.begun = request.future.begun or time.perf_counter()
+        self._evict_if_changed()
+        is_static = self._runs_static(batch[0])
+        with contextlib.ExitStack() as way:
+            if not is_static:
+                take, others_wait = partial(self._enter, batch), bool(self._running)
+                how = self.prefills.plan(batch, self._state, others_wait, take, self._step_between)
+                way.enter_context(entering(how))
+            outcome = self._outcome(batch)
+        entered = [slot for slot in self._running if slot.owner in batch]
         if entered and not isinstance(outcome, BaseException):
-            caches.limit(self._entered)
-            self._entered[batch[0].prefill_group] = None
             return
-        for running in entered:  # what entered, and failed behind that
-            self._leave(running)
-        is_changed, self._is_stale = self._is_stale, False
-        if is_changed:
-            for step in list(self._in_use.values()):
-                self._evict(step, None)
-        self._settle(batch, outcome, is_changed or state_of(self.model) != before)
+        for slot in entered:  # what failed behind that
+            self._leave(slot)
+        self._settle_call(batch, outcome, is_static)
 
-    def _settle(self, batch: list[Request], outcome: Any, is_changed: bool) -> None:
-        """Takes what a call has given that went on as a static batch, or what it has raised."""
-        group, is_error = batch[0].prefill_group, isinstance(outcome, BaseException)
-        is_new = group is not None and group not in self._entered and len(self._in_use) < MOST_IN_USE
-        if is_new and not (is_error or is_changed):
-            caches.limit(self._declined)
-            self._declined[group] = "calls of this kind have no slots"
-        if is_error and not isinstance(outcome, Exception):
-            for request in batch:
-                self.static.settle(request, outcome)
-            return
-        is_static = all(request.group == batch[0].group for request in batch)
-        if not is_static or is_changed or (is_error and len(batch) > 1):
-            self._run_again(batch, outcome if is_error else RuntimeError(CHANGED))
-            return
-        if len(batch) == 1:
-            self.static.alone[batch[0].alone or "a call that does not enter slots"] += 1
-        for request, result in zip(batch, [outcome] * len(batch) if is_error else outcome, strict=True):
-            self.static.settle(request, result)
+    def _outcome(self, batch: list[Request]) -> Any:
+        """What a call gives, or what it raises."""
+        first, begin = batch[0], time.perf_counter()
+        try:
+            results = call(self.model, batch)
+        except BaseException as error:  # whatever the user's code raises: nothing ends the thread of the engine
+            return error
+        rows = sum(request.rows for request in batch)
+        self.counts.update(batches=1, rows=rows, repeated=int(first.repeats > 0))
+        if first.alone is None and self.prefills.max_stall is not None:
+            longest, most = max(each.length for each in batch), max(each.new_tokens or 0 for each in batch)
+            self._costs.note(longest, rows, most, time.perf_counter() - begin)
+        return results
 
-    def _enter(self, batch: list[Request], entered: list[_Running], state: Any, decoding: EnteringDecoding) -> None:
+    def _settle_call(self, batch: list[Request], outcome: Any, is_static: bool) -> None:
+        """Takes what a call has given that ran to its end, or what it has raised."""
+        first, has_failed, middle = batch[0], isinstance(outcome, BaseException), len(batch) // 2
+        if not has_failed or isinstance(outcome, Exception):
+            if self._evict_if_changed() or any(request.group != first.group for request in batch):
+                self._run_again(batch, error=outcome if has_failed else RuntimeError(CHANGED))
+                return
+            if has_failed and middle:
+                self._run_again(batch[:middle], batch[middle:])
+                return
+            if not (has_failed or is_static or first.prefill_group is None or len(self._in_use) >= MOST_IN_USE):
+                self._has_slots.setdefault(first.prefill_group, False)
+            reason = first.alone or alone_for_model(self.model) or (None if is_static else DECLINED)
+            if reason and len(batch) == 1:
+                self.alone[reason] += 1
+        for request, result in zip(batch, [outcome] * len(batch) if has_failed else outcome, strict=True):
+            self._settle(request, result)
+
+    def _settle(self, request: Request, result: Any) -> None:
+        sequences = result if isinstance(result, Tensor) else getattr(result, "sequences", None)
+        if request.config is not None and isinstance(sequences, Tensor) and sequences.dim() == 2:
+            self.counts["tokens"] += sum(written(sequences[:, request.prompt :], request.config))
+        request.future.settle(result)
+
+    # ---- in slots
+
+    def _enter(self, batch: list[Request], decoding: EnteringDecoding) -> None:
         """Has the inputs of a call enter. Raises CannotBeCaptured if they cannot."""
         if len(batch) > 1 and decoding.processors_data is None:
             raise CannotBeCaptured("processors that are those of a call of its own")
@@ -309,48 +282,44 @@ class ContinuousBatches:
         if step is None and len(self._in_use) >= MOST_IN_USE:
             raise CannotBeCaptured("steps of many kinds")
         if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
-            self._is_stale = True
+            self._state = None
             raise CannotBeCaptured("the model has changed")
         step = step or Slots(decoding, self.most_rows // batch[0].rows)
-        self.budget.note(*decoding.prompt.bytes_per_position)
-        end = None if decoding.streamer is None else decoding.streamer.end
-        is_whole = self.model.config.is_encoder_decoder or len(batch) == 1
+        self._budget.note(*decoding.prompt.bytes_per_position)
+        is_whole, entered = self.model.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request in batch:
-            length = None if is_whole else request.length
-            slot = decoding.slot(request.new_tokens, length, request.seed)
-            needed = self._needed(request, slot.new_tokens)
-            if not self.budget.has_room(0, needed):
+            slot = decoding.slot(request, request.new_tokens, None if is_whole else request.length, request.seed)
+            needed = self._budget.needed(request, slot.new_tokens)
+            if not self._budget.has_room(needed):
                 slot.error = ExceedsBudget(f"the request may need {needed} bytes of K and V: cache_gib is less")
-            entered.append(_Running(request, slot, step, state, end))
-        try:
-            step.admit(decoding, [running.slot for running in entered], self._waiting_like[batch[0].prefill_group])
-        except BaseException:
-            for running in entered:
-                self._leave(running)
-            entered.clear()
-            raise
+            entered.append(slot)
         self._in_use[identity] = step
-        self._running |= {running.slot: running for running in entered}
-        decoding.release()
-
-    # ---- decode steps
+        self._running += entered
+        try:
+            step.admit(decoding, entered, self._expected)
+            decoding.release()
+            caches.limit(self._has_slots)
+            self._has_slots[batch[0].prefill_group] = True
+        except BaseException:
+            for slot in entered:
+                self._leave(slot)
+            raise
 
     def _advance(self, step: Slots) -> None:
         """A decode step, and what comes of it."""
-        for running in [self._running[slot] for slot in step.taken.values()]:
-            if running.request.future.done():  # it was cancelled
-                self._leave(running)
+        for slot in list(step.taken.values()):
+            if slot.owner.future.done():  # it was cancelled
+                self._leave(slot)
+        if not step.taken:
+            return
         try:
-            if step.taken:
-                for slot in self._advanced(step):
-                    self._retire(self._running[slot])
+            over = self._stepped(step)
+            for slot in [] if over and self._evict_if_changed() else over:
+                self._retire(step, slot)
         except Exception as error:
             self._evict(step, error)
-        if not step.taken:
-            step.close()
-            self._forget(step)
 
-    def _advanced(self, step: Slots) -> list[Slot]:
+    def _stepped(self, step: Slots) -> list[Slot]:
         """Those that are over behind a decode step."""
         self.counts.update(steps=1, row_steps=step.slots, busy_row_steps=step.rows)
         return step.advance()
@@ -363,68 +332,63 @@ class ContinuousBatches:
         for step in self._in_use.values():
             if step.is_captured and step.failure is None:
                 try:
-                    self._advanced(step)
+                    self._stepped(step)
                 except Exception as error:
                     step.failure = error  # its next step raises it: the call that prefills has nothing to do with it
 
-    def _retire(self, running: _Running) -> None:
-        """The request is over."""
-        error, request = running.slot.error, running.request
-        result = error if error is not None else running.step.result(running.slot)
-        self._leave(running)
-        if isinstance(error, CannotBeCaptured):  # code of the user's does what only the library's loop serves
-            self.static.run([request])
-        elif error is None and state_of(self.model) != running.state:
-            self._run_again([request], RuntimeError(CHANGED))
-        else:
-            if running.end is not None and not isinstance(result, BaseException):
-                running.slot.catch(running.end)
-                result = running.slot.error or result
-            if not isinstance(result, BaseException):
-                self.static.count(request, result)
-            self.static.settle(request, result)
+    def _retire(self, step: Slots, slot: Slot) -> None:
+        """A request is over."""
+        result = slot.error if slot.error is not None else step.result(slot)
+        self._leave(slot)
+        if isinstance(slot.error, CannotBeCaptured):  # code of the user's does what only the library's loop serves
+            self._run_again([slot.owner])
+            return
+        if slot.error is None and slot.streamer is not None:
+            slot.catch(slot.streamer.end)
+        self._settle(slot.owner, result if slot.error is None else slot.error)
 
-    def _leave(self, running: _Running) -> None:
-        running.step.remove(running.slot)
-        self._running.pop(running.slot, None)
+    def _leave(self, slot: Slot) -> None:
+        self._running.remove(slot)
+        for step in self._in_use.values():
+            step.remove(slot)
+        self._in_use = {identity: step for identity, step in self._in_use.items() if step.taken}
 
-    def _forget(self, step: Slots) -> None:
-        self._in_use = {name: each for name, each in self._in_use.items() if each is not step}
+    # ---- beginning again
 
-    def _evict(self, step: Slots, error: Exception | None) -> None:
-        """The step does not go on, for this error or as the model has changed: its requests begin again, without it."""
-        left = [self._running[slot] for slot in step.taken.values()]
-        for running in left:
-            self._leave(running)
-            if isinstance(error, CannotBeCaptured) and running.request.prefill_group is not None:
-                self._declined[running.request.prefill_group] = str(error)
-        step.drop()
-        self._forget(step)
-        self._run_again([running.request for running in left], error or RuntimeError(CHANGED))
+    def _evict_if_changed(self) -> bool:
+        """Whether the model is no longer the one that requests in slots have entered with: all of them begin again."""
+        before, self._state = self._state, state_of(self.model)
+        if self._state == before:
+            return False
+        for step in list(self._in_use.values()):
+            self._evict(step, RuntimeError(CHANGED))
+        return True
 
-    def _run_again(self, batch: Sequence[Request], error: Any) -> None:
-        """Requests run in static batches, unless code of the user's has seen them: those fail."""
-        for request in batch:
-            if request.runs_user_code:
-                self.static.settle(request, error)
-        left = [request for request in batch if not request.future.done()]
-        self.static.counts["repeated"] += self._run_static(left)
+    def _evict(self, step: Slots, error: Exception) -> None:
+        """A step does not go on: its requests begin again, without slots."""
+        step.failure, left = error, list(step.taken.values())
+        for slot in left:
+            self._leave(slot)
+            if isinstance(error, CannotBeCaptured) and slot.owner.prefill_group is not None:
+                self._has_slots[slot.owner.prefill_group] = False
+        self._run_again([slot.owner for slot in left], error=error)
 
-    # ---- memory
+    def _run_again(self, *batches: list[Request], error: Any = None) -> None:
+        """Requests run in static batches. With an error, those fail that code of the user's has seen, or that have
+        begun too often.
+        """
+        for request in (request for batch in batches for request in batch):
+            if error is not None and (request.runs_user_code or request.repeats >= _MOST_REPEATS):
+                self._settle(request, error)
+            request.repeats += 1
+        self._again += batches
 
     def _make_room(self) -> None:
         """Has the requests that came last begin again later, while more is stored than may be."""
-        while len(self._running) > 1 and not self.budget.has_room(self.budget.stored(self._running), 0):
-            last = next((each for each in reversed(self._running.values()) if each.request.may_begin_again), None)
+        while len(self._running) > 1 and not self._budget.has_room(self._budget.stored(self._running)):
+            last = next((slot for slot in reversed(self._running) if slot.owner.may_begin_again), None)
             if last is None:
                 return
             self._leave(last)
-            self._preempted.insert(0, last.request)
+            self._again.insert(0, [last.owner])
             self.counts["preempted"] += 1
-
-    def _again(self) -> list[Request]:
-        """A request that has left for want of memory, if there is room for it again."""
-        if not self._preempted or self._preempted[0].rows > self.most_rows - self.busy:
-            return []
-        first = self._preempted[0]
-        return [self._preempted.pop(0)] if self._with_room([first], first) else []

@@ -6,20 +6,25 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
 from fastgen import openmp
-from fastgen.engine import requests, streams
 from fastgen.engine.continuous import ContinuousBatches
+from fastgen.engine.options import make
 from fastgen.engine.requests import EngineFull, Request, RequestFuture
-from fastgen.engine.waiting import Waiting
+from fastgen.engine.waiting import Waiting, cancelled_together
 
 __all__ = ["Engine", "EngineFull"]
 
 # Rows of a batch, if the user says nothing: beyond these a captured step gains little on a CPU.
 ROWS = 64
+# Behind the last token of a stream.
+_END: Any = object()
 
 
 class Engine:
@@ -49,18 +54,16 @@ class Engine:
         max_stall_ms: float = 1000.0,
     ) -> None:
         rows = ROWS if slots == "auto" else slots
-        for name, number in (("slots", rows), ("max_waiting", max_waiting)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} is {number!r}: give a positive number")
-        for name, value in (("cache_gib", 1.0 if cache_gib is None else cache_gib), ("max_stall_ms", max_stall_ms)):
-            if not isinstance(value, (int, float)) or not value > 0:
+        whole: dict[str, Any] = {"slots": rows, "max_waiting": max_waiting}
+        given = {**whole, "cache_gib": 1 if cache_gib is None else cache_gib, "max_stall_ms": max_stall_ms}
+        for name, value in given.items():
+            if not (isinstance(value, int if name in whole else (int, float)) and value > 0):
                 raise ValueError(f"{name} is {value!r}: give a positive number")
         self._model, self._rows = model, int(rows)
         cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
         self._executor = ContinuousBatches(model, self._rows, cache_bytes, max_stall_ms / 1000)
         openmp.end_team()  # of who has loaded the model; requests may come from another thread
-        executor = self._executor
-        self._waiting = Waiting(max_waiting, executor.choose, executor.stop, executor.reset)
+        self._waiting = Waiting(max_waiting, self._executor)
         # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
         weakref.finalize(self, self._waiting.close).atexit = False
 
@@ -94,14 +97,14 @@ class Engine:
             ValueError: what `generate` would refuse, an empty input, one with more tokens than the model has positions,
                 more beams than rows, or a closed engine.
         """
-        request = self._request(inputs, generation_config, seed, generate_kwargs)
-        self._add([request], timeout)
+        (request,) = self._made([inputs], generation_config, seed, **generate_kwargs)
+        self._waiting.put([request], timeout)
         return request.future
 
-    def generate(
-        self, inputs: Iterable[Any], generation_config: Any = None, *, seed: int | None = None, **generate_kwargs: Any
-    ) -> list[Any]:
+    def generate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
         """The results of several requests with the same options, in order. Others may be in slots beside them.
+
+        Options are those of `submit`.
 
         Raises:
             ValueError: as `submit`; none of them runs then.
@@ -109,69 +112,46 @@ class Engine:
         """
         if threading.current_thread() is self._waiting.thread:
             raise RuntimeError("generate would wait for the thread that calls it: submit the requests")
-        made = [self._request(each, generation_config, seed, generate_kwargs) for each in inputs]
-        self._add(made, None)
-        try:
+        made = self._made(inputs, generation_config, **options)
+        self._waiting.put(made, None)
+        with cancelled_together(made):
             return [request.future.result() for request in made]
-        except BaseException:
-            _cancel(request.future for request in made)
-            raise
 
-    def stream(
-        self,
-        inputs: Any,
-        generation_config: Any = None,
-        *,
-        timeout: float | None = None,
-        seed: int | None = None,
-        **generate_kwargs: Any,
-    ) -> Iterator[int]:
+    def stream(self, inputs: Any, generation_config: Any = None, **options: Any) -> Iterator[int]:
         """The generated tokens of a request as they come. It is cancelled when the iterator is closed, or gone.
 
-        Such a request has no beams. Arguments and what is raised: as `submit`; what the
-        request fails with is raised by the iterator.
+        Such a request has no beams. Options are those of `submit`. The iterator raises what the request fails with.
         """
-        streamer, tokens = streams.queued()
-        options = {**generate_kwargs, "streamer": streamer}
-        return streams.Tokens(self.submit(inputs, generation_config, timeout=timeout, seed=seed, **options), tokens)
+        tokens: SimpleQueue[int] = SimpleQueue()
+        streamer = _Streamer(tokens.put)
+        return _Tokens(self.submit(inputs, generation_config, **{**options, "streamer": streamer}), tokens)
 
     # ---- the same for asyncio
 
     async def asubmit(
-        self,
-        inputs: Any,
-        generation_config: Any = None,
-        *,
-        timeout: float | None = None,
-        seed: int | None = None,
-        **generate_kwargs: Any,
+        self, inputs: Any, generation_config: Any = None, *, timeout: float | None = None, **options: Any
     ) -> asyncio.Future[Any]:
         """As `submit`: waits for room without stopping the event loop, and returns a future of asyncio."""
-        request = self._request(inputs, generation_config, seed, generate_kwargs)
-        await self._aadd([request], timeout)
-        return asyncio.wrap_future(request.future)
+        made = self._made([inputs], generation_config, **options)
+        with cancelled_together(made):  # which ends the thread, too
+            await asyncio.to_thread(self._waiting.put, made, timeout)
+        return asyncio.wrap_future(made[0].future)
 
-    async def agenerate(
-        self, inputs: Iterable[Any], generation_config: Any = None, *, seed: int | None = None, **generate_kwargs: Any
-    ) -> list[Any]:
+    async def agenerate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
         """As `generate`. The requests are cancelled if the task is."""
-        made = [self._request(each, generation_config, seed, generate_kwargs) for each in inputs]
-        await self._aadd(made, None)
-        try:
+        made = self._made(inputs, generation_config, **options)
+        with cancelled_together(made):
+            await asyncio.to_thread(self._waiting.put, made, None)
             return list(await asyncio.gather(*(asyncio.wrap_future(request.future) for request in made)))
-        except BaseException:
-            _cancel(request.future for request in made)
-            raise
 
-    async def astream(
-        self, inputs: Any, generation_config: Any = None, *, seed: int | None = None, **generate_kwargs: Any
-    ) -> AsyncIterator[int]:
+    async def astream(self, inputs: Any, generation_config: Any = None, **options: Any) -> AsyncIterator[int]:
         """As `stream`, for `async for`."""
-        streamer, tokens = streams.queued_for(asyncio.get_running_loop())
-        future = await self.asubmit(inputs, generation_config, seed=seed, **{**generate_kwargs, "streamer": streamer})
-        future.add_done_callback(lambda done: tokens.put_nowait(streams.END))
+        tokens, loop = asyncio.Queue[int](), asyncio.get_running_loop()
+        streamer = _Streamer(lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
+        future = await self.asubmit(inputs, generation_config, **{**options, "streamer": streamer})
+        future.add_done_callback(lambda done: tokens.put_nowait(_END))
         try:
-            while (token := await tokens.get()) is not streams.END:
+            while (token := await tokens.get()) is not _END:
                 yield token
             await future
         finally:
@@ -202,12 +182,7 @@ class Engine:
             wait: return when all requests have their results.
             cancel: cancel those that have none yet; what runs ends with its next step.
         """
-        self._waiting.close()
-        if cancel:
-            self._waiting.cancel_all()
-        thread = self._waiting.thread
-        if wait and thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._waiting.close(cancel, None if wait else 0.0)
 
     def __enter__(self) -> Engine:
         return self
@@ -230,53 +205,50 @@ class Engine:
             sources that others had, and which were not encoded again; "chunks": parts of prefills after which the
             others went on.
         """
-        executor, waiting = self._executor, self._waiting
-        counts = executor.static.counts
-        return {
-            "executor": executor.name,
-            "why": executor.why(),
-            "submitted": waiting.submitted,
-            "waiting": len(waiting.requests),
-            "running": sum(not request.future.done() for request in list(waiting.running)),
-            "cancelled": waiting.cancelled,
-            **{name: counts[name] for name in ("finished", "failed", "batches", "rows", "tokens", "repeated")},
-            "alone": dict(executor.static.alone),
-            "slots": self._rows,
-            "busy": executor.busy,
-            **executor.stats(),
-        }
+        waiting = self._waiting
+        now = {"waiting": len(waiting.requests), "running": len(waiting.running)}
+        return {**self._executor.stats(), **waiting.counts, **now}
 
-    # ---- inside
-
-    def _request(self, inputs: Any, generation_config: Any, seed: int | None, options: dict[str, Any]) -> Request:
-        return requests.make(self._model, inputs, generation_config, options, seed, self._rows)
-
-    def _add(self, made: list[Request], timeout: float | None) -> None:
-        if threading.current_thread() is not self._waiting.thread:
-            openmp.end_team()  # the work is that of the engine's thread
-        self._waiting.start(partial(_serve, self._waiting, self._executor))
-        self._waiting.put(made, timeout)
-
-    async def _aadd(self, made: list[Request], timeout: float | None) -> None:
-        try:
-            await asyncio.to_thread(self._add, made, timeout)
-        except asyncio.CancelledError:
-            _cancel(request.future for request in made)  # which ends the thread, too
-            raise
+    def _made(
+        self, inputs: Iterable[Any], generation_config: Any, seed: int | None = None, **options: Any
+    ) -> list[Request]:
+        return [make(self._model, each, generation_config, options, seed, self._rows) for each in inputs]
 
 
-def _serve(waiting: Waiting, executor: ContinuousBatches) -> None:
-    """What the thread of an engine does. It does not hold the engine, which may go while requests run."""
-    try:
-        while (batch := waiting.take()) is not None:
-            executor.run(batch, waiting.take_more)
-            waiting.settle_running()
-            del batch  # and the results, while nothing is to do
-    except BaseException as error:
-        waiting.fail(error)
-        raise
+class _Streamer(BaseStreamer):
+    """Hands on each token of a sequence, but not the prompt, which `generate` puts first."""
+
+    def __init__(self, put: Callable[[int], object]) -> None:
+        self._put, self._is_prompt = put, True
+
+    def put(self, value: Tensor) -> None:
+        for token in () if self._is_prompt else value.flatten().tolist():
+            self._put(token)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        """The request's result tells that."""
 
 
-def _cancel(futures: Iterable[RequestFuture]) -> None:
-    for future in futures:
-        future.cancel()
+class _Tokens(Iterator[int]):
+    """The tokens of a request, as they come. It is cancelled when this is closed, or gone."""
+
+    def __init__(self, future: RequestFuture, tokens: SimpleQueue[int]) -> None:
+        self._future, self._tokens, self._is_over = future, tokens, False
+        future.add_done_callback(lambda done: tokens.put(_END))
+
+    def __next__(self) -> int:
+        if not self._is_over:
+            token = self._tokens.get()
+            if token is not _END:
+                return token
+            self._is_over = True
+            self._future.result()  # raises what the request has failed with
+        raise StopIteration
+
+    def close(self) -> None:
+        """No more tokens are wanted."""
+        self._is_over = True
+        self._future.cancel()
+
+    __del__ = close

@@ -14,11 +14,12 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from fastgen import counters, patching
-from fastgen.engine import ENTRY_POINT, foreground, requests
+from fastgen.engine import ENTRY_POINT
+from fastgen.engine.calls import written
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import ROWS
-from fastgen.engine.executor import written
-from fastgen.engine.options import has_own_generate
+from fastgen.engine.foreground import turns
+from fastgen.engine.options import has_own_generate, make
 from fastgen.engine.requests import Request
 
 _log = logging.getLogger("transformers.generation.continuous_batching")
@@ -45,7 +46,7 @@ def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
     if reason is not None or not inputs:
         return wrapped(*args, **kwargs)
     rows = max(ROWS, *(_option(model, config, options, name) or 1 for name in ("num_beams", "num_return_sequences")))
-    made = [requests.make(model, each, config, options, None, rows) for each in inputs]
+    made = [make(model, each, config, options, None, rows) for each in inputs]
     outputs = _run(ContinuousBatches(model, rows), made, bool(given.get("progress_bar")))
     counters.count_accelerated(ENTRY_POINT)
     return outputs
@@ -82,16 +83,14 @@ def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
 
 def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:
     """Runs the requests in this thread."""
-    created, begun = time.perf_counter(), dict[Request, float]()
-    spans: dict[Request, tuple[float, float]] = {}
+    created, ended = time.perf_counter(), dict[Request, float]()
     with tqdm(total=len(made), disable=not shows_progress, desc=f"Solving {len(made)} requests", unit="request") as bar:
-        for turn in foreground.turns(executor, made):
-            begun |= dict.fromkeys(turn.begun, time.perf_counter())
-            spans |= {request: (begun[request], time.perf_counter()) for request in turn.finished}
+        for turn in turns(executor, made):
+            ended |= dict.fromkeys(turn.finished, time.perf_counter())
             bar.update(len(turn.finished))
     outputs: dict[str, GenerationOutput] = {}
     for number, request in enumerate(made):
-        of_request = _outputs(f"req_{number}", request, created, spans[request])
+        of_request = _outputs(f"req_{number}", request, created, ended[request])
         outputs |= {each.request_id: each for each in (*of_request[1:], of_request[0])}
     failed = [name for name, output in outputs.items() if output.error is not None]
     if failed:
@@ -99,10 +98,10 @@ def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool)
     return outputs
 
 
-def _outputs(name: str, request: Request, created: float, span: tuple[float, float]) -> list[GenerationOutput]:
+def _outputs(name: str, request: Request, created: float, ended: float) -> list[GenerationOutput]:
     """The outputs of a request, the best first."""
-    prompt = request.tokens.tolist() if request.tokens is not None else []
-    common: dict[str, Any] = {"prompt_ids": prompt, "created_time": created, "lifespan": span}
+    span = request.future.begun or created, ended
+    common: dict[str, Any] = {"prompt_ids": request.token_list, "created_time": created, "lifespan": span}
     error = request.future.exception()
     if error is not None:
         return [GenerationOutput(name, error=f"{type(error).__name__}: {error}", status=RequestStatus.FAILED, **common)]

@@ -1,9 +1,10 @@
-"""How much K and V the requests in slots may have stored together."""
+"""How much K and V the requests in slots may have stored together, and which others have room beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured.slot import Slot
 
 # A request enters where there is room for its prompt and so many tokens of each row: most end before their limit.
@@ -19,38 +20,54 @@ class KVBudget:
 
     Args:
         most_bytes: of K and V of all requests in slots.
+        has_encoder: inputs are those of cross-attention.
 
     Attributes:
         peak: the most bytes that were stored so far.
     """
 
-    def __init__(self, most_bytes: int | None) -> None:
-        self.most_bytes, self.peak = most_bytes, 0
+    def __init__(self, most_bytes: int | None, has_encoder: bool) -> None:
+        self.most_bytes, self.peak, self._has_encoder = most_bytes, 0, has_encoder
         self._own = self._cross = 0  # bytes of a position, once they are known
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is known what a position takes, or does not matter."""
-        return self.most_bytes is None or bool(self._own)
 
     def note(self, own: int, cross: int) -> None:
         """What a position of self- and of cross-attention takes, in bytes."""
         self._own, self._cross = own, cross
 
+    def has_room(self, stored: int) -> bool:
+        """Whether so many bytes may be stored."""
+        return self.most_bytes is None or stored <= self.most_bytes
+
     def stored(self, slots: Iterable[Slot]) -> int:
         """Bytes of K and V that these have stored."""
-        found = sum(map(self.stored_by, slots))
+        found = sum(map(self._stored, slots))
         self.peak = max(self.peak, found)
         return found
 
-    def stored_by(self, slot: Slot) -> int:
-        """Bytes of K and V that one has stored."""
+    def needed(self, request: Request, new_tokens: int) -> int:
+        """Bytes of K and V with so many new tokens of each row, or as many as it may have."""
+        prompt, source = (1, request.length) if self._has_encoder else (request.length, 0)
+        most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
+        return (prompt + request.rows * most) * self._own + source * self._cross
+
+    def fitting(self, batch: Iterable[Request], oldest: Request, others: Collection[Slot]) -> list[Request]:
+        """Those of a batch that have room beside others, the oldest first; that one at least, if it is the only one."""
+        stored, chosen = self.stored(others) + sum(map(self._promised, others)), list[Request]()
+        for request in sorted(batch, key=lambda each: each is not oldest):
+            # What does not leave where room gets short has all of its room from the beginning.
+            most = RESERVED if request.may_begin_again else request.new_tokens
+            stored += self.needed(request, RESERVED if most is None else most)
+            if not self.has_room(stored) and (chosen or others):
+                break
+            chosen.append(request)
+            if self.most_bytes is not None and not self._own:
+                break  # it is not known yet what a position takes
+        return chosen
+
+    def _stored(self, slot: Slot) -> int:
         return slot.positions * self._own + slot.source * self._cross
 
-    def needed(self, prompt: int, source: int, rows: int, new_tokens: int) -> int:
-        """Bytes of a request with so many new tokens."""
-        return (prompt + rows * new_tokens) * self._own + source * self._cross
-
-    def has_room(self, stored: int, more: int) -> bool:
-        """Whether so many bytes may be stored beside those that are."""
-        return self.most_bytes is None or stored + more <= self.most_bytes
+    def _promised(self, slot: Slot) -> int:
+        """Bytes that a request that does not leave may yet store."""
+        left = 0 if slot.owner.may_begin_again else self.needed(slot.owner, slot.new_tokens) - self._stored(slot)
+        return max(left, 0)

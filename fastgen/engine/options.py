@@ -1,25 +1,24 @@
-"""What the options of a request come to: what `generate` would refuse, how long it gets, what may share its batch."""
+"""A request from the arguments of `generate`: what that would refuse, how long it gets, what may share its batch."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
-from fastgen.optimizer.transformers import user_code
+from fastgen.engine.requests import Request, inputs_of, only_release, row_of
 
 # Arguments of `generate` that no generation config has.
 _OF_THE_LOOP = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")
 _ARGUMENTS = {*inspect.signature(GenerationMixin.generate).parameters, *_OF_THE_LOOP, "trust_remote_code"}
+# Methods in which the library looks at values, of models that leave them as they are.
+_LOOK_AT_VALUES = ("_prepare_special_tokens", "_get_logits_processor")
 # Those with which a request may share a batch.
 _HARMLESS = frozenset({"generation_config", "synced_gpus", "tokenizer", "trust_remote_code"})
-_CRITERIA = "stopping_criteria"
 _TOKENS = frozenset({"inputs", "input_ids", "attention_mask"})
 
 # Options that a batch may have if all of its requests agree in them: what they do to a row depends on that row alone.
@@ -31,8 +30,6 @@ _SHARED = (
 # The same where no row has padding. These look at the encoder's tokens, or at a prompt's where there is no encoder.
 _READ_SOURCE = "encoder_repetition_penalty encoder_no_repeat_ngram_size".split()
 _READ_PROMPT = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias forced_bos_token_id".split()
-# Those that count from the end of the prompt.
-_OF_ONE_LENGTH = ("exponential_decay_length_penalty",)
 # For these a batch has its own values, from the most and the fewest new tokens of its requests, in which they agree.
 _LENGTHS = "max_length max_new_tokens min_length min_new_tokens".split()
 # Without effect where nothing is drawn, nothing is drafted, and only tokens are returned.
@@ -53,130 +50,141 @@ _POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_po
 _SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """The options of a request, with the model's own generation config for what was not given.
+def make(
+    model: Any, inputs: Any, generation_config: Any, options: Mapping[str, Any], seed: int | None, most_rows: int
+) -> Request:
+    """The request of these arguments, which are those of `Engine.submit`, for a batch of so many rows.
 
-    Attributes:
-        given: the model's inputs, by name.
-        options: the other arguments of `generate`, as given.
-        config: the generation config that they come to.
-        others: inputs of the model among the options.
-        has_default_length: nobody has said how long the result may be.
+    Raises:
+        ValueError: `generate` would refuse it, or it does not fit.
     """
+    given, options = inputs_of(model, inputs), dict(options)
+    twice = sorted(given.keys() & options.keys())
+    if twice:
+        raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
+    if generation_config is not None:
+        options["generation_config"] = copy.deepcopy(generation_config)
+    made = Request(given, options, seed)
+    if has_own_generate(model):  # which may take any options
+        made.alone = f"{type(model).__name__} has a generate of its own"
+        return made
+    made.config, others, has_default_length = _checked(model, given, options)
+    made.rows = max(made.config.num_beams or 1, made.config.num_return_sequences or 1)
+    if made.rows > most_rows:
+        raise ValueError(f"num_beams, num_return_sequences: {made.rows} rows, the engine has {most_rows}")
+    if options.get("streamer") is not None and made.rows > 1:
+        raise ValueError("a streamer takes one sequence: num_beams and num_return_sequences must be 1")
+    made.tokens, made.mask = row_of(given, "input_ids", "inputs"), row_of(given, "attention_mask")
+    names, has_encoder = (*given, *others), bool(model.config.is_encoder_decoder)
+    made.prompt, made.new_tokens = _lengths(model, made, names, has_default_length)
+    made.alone = _alone(made, names, has_encoder)
+    made.group, made.prefill_group = _groups(made, has_encoder)
+    return made
 
-    model: Any
-    given: dict[str, Any]
-    options: dict[str, Any]
-    config: Any
-    others: dict[str, Any]
-    has_default_length: bool
 
-    @property
-    def rows(self) -> int:
-        """Rows that the request takes in a batch."""
-        return max(self.config.num_beams or 1, self.config.num_return_sequences or 1)
-
-    @property
-    def has_encoder(self) -> bool:
-        return bool(self.model.config.is_encoder_decoder)
-
-    def lengths(self, length: int | None) -> tuple[int, int | None]:
-        """Tokens that the result begins with, and the most that come behind, for an input of `length` tokens.
-
-        (0, None) where that is not known: the input is not tokens, or the decoder starts with more than one token.
-
-        Raises:
-            ValueError: it is longer than the model, or than `max_length`.
-        """
-        prompt = length
-        if self.has_encoder:
-            source = positions_of(self.model.config, of_source=True)
-            if length is not None and source is not None and length > source:
-                raise ValueError(f"the input has {length} tokens, the model {source} positions")
-            starts = any(name.startswith("decoder_input") for name in (*self.given, *self.others))
-            prompt = None if starts else 1
-        if prompt is None:
-            return 0, None
-        new_tokens = self._new_tokens(prompt)
-        positions = positions_of(self.model.config)
-        if new_tokens < 1:
-            raise ValueError(
-                f"no room for new tokens: a prompt of {prompt}, max_new_tokens {self.config.max_new_tokens}, "
-                f"max_length {self.config.max_length}"
+def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """The generation config that options come to, the model's inputs among them, and whether nobody has said how long
+    the result may be. ValueError: `generate` would refuse them.
+    """
+    config, custom = options.get("generation_config"), options.get("custom_generate")
+    # A loop of the user's may have arguments of its own.
+    of_custom = inspect.signature(custom).parameters if callable(custom) else ()
+    left = {name: value for name, value in options.items() if name not in _ARGUMENTS and name not in of_custom}
+    try:
+        made, others = model._prepare_generation_config(config, **left)
+        model._validate_model_kwargs({**others, **{name: x for name, x in given.items() if name != "inputs"}})
+        mode = made.get_generation_mode(options.get("assistant_model"))
+        of_loop = {name: options[name] for name in _OF_THE_LOOP if options.get(name) is not None}
+        model._validate_generation_mode(mode, made, of_loop)
+        is_plain = all(_is_the_librarys(type(model), name) and name not in vars(model) for name in _LOOK_AT_VALUES)
+        if custom is None and is_plain:
+            tried, one = copy.copy(made), torch.ones(1, 1, dtype=torch.long)
+            tried.watermarking_config = None  # which makes a table of a million numbers
+            model._prepare_special_tokens(tried, kwargs_has_attention_mask=True, device=one.device)
+            model._get_logits_processor(
+                tried, input_ids_seq_length=1, encoder_input_ids=one, device=one.device, model_kwargs={}
             )
-        if positions is not None and prompt + new_tokens - 1 > positions:  # the last token is not read
-            raise ValueError(
-                f"{prompt} tokens and {new_tokens} new ones (max_new_tokens): the model has {positions} positions"
-            )
-        return prompt, new_tokens
+    except ValueError:
+        raise
+    except Exception as error:  # processors do not check all that they are given
+        raise ValueError(f"generate refuses the options: {type(error).__name__}: {error}") from error
+    lengths = (left.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)
+    return made, others, all(length is None for length in lengths)
 
-    def _new_tokens(self, prompt: int) -> int:
-        """As `GenerationMixin._prepare_generated_length` has it."""
-        if self.config.max_new_tokens is not None:
-            return self.config.max_new_tokens
-        if not self.has_default_length:
-            return self.config.max_length - prompt
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        total = self.config.max_length + prompt
-        return (total if positions is None else min(total, positions)) - prompt
 
-    def alone(self, tokens: Tensor | None, mask: Tensor | None, seed: int | None) -> str | None:
-        """Why the request must not share a batch; None where it may. A whitelist decides.
+def _lengths(model: Any, request: Request, names: Iterable[str], has_default_length: bool) -> tuple[int, int | None]:
+    """Tokens that the result begins with, and the most that come behind. ValueError: they are too many, or none.
 
-        Args:
-            tokens: the input [length], where it is tokens.
-            mask: its mask [length], where there is one of zeros and ones.
-        """
-        if tokens is None:
-            return "inputs other than tokens"
-        for name in (*self.given, *self.others):
-            if name not in _TOKENS:
-                return f"the model's input {name}"
-        if "attention_mask" in self.given and (mask is None or mask.shape != tokens.shape):
-            return "an attention mask of another shape"
-        if mask is None and not self.has_encoder and bool((tokens == self.config.pad_token_id).any()):
-            return "padding without an attention mask"
-        if self.config.do_sample or seed is not None:
-            return "sampling"
-        for name, value in self.options.items():
-            if name in _ARGUMENTS and name not in _HARMLESS and value is not None and not only_release(name, value):
-                return f"the argument {name}"
-        for name, value in options_of(self.config).items():
-            if name not in _KNOWN and _is_on(name, value):
-                return f"the option {name}"
-        return None
-
-    def group(self, length: int, prompt: int, new_tokens: int | None) -> Hashable:
-        """What requests that share a batch agree in."""
-        own = options_of(self.config)
-        reads = _READ_SOURCE if self.has_encoder else (*_READ_SOURCE, *_READ_PROMPT)
-        needs_one_length = any(_is_on(name, own.get(name)) for name in reads)
-        length_shared = length if needs_one_length else None
-        alone = object() if self.config.return_dict_in_generate else None
-        return self._shared, new_tokens, least_new_tokens(self.config, prompt), length_shared, alone
-
-    @property
-    def _shared(self) -> tuple[tuple[str, str], ...]:
-        own = options_of(self.config)
-        return tuple((name, repr(own.get(name))) for name in (*_SHARED, *_READ_SOURCE, *_READ_PROMPT))
-
-    def prefill_group(self, length: int, prompt: int) -> Hashable | None:
-        """What requests agree in that are prefilled together, and go on each for itself; None for one alone."""
-        own = options_of(self.config)
-        if any(_is_on(name, own.get(name)) for name in (*_READ_SOURCE, *_OF_ONE_LENGTH)):
-            return None
-        least = least_new_tokens(self.config, prompt)
-        reads = () if self.has_encoder else _READ_PROMPT
-        needs_one_length = any(_is_on(name, own.get(name)) for name in reads)
-        returned = tuple(bool(own.get(name)) for name in _RETURNED)
-        return (
-            self._shared,
-            least,
-            length if needs_one_length else None,
-            returned,
-            len(self.options.get(_CRITERIA) or ()),
+    (0, None) where that is not known: the input is not tokens, or the decoder starts with more than one token.
+    """
+    config, prompt = request.config, None if request.tokens is None else request.length
+    if model.config.is_encoder_decoder:
+        source = positions_of(model.config, of_source=True)
+        if source is not None and request.length > source:
+            raise ValueError(f"the input has {request.length} tokens, the model {source} positions")
+        prompt = None if any(name.startswith("decoder_input") for name in names) else 1
+    if prompt is None:
+        return 0, None
+    new_tokens = config.max_new_tokens
+    if new_tokens is None and has_default_length:  # as `GenerationMixin._prepare_generated_length` has it
+        longest = getattr(model.config, "max_position_embeddings", None)
+        new_tokens = config.max_length if longest is None else min(config.max_length, longest - prompt)
+    elif new_tokens is None:
+        new_tokens = config.max_length - prompt
+    if new_tokens < 1:
+        raise ValueError(
+            f"no room for new tokens: a prompt of {prompt}, max_new_tokens {config.max_new_tokens}, "
+            f"max_length {config.max_length}"
         )
+    positions = positions_of(model.config)
+    if positions is not None and prompt + new_tokens - 1 > positions:  # the last token is not read
+        raise ValueError(
+            f"{prompt} tokens and {new_tokens} new ones (max_new_tokens): the model has {positions} positions"
+        )
+    return prompt, new_tokens
+
+
+def _alone(request: Request, names: Iterable[str], has_encoder: bool) -> str | None:
+    """Why a request must not share a batch; None where it may. A whitelist decides."""
+    tokens, mask, config = request.tokens, request.mask, request.config
+    if tokens is None:
+        return "inputs other than tokens"
+    for name in names:
+        if name not in _TOKENS:
+            return f"the model's input {name}"
+    if "attention_mask" in request.inputs and (mask is None or mask.shape != tokens.shape):
+        return "an attention mask of another shape"
+    if mask is None and not has_encoder and bool((tokens == config.pad_token_id).any()):
+        return "padding without an attention mask"
+    if config.do_sample or request.seed is not None:
+        return "sampling"
+    for name, value in request.options.items():
+        if name in _ARGUMENTS and name not in _HARMLESS and value is not None and not only_release(name, value):
+            return f"the argument {name}"
+    for name, value in options_of(config).items():
+        if name not in _KNOWN and _is_on(name, value):
+            return f"the option {name}"
+    return None
+
+
+def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
+    """What requests agree in that share a batch, and what those agree in that are prefilled together, and go on each
+    for itself; None for one alone.
+    """
+    own, of_prompt = options_of(request.config), () if has_encoder else _READ_PROMPT
+
+    def has(names: Iterable[str]) -> bool:
+        return any(_is_on(name, own.get(name)) for name in names)
+
+    shared = tuple((name, repr(own.get(name))) for name in (*_SHARED, *_READ_SOURCE, *_READ_PROMPT))
+    least = least_new_tokens(request.config, request.prompt)
+    length = request.length if has((*_READ_SOURCE, *of_prompt)) else None
+    alone = object() if request.alone is not None or request.config.return_dict_in_generate else None
+    group = shared, request.new_tokens, least, length, alone
+    if request.alone is not None or has((*_READ_SOURCE, "exponential_decay_length_penalty")):
+        return group, None  # the latter counts from the end of the prompt
+    returned = tuple(bool(own.get(name)) for name in _RETURNED)
+    return group, (shared, least, length, returned, len(request.options.get("stopping_criteria") or ()))
 
 
 def options_of(config: Any) -> dict[str, Any]:
@@ -191,22 +199,12 @@ def least_new_tokens(config: Any, prompt: int) -> int:
     return max((config.min_length or 0) - prompt, 0)
 
 
-def only_release(name: str, value: Any) -> bool:
-    """Whether an argument of `generate` is criteria that only let go what the call keeps, so that they need not run."""
-    return name == _CRITERIA and all(user_code.says(each, "releases_scores") for each in value)
-
-
 def _is_on(name: str, value: Any) -> bool:
     return bool(value) and value != _OFF.get(name)
 
 
 def positions_of(config: Any, of_source: bool = False) -> int | None:
-    """Tokens that a model generates behind, or, with an encoder, tokens of a source; None for any number.
-
-    Args:
-        config: of the model.
-        of_source: the number is that of the encoder.
-    """
+    """Tokens that a model generates behind, or, `of_source`, that its encoder reads; None for any number."""
     if not of_source:
         config = config.get_text_config(decoder=True)
     names = _SOURCE_POSITIONS if of_source else _POSITIONS
@@ -215,56 +213,8 @@ def positions_of(config: Any, of_source: bool = False) -> int | None:
 
 def has_own_generate(model: Any) -> bool:
     """Whether `generate` of this model, such as Whisper's, is not the library's own for all."""
-    return inspect.getattr_static(type(model), "generate", None) is not vars(GenerationMixin)["generate"]
+    return not _is_the_librarys(type(model), "generate")
 
 
-def _check_values(model: Any, config: Any) -> None:
-    """Has the library make its processors of the options, as it looks at their values no sooner.
-
-    Raises:
-        ValueError: it refuses them.
-    """
-    for name in ("_prepare_special_tokens", "_get_logits_processor"):
-        if name in vars(model) or inspect.getattr_static(type(model), name) is not vars(GenerationMixin)[name]:
-            return  # a model's own may want more than this
-    made, one = copy.copy(config), torch.ones(1, 1, dtype=torch.long)
-    made.watermarking_config = None  # which makes a table of a million numbers
-    try:
-        model._prepare_special_tokens(made, kwargs_has_attention_mask=True, device=one.device)
-        model._get_logits_processor(
-            made, input_ids_seq_length=1, encoder_input_ids=one, device=one.device, model_kwargs={}
-        )
-    except ValueError:
-        raise
-    except Exception as error:  # of processors that do not check what they are given
-        raise ValueError(f"generate refuses the options: {type(error).__name__}: {error}") from error
-
-
-def resolve(model: Any, given: dict[str, Any], options: dict[str, Any]) -> Resolved | None:
-    """What the options come to; None for a model that has a `generate` of its own, which may take any.
-
-    Args:
-        given: the model's inputs, as arguments of `generate`.
-        options: the other arguments.
-
-    Raises:
-        ValueError: `generate` would refuse them.
-    """
-    if has_own_generate(model):
-        return None
-    config, custom = options.get("generation_config"), options.get("custom_generate")
-    # A loop of the user's may have arguments of its own.
-    of_custom = inspect.signature(custom).parameters if callable(custom) else ()
-    left = {name: value for name, value in options.items() if name not in _ARGUMENTS and name not in of_custom}
-    try:
-        made, others = model._prepare_generation_config(config, **left)
-        model._validate_model_kwargs({**others, **{name: x for name, x in given.items() if name != "inputs"}})
-        mode = made.get_generation_mode(options.get("assistant_model"))
-        of_loop = {name: options[name] for name in _OF_THE_LOOP if options.get(name) is not None}
-        model._validate_generation_mode(mode, made, of_loop)
-        if custom is None:
-            _check_values(model, made)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"generate refuses the options: {error}") from error
-    lengths = (left.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)
-    return Resolved(model, given, options, made, others, all(length is None for length in lengths))
+def _is_the_librarys(kind: type, name: str) -> bool:
+    return inspect.getattr_static(kind, name, None) is vars(GenerationMixin)[name]

@@ -8,6 +8,7 @@ planned again, with what has come meanwhile. Costs decide which requests share a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 
 from fastgen.engine.requests import Request
@@ -49,19 +50,15 @@ def _modelled(length: int, rows: int, new_tokens: int) -> float:
     return CALL + rows * length + new_tokens * (STEP + rows)
 
 
+def _like(*numbers: int) -> tuple[int, ...]:
+    """The same for numbers that differ by less than about a fifth: rounded up to three bits."""
+    steps = [1 << max(number.bit_length() - 3, 0) for number in numbers]
+    return tuple(-(-number // step) * step for number, step in zip(numbers, steps, strict=True))
+
+
 def mean(before: float | None, now: float) -> float:
     """The moving average of costs, with the latest one."""
     return now if before is None else (1 - _LATEST) * before + _LATEST * now
-
-
-def _like(*numbers: int) -> tuple[int, ...]:
-    """The same for numbers that differ by less than about a fifth."""
-    return tuple(_rounded(number) for number in numbers)
-
-
-def _rounded(number: int) -> int:
-    step = 1 << max(number.bit_length() - 3, 0)
-    return -(-number // step) * step
 
 
 def batches(
@@ -92,17 +89,16 @@ def oldest_batch(
 
 
 def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list[Request]:
-    """The requests to run now, of those of the first one's group; the first one is among them.
+    """The requests to run now, of those that may share a batch with the first one; that is among them.
 
     Args:
-        waiting: in the order in which they came; those that may not share a batch with the first one are left out.
+        waiting: in the order in which they came.
         most_rows: rows of a batch.
     """
-    first = waiting[0]
-    most = most_rows // first.rows
+    rows, new_tokens = waiting[0].rows, waiting[0].new_tokens or 0
+    most = most_rows // rows
     window = waiting[: WINDOW * most]
-
-    def cost(length: int, inputs: int, tokens: int) -> float:
-        return costs.of(length, inputs * first.rows, first.new_tokens or 0)
-
-    return [window[index] for index in oldest_batch([request.length for request in window], lambda length: most, cost)]
+    cost = cache(lambda length, inputs: costs.of(length, inputs * rows, new_tokens))
+    lengths = [request.length for request in window]
+    chosen = oldest_batch(lengths, lambda length: most, lambda length, inputs, _: cost(length, inputs))
+    return [window[index] for index in chosen]

@@ -1,10 +1,10 @@
-"""What a request is: one input and its options, as `model.generate` takes them, checked before it waits."""
+"""What a request is: one input and its options, as `model.generate` takes them, and the future of its result."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.engine.options import only_release, resolve
+from fastgen.optimizer.transformers import user_code
 
 # Options of `generate` that are code of the user's.
 _USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "custom_generate")
@@ -24,37 +24,25 @@ class EngineFull(RuntimeError):
 
 
 class RequestFuture(Future[Any]):
-    """The result of a request. `cancel` works until there is one, also while the request runs."""
+    """The result of a request. `cancel` works until there is one, also while the request runs.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_begun = False
-        self.on_cancel: Callable[[], object] = lambda: None
-        self._first_cancel = threading.Lock()
+    Attributes:
+        begun: when it began to run, as `time.perf_counter` says; None before.
+    """
 
-    def cancel(self) -> bool:
-        """The request has no result from now on, unless it has one already; says whether it has none."""
-        if not super().cancel():
-            return False
-        if self._first_cancel.acquire(blocking=False):
-            self.set_running_or_notify_cancel()  # what waits for several futures is told only by this
-            self.on_cancel()
-        return True
+    begun: float | None = None
 
     def running(self) -> bool:
         """Whether the request is being run."""
-        return self.has_begun and not self.done()
+        return self.begun is not None and not self.done()
 
-    def settle(self, result: Any) -> bool:
-        """Takes the result, or the exception that the request ended with; False if it was cancelled."""
-        try:
+    def settle(self, result: Any) -> None:
+        """Takes the result, or the exception that the request ended with, unless it has one or was cancelled."""
+        with contextlib.suppress(InvalidStateError):
             if isinstance(result, BaseException):
                 self.set_exception(result)
             else:
                 self.set_result(result)
-        except InvalidStateError:
-            return False
-        return True
 
     def give_up(self, error: BaseException) -> None:
         """In a forked process, where the thread that would have settled this is not there, nor one that looks at it."""
@@ -71,31 +59,33 @@ class Request:
         inputs: the arguments of `generate` that are the model's inputs, of one row.
         options: its other arguments, as they were given.
         seed: of what it draws; None for torch's generator as it is.
-        alone: why it must not share a batch; None where it may, as far as the request goes.
-        group: requests with equal ones may share a batch.
-        prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
-        config: the generation config that the options come to; None for a model that has a `generate` of its own.
         tokens: the input [length], on the CPU, where it is one of tokens.
         mask: its attention mask [length], where there is one.
+        config: the generation config that the options come to; None for a model that has a `generate` of its own.
+        rows: rows that it takes in a batch: beams, or sequences to return.
         prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
         new_tokens: the most that come behind; None where that is not known.
-        rows: rows that it takes in a batch: beams, or sequences to return.
+        alone: why it must not share a batch; None where it may, as far as the request goes.
+        group: requests with equal ones may share a batch. By default it is this one's alone.
+        prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
         is_submitted: there was room for it, so that it waited, and may have run.
+        repeats: so often it has begun again, as it could not go on; from the first time on it has no slots.
     """
 
     inputs: dict[str, Any]
     options: dict[str, Any]
-    seed: int | None
-    alone: str | None
-    group: Hashable = None
-    config: Any = None
+    seed: int | None = None
     tokens: Tensor | None = None
     mask: Tensor | None = None
+    config: Any = None
+    rows: int = 1
     prompt: int = 0
     new_tokens: int | None = None
-    rows: int = 1
+    alone: str | None = None
+    group: Hashable = field(default_factory=object)
     prefill_group: Hashable = None
     is_submitted: bool = False
+    repeats: int = 0
     future: RequestFuture = field(default_factory=RequestFuture)
 
     @property
@@ -120,53 +110,18 @@ class Request:
         is_drawn_anew = self.config is not None and self.config.do_sample and self.seed is None
         return not (self.runs_user_code or is_drawn_anew)
 
-    @property
-    def has_own_loop(self) -> bool:
-        """Whether the user's code takes the place of the library's loop, and sees all of its arguments."""
-        return self.options.get("custom_generate") is not None
+
+def only_release(name: str, value: Any) -> bool:
+    """Whether an argument of `generate` is criteria that only let go what the call keeps, so that they need not run."""
+    return name == "stopping_criteria" and all(user_code.says(each, "releases_scores") for each in value)
 
 
-def make(
-    model: Any, inputs: Any, generation_config: Any, options: Mapping[str, Any], seed: int | None, most_rows: int
-) -> Request:
-    """The request of these arguments.
-
-    Args:
-        inputs: token ids (a list, or a tensor [length] or [1, length]), or a mapping of the model's inputs of one row.
-        generation_config: as `generate` takes it, or None.
-        options: other keywords of `generate`.
-        seed: of what it draws.
-        most_rows: rows of a batch.
+def inputs_of(model: Any, inputs: Any) -> dict[str, Any]:
+    """An input as arguments of `generate`: copies, as the caller may go on to change them.
 
     Raises:
-        ValueError: `generate` would refuse it, or it does not fit.
+        ValueError: it is empty, or not of one row.
     """
-    given = _given(model, inputs)
-    options = dict(options)
-    twice = sorted(given.keys() & options.keys())
-    if twice:
-        raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
-    if generation_config is not None:
-        options["generation_config"] = copy.deepcopy(generation_config)
-    found = resolve(model, given, options)
-    if found is None:
-        return Request(given, options, seed, f"{type(model).__name__} has a generate of its own")
-    if found.rows > most_rows:
-        raise ValueError(f"num_beams, num_return_sequences: {found.rows} rows, the engine has {most_rows}")
-    if options.get("streamer") is not None and found.rows > 1:
-        raise ValueError("a streamer takes one sequence: num_beams and num_return_sequences must be 1")
-    tokens, mask = _row(given, "input_ids", "inputs"), _row(given, "attention_mask")
-    prompt, new_tokens = found.lengths(None if tokens is None else tokens.shape[0])
-    alone = found.alone(tokens, mask, seed)
-    group = found.group(0 if tokens is None else tokens.shape[0], prompt, new_tokens)
-    made = Request(given, options, seed, alone, group, found.config, tokens, mask, prompt, new_tokens, found.rows)
-    if alone is None and tokens is not None:
-        made.prefill_group = found.prefill_group(tokens.shape[0], prompt)
-    return made
-
-
-def _given(model: Any, inputs: Any) -> dict[str, Any]:
-    """The inputs as arguments of `generate`: copies, as the caller may go on to change them."""
     if not isinstance(inputs, Mapping):
         tokens = _as_row(inputs)
         if not isinstance(tokens, Tensor):
@@ -181,6 +136,14 @@ def _given(model: Any, inputs: Any) -> dict[str, Any]:
     for name in ("input_ids", "attention_mask"):
         _check_row(name, given.get(name))
     return given
+
+
+def row_of(given: dict[str, Any], *names: str) -> Tensor | None:
+    """The only row of the first of these inputs that there is, on the CPU; None where it is no row of whole numbers."""
+    value = next((given[name] for name in names if name in given), None)
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+        return None
+    return value[0].long().cpu()
 
 
 def _as_row(value: Any) -> Any:
@@ -202,11 +165,3 @@ def _check_row(name: str, value: Any) -> None:
         raise ValueError(f"{name} is empty")
     if value.dim() != 2 or value.shape[0] != 1:
         raise ValueError(f"{name} has the shape {tuple(value.shape)}: a request has one row")
-
-
-def _row(given: dict[str, Any], *names: str) -> Tensor | None:
-    """The only row of the first of these inputs that there is, on the CPU; None where it is no row of whole numbers."""
-    value = next((given[name] for name in names if name in given), None)
-    if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
-        return None
-    return value[0].long().cpu()

@@ -8,9 +8,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
+from fastgen import openmp
+from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import EngineFull, Request
 from fastgen.locks import forkable_lock
 
@@ -19,43 +23,36 @@ _SECONDS_AT_EXIT = 60
 _all: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
 
-class Waiting:
-    """Requests in the order in which they came, up to `most`.
+@contextlib.contextmanager
+def cancelled_together(requests: Sequence[Request]) -> Iterator[None]:
+    """What is raised in this context cancels the requests."""
+    try:
+        yield
+    except BaseException:
+        for request in requests:
+            request.future.cancel()
+        raise
 
-    Args:
-        choose: which of those that wait run next, together; the first one is among them.
-        stop: ends the call that runs, if none of its requests is wanted any more.
-        reset: nothing runs any more: this process was forked.
+
+class Waiting:
+    """Requests in the order in which they came, up to `most`, and the thread that runs them.
 
     Attributes:
         failure: what the engine's own code has raised; None as long as it has not.
+        counts: requests "submitted", "finished", "failed" and "cancelled".
     """
 
-    def __init__(
-        self,
-        most: int,
-        choose: Callable[[Sequence[Request]], list[Request]],
-        stop: Callable[[], object],
-        reset: Callable[[], object],
-    ) -> None:
+    def __init__(self, most: int, executor: ContinuousBatches) -> None:
         self.most = most
         self.requests: list[Request] = []
         self.running: list[Request] = []
-        self.thread: threading.Thread | None = None  # that takes the requests
-        self.is_closed = False
+        self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self.submitted = self.cancelled = 0  # so many, so far
-        self._choose, self._stop, self._reset = choose, stop, reset
-        self._pauses = 0
+        self.counts = Counter(submitted=0, finished=0, failed=0, cancelled=0)
+        self._executor = executor
+        self._is_closed, self._is_idle, self._pauses = False, True, 0
         self._changed = threading.Condition(forkable_lock())
         _all.add(self)
-
-    def start(self, serve: Callable[[], object]) -> None:
-        """Starts the thread that takes the requests, unless it has begun."""
-        with self._changed:
-            if self.thread is None and not self.is_closed:
-                self.thread = threading.Thread(target=serve, name="fastgen-engine", daemon=True)
-                self.thread.start()
 
     # ---- for the threads of the users
 
@@ -69,29 +66,32 @@ class Waiting:
             EngineFull: there was none; those that were added are cancelled.
             ValueError: it is closed.
         """
+        if threading.current_thread() is not self.thread:
+            openmp.end_team()  # of the caller: the work is that of the engine's thread
         for request in requests:
-            request.future.on_cancel = partial(self._drop, request)
+            request.future.add_done_callback(partial(self._over, request))
         left = list(requests)
         until = None if timeout is None else time.monotonic() + timeout
-        try:
-            with self._changed:
-                while left := [request for request in left if not request.future.done()]:
-                    if self.is_closed:
-                        raise ValueError("the engine is closed")
-                    room = self.most - len(self.requests)
-                    if room > 0:
-                        for request in left[:room]:
-                            request.is_submitted = True
-                        self.requests += left[:room]
-                        self.submitted += len(left[:room])
-                        del left[:room]
-                        self._changed.notify_all()
-                    elif not self._waits(until):
-                        raise EngineFull(f"{self.most} requests wait already")
-        except BaseException:
-            for request in requests:
-                request.future.cancel()
-            raise
+        with cancelled_together(requests), self._changed:
+            while left := [request for request in left if not request.future.done()]:
+                if self._is_closed:
+                    raise ValueError("the engine is closed")
+                room = self.most - len(self.requests)
+                if room <= 0 and not self._waits(until):
+                    raise EngineFull(f"{self.most} requests wait already")
+                if room > 0:
+                    self._add(left[:room])
+                    del left[:room]
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.is_submitted = True
+        self.requests += requests
+        self.counts["submitted"] += len(requests)
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
+            self.thread.start()
+        self._changed.notify_all()
 
     def _waits(self, until: float | None) -> bool:
         """Waits for a change; False where the time is over, or where it is for this thread to make room."""
@@ -100,28 +100,35 @@ class Waiting:
         left = None if until is None else until - time.monotonic()
         return (left is None or left > 0) and self._changed.wait(left)
 
-    def _drop(self, request: Request) -> None:
-        """A request has been cancelled."""
+    def _over(self, request: Request, future: Any) -> None:
+        """A request has its result, or was cancelled."""
+        is_cancelled = future.cancelled()
         with self._changed:
-            self.cancelled += request.is_submitted
-            if request in self.requests:
+            if request in self.running:
+                self.running.remove(request)
+            elif request in self.requests:
                 self.requests.remove(request)
-            elif request in self.running:
-                self._stop()
-            self._changed.notify_all()  # there is room; and who waits to add this one need not
+            if is_cancelled:
+                future.set_running_or_notify_cancel()  # what waits for several futures is told only by this
+                self._changed.notify_all()  # there is room; and who waits to add this one need not
+            kind = "cancelled" if is_cancelled else "finished" if future.exception() is None else "failed"
+            self.counts[kind] += request.is_submitted
 
-    def cancel_all(self) -> None:
-        """Cancels what waits and what runs."""
-        with self._changed:
-            found = [*self.requests, *self.running]
-        for request in found:
-            request.future.cancel()
+    def close(self, cancel: bool = False, seconds: float | None = 0.0) -> None:
+        """Nothing can be added any more. What waits is run.
 
-    def close(self) -> None:
-        """Nothing can be added any more. What waits is run."""
+        Args:
+            cancel: cancel what waits and what runs.
+            seconds: to wait for the thread to end; None for as long as it takes.
+        """
         with self._changed:
-            self.is_closed = True
+            self._is_closed = True
             self._changed.notify_all()
+            left = [*self.requests, *self.running] if cancel else []
+        for request in left:
+            request.future.cancel()
+        if self.thread is not None and self.thread is not threading.current_thread() and seconds != 0:
+            self.thread.join(seconds)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,7 +137,7 @@ class Waiting:
             self._pauses += 1
         try:
             with self._changed:
-                self._changed.wait_for(lambda: not self.running)
+                self._changed.wait_for(lambda: self._is_idle)
             yield
         finally:
             with self._changed:
@@ -139,59 +146,47 @@ class Waiting:
 
     # ---- for the thread of the engine
 
-    def take(self) -> list[Request] | None:
-        """The requests that run next, once there are some; None when it is closed, and none are left."""
-        with self._changed:
-            self.running = []
-            self._changed.notify_all()
-            self._changed.wait_for(self._may_take)
-            if not self.requests:
-                return None
-            self.running = self._choose(self.requests)
-            self._remove(self.running)
-            return self.running
+    def _serve(self) -> None:
+        """What the thread does. It does not hold the engine, which may go while requests run."""
+        try:
+            while self._has_some():
+                for _ in self._executor.steps(self.take):
+                    pass
+                for request in list(self.running):  # nobody is to wait in vain
+                    request.future.settle(RuntimeError("the engine has lost the request: please report this"))
+        except BaseException as error:
+            with self._changed:
+                self._is_closed, self._is_idle, self.failure = True, True, error
+                left = [*self.requests, *self.running]
+                self._changed.notify_all()
+            for request in left:  # nobody is left to run anything
+                request.future.settle(error)
+            raise
 
-    def take_more(self) -> list[Request]:
-        """Those that run beside what runs already: none where none fits, or it is paused."""
-        if not self.requests:
-            return []
+    def _has_some(self) -> bool:
+        """Waits for requests that may run; False when it is closed, and none are left."""
         with self._changed:
-            self.running = [request for request in self.running if not request.future.done()]
-            chosen = [] if self._pauses or not self.requests else self._choose(self.requests)
+            self._is_idle = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pauses if self.requests else self._is_closed)
+            self._is_idle = not self.requests
+            return bool(self.requests)
+
+    def take(self) -> list[Request]:
+        """Those that run next, beside what runs already: none where none fits, or it is paused."""
+        with self._changed:
+            chosen = self._executor.choose(self.requests) if self.requests and not self._pauses else []
+            self.running += chosen
             if chosen:
-                self._remove(chosen)
-                self.running += chosen
+                self._changed.notify_all()
             return chosen
-
-    def settle_running(self) -> None:
-        """Nothing runs any more: nobody is left to wait in vain."""
-        for request in self.running:
-            request.future.settle(RuntimeError("the engine has lost the request: please report this"))
-
-    def _remove(self, chosen: list[Request]) -> None:
-        found = set(map(id, chosen))
-        self.requests = [request for request in self.requests if id(request) not in found]
-        self._changed.notify_all()
-
-    def _may_take(self) -> bool:
-        return not self._pauses if self.requests else self.is_closed
-
-    def fail(self, error: BaseException) -> None:
-        """The engine's own code has failed: nobody is left to run anything."""
-        with self._changed:
-            self.is_closed, self.failure = True, error
-            found = [*self.requests, *self.running]
-            self.requests, self.running = [], []
-            self._changed.notify_all()
-        for request in found:
-            request.future.settle(error)
 
     def _forked(self) -> None:
         """In a forked process: the requests are those of the other one, whose thread is not here."""
         for request in (*self.requests, *self.running):
             request.future.give_up(RuntimeError("the process was forked: the request runs in the one it came from"))
-        self.requests, self.running, self.thread, self._pauses = [], [], None, 0
-        self._reset()
+        self.requests, self.running, self.thread, self._pauses, self._is_idle = [], [], None, 0, True
+        self._executor.reset()
 
 
 def _forked() -> None:
@@ -207,7 +202,4 @@ if hasattr(os, "register_at_fork"):
 def _end() -> None:
     """At the end of the program: a thread must not be in the model's code when the interpreter goes."""
     for waiting in list(_all):
-        waiting.close()
-        waiting.cancel_all()
-        if waiting.thread is not None:
-            waiting.thread.join(_SECONDS_AT_EXIT)
+        waiting.close(cancel=True, seconds=_SECONDS_AT_EXIT)

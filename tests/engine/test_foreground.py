@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.engine import foreground, requests
+from fastgen.engine.continuous import ContinuousBatches
+from fastgen.engine.foreground import turns
+from fastgen.engine.options import make
+from fastgen.engine.requests import Request
 from tests.engine.conftest import PROMPTS, assert_alone
 from tests.equivalence.models import BY_NAME
 
 
-def _made(model: Any, prompts: list[list[int]], **options: Any) -> list[requests.Request]:
-    return [requests.make(model, prompt, None, options, None, 8) for prompt in prompts]
+def _made(model: Any, prompts: list[list[int]], **options: Any) -> list[Request]:
+    return [make(model, prompt, None, options, None, 8) for prompt in prompts]
 
 
 def test_every_request_has_its_result(model: Any) -> None:
     made = _made(model, PROMPTS, num_beams=2, max_new_tokens=6)
-    turns = list(foreground.turns(foreground.executor_for(model, 8), made))
-    assert sorted(made.index(request) for turn in turns for request in turn.finished) == list(range(len(made)))
-    assert turns[-1].waiting == 0 and all(0 < turn.busy <= 8 for turn in turns)
+    found = list(turns(ContinuousBatches(model, 8, max_stall=None), made))
+    assert sorted(made.index(request) for turn in found for request in turn.finished) == list(range(len(made)))
+    assert found[-1].waiting == 0 and all(0 < turn.busy <= 8 for turn in found)
     assert_alone(model, PROMPTS, [request.future.result() for request in made], num_beams=2, max_new_tokens=6)
 
 
@@ -37,8 +40,8 @@ def test_the_order_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(time, "perf_counter", clock)
         made = _made(model, prompts, max_new_tokens=2)
-        turns = foreground.turns(foreground.executor_for(model, 8), made)
-        return [[made.index(request) for request in turn.finished] for turn in turns]
+        executor = ContinuousBatches(model, 8, max_stall=None)
+        return [[made.index(request) for request in turn.finished] for turn in turns(executor, made)]
 
     assert order([1.0]) == order([1.0, 100.0, 3.0])
 
@@ -49,5 +52,5 @@ def test_an_interrupt_is_raised(llama: Any) -> None:
 
     made = _made(llama, PROMPTS[:2], max_new_tokens=2, logits_processor=[interrupts])
     with pytest.raises(KeyboardInterrupt):
-        list(foreground.turns(foreground.executor_for(llama, 8), made))
+        list(turns(ContinuousBatches(llama, 8, max_stall=None), made))
     assert not made[1].future.done()

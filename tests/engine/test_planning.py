@@ -42,7 +42,7 @@ def test_no_other_batches_cost_less(lengths: list[int], most: int, new_tokens: i
 
 def _waiting(lengths: list[int], rows: int = 1, new_tokens: int = 5) -> list[Request]:
     return [
-        Request({}, {}, None, None, tokens=torch.ones(length, dtype=torch.long), new_tokens=new_tokens, rows=rows)
+        Request({}, {}, tokens=torch.ones(length, dtype=torch.long), new_tokens=new_tokens, rows=rows)
         for length in lengths
     ]
 

@@ -14,7 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
-from fastgen.engine.requests import Request, make
+from fastgen.engine.options import make
+from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import PROMPTS, WAIT, Gate, alone
@@ -34,13 +35,13 @@ def run(executor: ContinuousBatches, requests: list[Request], at_once: int = 1) 
     left = list(requests)
 
     def more() -> list[Request]:
-        chosen = executor.choose(left[:at_once]) if left else []
-        for request in chosen:
-            left.remove(request)
+        come, left[:] = left[:at_once], left[at_once:]
+        chosen = executor.choose(come) if come else []
+        left[:0] = come  # what it has not taken
         return chosen
 
-    while left:
-        executor.run(more(), more)
+    for _ in executor.steps(more):
+        pass
 
 
 def requests_for(model: Any, prompts: list[Any], rows: int = 16, **options: Any) -> list[Request]:
@@ -79,9 +80,9 @@ def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:
     requests = requests_for(model, prompts, **options)
     run(executor, requests)
     assert_as_alone(model, requests, prompts)
-    assert executor.name == "slots" and not executor.busy
+    assert executor.has_slots and not executor.busy
     if name not in WINDOWED:
-        assert executor.counts["busy_row_steps"] and not (executor.static.alone or executor.static.counts["repeated"])
+        assert executor.counts["busy_row_steps"] and not (executor.alone or executor.counts["repeated"])
 
 
 def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
@@ -105,7 +106,8 @@ def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyP
         requests = requests_for(model, PROMPTS, 8, max_new_tokens=12)
         run(executor, requests[:1])
         left = requests[1:]
-        executor.run(left[:1], lambda left=left: [left.pop(0)] if len(left) > 2 else [])
+        for _ in executor.steps(lambda left=left: [left.pop(0)] if len(left) > 2 else []):  # type: ignore[misc]
+            pass
         run(executor, [each for each in requests if not each.future.done()], at_once=8)
         assert_as_alone(model, requests, PROMPTS)
     assert {needed.new for needed in asked} == {67} and max(needed.cached for needed in asked) <= 129
@@ -125,7 +127,7 @@ def test_different_options_at_a_time(model: Any) -> None:
         requests.append(make(model, prompt, None, given, 5 if given.get("do_sample") else None, 32))
     run(executor, requests, at_once=4)
     assert_as_alone(model, requests, prompts)
-    assert not executor.static.alone
+    assert not executor.alone
 
 
 class _StopsAt:
@@ -164,7 +166,7 @@ def test_what_is_returned_beside_the_sequences(model: Any, options: dict[str, An
     executor = ContinuousBatches(model, 16)
     requests = requests_for(model, PROMPTS * 2, return_dict_in_generate=True, **options)
     run(executor, requests, at_once=3)
-    assert executor.counts["busy_row_steps"] and not executor.static.counts["repeated"]
+    assert executor.counts["busy_row_steps"] and not executor.counts["repeated"]
     for request, prompt in zip(requests, PROMPTS * 2, strict=True):
         if request.seed is not None:
             torch.manual_seed(request.seed)
@@ -207,7 +209,7 @@ def test_one_that_raises_leaves_the_others(model: Any) -> None:
     run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
     assert_as_alone(model, plain, PROMPTS)
     assert all(isinstance(request.future.exception(0), LookupError) for request in failing)
-    assert not executor.static.counts["repeated"] and not executor.busy
+    assert not executor.counts["repeated"] and not executor.busy
 
 
 class _Hears(BaseStreamer):
@@ -233,7 +235,7 @@ def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None
     assert_as_alone(llama, plain, PROMPTS)
     assert len(hears.heard) <= 1, "its prompt, and no token"
     assert "not numbers" in str(spoilt.future.exception(0))
-    assert not executor.static.counts["repeated"] and not executor.busy
+    assert not executor.counts["repeated"] and not executor.busy
 
 
 @pytest.mark.parametrize("spoil", [lambda found: found * torch.nan, lambda found: found[:, 1:]], ids=["nan", "size"])
@@ -249,7 +251,7 @@ def test_a_processor_whose_scores_are_none_leaves_the_others(llama: Any, spoil: 
     run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
     assert_as_alone(llama, plain, PROMPTS)
     assert all(isinstance(request.future.exception(0), (ValueError, RuntimeError)) for request in failing)
-    assert not executor.static.counts["repeated"] and not executor.busy
+    assert not executor.counts["repeated"] and not executor.busy
 
 
 def test_a_cancelled_one_gives_its_slots_to_others(llama: Any, gate: Gate) -> None:
@@ -320,7 +322,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
     requests = requests_for(model, prompts, max_new_tokens=40, eos_token_id=None)
     run(executor, requests)
     assert_as_alone(model, requests, prompts)
-    assert executor.stats()["chunks"] >= 3 and not executor.static.counts["repeated"] and not executor.static.alone
+    assert executor.stats()["chunks"] >= 3 and not executor.counts["repeated"] and not executor.alone
 
 
 def test_others_go_on_before_a_long_prompt_enters(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,11 +378,10 @@ def test_how_many_are_prefilled_together(max_stall: float | None, together: int)
         chosen = executor.choose(left) if left else []
         assert len(chosen) in (0, together)
         steps.extend([executor.counts["steps"]] * bool(chosen))
-        for request in chosen:
-            left.remove(request)
         return chosen
 
-    executor.run(more(), more)
+    for _ in executor.steps(more):
+        pass
     assert len(steps) == len(set(steps)) == 5 // together
     assert_as_alone(model, requests, prompts)
 
@@ -469,7 +470,7 @@ def test_a_streamer_that_fails_at_the_end(llama: Any) -> None:
     plain = requests_for(llama, PROMPTS, max_new_tokens=30)
     run(executor, [failing, *plain], at_once=8)
     assert_as_alone(llama, plain, PROMPTS)
-    assert isinstance(failing.future.exception(0), LookupError) and not executor.static.counts["repeated"]
+    assert isinstance(failing.future.exception(0), LookupError) and not executor.counts["repeated"]
 
 
 def test_an_exit_of_users_code_ends_its_request_alone(llama: Any) -> None:

@@ -295,7 +295,7 @@ def test_what_the_engine_itself_fails_with_reaches_everybody(llama: Any, monkeyp
     engine = fastgen.Engine(llama)
     with engine.paused():
         futures = [engine.submit(prompt) for prompt in PROMPTS]
-        monkeypatch.setattr(engine._waiting, "_choose", lambda waiting: 1 / 0)
+        monkeypatch.setattr(engine._executor, "choose", lambda waiting: 1 / 0)
     for future in futures:
         assert isinstance(future.exception(WAIT), ZeroDivisionError) and future.exception() is engine.failure
     with pytest.raises(ValueError, match="closed"):

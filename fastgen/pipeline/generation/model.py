@@ -181,7 +181,8 @@ class ContinuousStage(ModelStage):
         return done
 
     def _serve(self, rows: list[Record], slots: int, done: BatchResult[RawOutput]) -> None:
-        from fastgen.engine import foreground
+        from fastgen.engine.continuous import ContinuousBatches
+        from fastgen.engine.foreground import turns
 
         made: dict[Any, tuple[Record, SequenceScores | None]] = {}
         refused: list[tuple[Record, Problem]] = []
@@ -191,8 +192,9 @@ class ContinuousStage(ModelStage):
                 made[self._request(row, options, slots)] = row, scores
             except ValueError as error:
                 refused.append((row, problem_of(error)))
-        executor, tokens_before = foreground.executor_for(self.loaded.model, slots), self.tokens
-        for turn in foreground.turns(executor, list(made)):
+        # Without a limit for stalls the order depends on no clock.
+        executor, tokens_before = ContinuousBatches(self.loaded.model, slots, max_stall=None), self.tokens
+        for turn in turns(executor, list(made)):
             for request in turn.finished:
                 self._take(done, *made[request], request.future)
             self.tokens = tokens_before + executor.counts["tokens"]
@@ -205,14 +207,14 @@ class ContinuousStage(ModelStage):
     def _request(self, row: Record, options: dict[str, Any], slots: int) -> Any:
         import torch
 
-        from fastgen.engine import requests
+        from fastgen.engine.options import make
 
         model, generation = self.loaded.model, self.loaded.generation
         ids = torch.tensor([row.ids], dtype=torch.long, device=self.loaded.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         # A seed of its own for every record, whatever it shares a batch with.
         seed = self.seed(row.position) if generation.do_sample else None
-        return requests.make(model, inputs, generation, options, seed, slots)
+        return make(model, inputs, generation, options, seed, slots)
 
     def _take(self, done: BatchResult[RawOutput], row: Record, scores: SequenceScores | None, future: Any) -> None:
         error = future.exception()

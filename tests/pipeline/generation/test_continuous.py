@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.engine.executor import StaticBatches
+from fastgen.engine import continuous
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
@@ -76,16 +76,16 @@ def test_the_same_file_as_static_batches(
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    count, original = 0, StaticBatches.run
+    count, original = 0, continuous.call
 
-    def interrupted(*args: Any, **options: Any) -> None:
+    def interrupted(*args: Any) -> Any:
         nonlocal count
         count += 1
         if count > calls:
             raise KeyboardInterrupt
-        original(*args, **options)
+        return original(*args)
 
-    monkeypatch.setattr(StaticBatches, "run", interrupted)
+    monkeypatch.setattr(continuous, "call", interrupted)
 
 
 @pytest.mark.parametrize(("form", "generation"), [("txt", SAMPLED), ("jsonl", BEAMS)])

@@ -39,10 +39,11 @@ class EnteringDecoding(Decoding):
             prompt.tensors.pop("attention_mask", None)
         return prompt, windows
 
-    def slot(self, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
+    def slot(self, owner: Any, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
         """One of its inputs, as slots see it.
 
         Args:
+            owner: whose it is.
             new_tokens: the most that it may generate; None for as many as the call may.
             length: tokens of its prompt; None for as many as the call has.
             seed: of what it draws; None for one that is drawn.
@@ -55,11 +56,10 @@ class EnteringDecoding(Decoding):
         # Criteria, of which there are none where several inputs enter, are given what this call keeps.
         kept = self._code.kept if self.prompt.inputs == 1 else {name: [] for name in self._code.kept}
         host = self.host._replace(keep=partial(append, kept))
-        put = None if self.streamer is None else self.streamer.put
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
         padding = 0 if length is None else self.prompt.tokens.shape[1] - length
         results = partial(_results, self._count, kept, self.config, self.output)
-        return Slot(most, padding, results, host if is_seen else None, generator, put)
+        return Slot(owner, most, padding, results, host if is_seen else None, generator, self.streamer)
 
     @property
     def window(self) -> int | None:

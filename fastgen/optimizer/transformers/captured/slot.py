@@ -18,23 +18,25 @@ class Slot:
     """An input in a step, or on its way there.
 
     Attributes:
+        owner: whose it is.
         new_tokens: the most that it may generate.
         padding: positions in front of its prompt that its prefill was padded with.
         results: what it returns, of a search and its place there.
         host: what the host does in each step; None if that is nothing.
         generator: what its tokens are drawn with; None where none are.
-        put: gets each token, [1], as it comes; None without a streamer.
+        streamer: gets each token, [1], as it comes.
         error: what code of the user's has raised, or that there is nothing to draw from.
         positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
         is_over: it has come to its end.
     """
 
+    owner: Any
     new_tokens: int
     padding: int
     results: Callable[[Search, slice], Any]
     host: Host | None = None
     generator: torch.Generator | None = None
-    put: Callable[[Tensor], object] | None = None
+    streamer: Any = None
     error: BaseException | None = None
     place: int = field(default=-1, init=False)
     positions: int = field(default=0, init=False)

@@ -59,7 +59,7 @@ class Slots:
 
     Attributes:
         taken: by place.
-        failure: what a step has raised, which must not go on; None as long as none has.
+        failure: why it must not go on; None as long as it may.
 
     Raises:
         CannotBeCaptured: inputs of such calls cannot come and go.
@@ -236,7 +236,6 @@ class Slots:
         try:
             step.verify(self._model, turns, self._steps >= self._captures_from)
         except Exception as error:
-            self.failure = error
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
@@ -272,8 +271,8 @@ class Slots:
             rows.exponential_(generator=slot.generator)
 
     def _stream(self, step: DecodeStep, slot: Slot) -> None:
-        if slot.put is not None and not slot.is_over:
-            slot.catch(partial(slot.put, step.search.tokens[slot.place : slot.place + 1].clone()))
+        if slot.streamer is not None and not slot.is_over:
+            slot.catch(partial(slot.streamer.put, step.search.tokens[slot.place : slot.place + 1].clone()))
 
     # ---- inputs that leave
 
@@ -287,24 +286,22 @@ class Slots:
         return slot.results(search, inputs)
 
     def remove(self, slot: Slot) -> None:
-        """The input leaves; it may have come to its end, or not."""
-        if self.taken.pop(slot.place, None) is not None and self._step is not None:  # it may not have got so far
-            self._step.leave(slot.place)
+        """An input leaves, if it is there; it may have come to its end, or not. With the last one, the step goes, too:
+        what is known of it, and captured, is kept for those that come later.
+        """
+        if self._step is None or self.taken.get(slot.place) is not slot:
+            return
+        del self.taken[slot.place]
+        self._step.leave(slot.place)
+        if not self.taken:
+            if self._step.forward.is_watched and self.failure is None:
+                graph_cache.give_back(self._model, self._step)
+            self._step = None
 
     @property
     def slots(self) -> int:
         """Rows of the step."""
         return self._key.rows
-
-    def drop(self) -> None:
-        """The step serves nobody any more."""
-        self._step = None
-
-    def close(self) -> None:
-        """Nobody is left. What is known of the step, and captured, is kept for those that come later."""
-        step, self._step = self._step, None
-        if step is not None and step.forward.is_watched:
-            graph_cache.give_back(self._model, step)
 
 
 def key_of(decoding: EnteringDecoding) -> Key:

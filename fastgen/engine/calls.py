@@ -1,0 +1,156 @@
+"""One call of `model.generate` for several requests, and which models may have such."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
+
+from fastgen import releases
+from fastgen.decoding import library_code
+from fastgen.decoding.modules import modules_of
+from fastgen.engine.options import least_new_tokens, options_of
+from fastgen.engine.requests import Request
+from fastgen.optimizer.transformers import buckets, models
+from fastgen.optimizer.transformers.encoders.stacks import way_of
+
+
+def call(model: Any, batch: Sequence[Request]) -> list[Any]:
+    """The result of each of these requests, as a call of its own returns it; nothing for a batch that returns more than
+    sequences, which are those of all together.
+
+    They agree in their options. The call ends with the step in which the last of them is cancelled.
+    """
+    options = _until_cancelled(batch)
+    if len(batch) > 1:
+        return _together(model, batch, options)
+    request, device = batch[0], model.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        return [model.generate(**request.inputs, **{**request.options, **options})]
+
+
+def _until_cancelled(batch: Sequence[Request]) -> dict[str, Any]:
+    """Options with which a call ends when nobody wants its results any more: a criterion of the library's own, which
+    nothing takes for the user's, and which ends all rows at once.
+    """
+    first, count, over = batch[0], len(batch), itertools.count(1)
+    if first.config is None or first.config.max_time is not None or first.options.get("custom_generate") is not None:
+        return {}
+    criterion = MaxTimeCriteria(math.inf)
+
+    def note(done: Any) -> None:
+        if next(over) == count:
+            criterion.max_time = -math.inf
+
+    for request in batch:
+        request.future.add_done_callback(note)
+    return {"stopping_criteria": StoppingCriteriaList([*(first.options.get("stopping_criteria") or ()), criterion])}
+
+
+def _together(model: Any, batch: Sequence[Request], options: dict[str, Any]) -> list[Tensor]:
+    """The sequences of each request [rows, length]."""
+    first, has_encoder = batch[0], model.config.is_encoder_decoder
+    side = "right" if has_encoder else "left"  # a decoder goes on behind the last column
+    tokens = [request.tokens for request in batch if request.tokens is not None]
+    masks = [
+        torch.ones_like(row) if request.mask is None else request.mask
+        for request, row in zip(batch, tokens, strict=True)
+    ]
+    ids = pad_sequence(tokens, True, _padding(first.config), side)
+    prompt = 1 if has_encoder else ids.shape[1]
+    made = model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=pad_sequence(masks, True, 0, side).to(model.device),
+        **_options(first, prompt, max(request.new_tokens or 0 for request in batch)),
+        **options,
+    )
+    if not isinstance(made, Tensor):
+        return []
+    counts, each = written(made[:, prompt:], first.config), made.shape[0] // len(batch)
+    results = []
+    for number, request in enumerate(batch):
+        rows = slice(number * each, (number + 1) * each)
+        begin = 0 if has_encoder else prompt - request.length
+        results.append(made[rows, begin : prompt + max(counts[rows])].clone())
+    return results
+
+
+def _options(first: Request, prompt: int, new_tokens: int) -> dict[str, Any]:
+    """The options of a batch whose prompts, padding included, have so many tokens, and get as many new ones.
+
+    All of them, by name: in a generation config, the library would take the model's own for those that are None.
+    """
+    config, least = first.config, least_new_tokens(first.config, first.prompt)
+    # With a number of new tokens the library would warn of another length.
+    lengths: dict[str, Any] = {"max_length": prompt + new_tokens}
+    if config.max_new_tokens is not None:
+        lengths = {"max_length": None, "max_new_tokens": new_tokens}
+    lengths["min_length"] = (prompt + least if least else 0) if config.min_new_tokens is None else None
+    return {**options_of(config), **lengths}
+
+
+def _ends(config: Any) -> list[int]:
+    ends = config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _padding(config: Any) -> int:
+    """A token to pad with, which the attention mask hides."""
+    return config.pad_token_id if config.pad_token_id is not None else next(iter(_ends(config)), 0)
+
+
+def written(generated: Tensor, config: Any) -> list[int]:
+    """How many tokens [rows, longest] the model has written in each row, the end included: behind it is padding."""
+    ends = torch.isin(generated.cpu(), torch.tensor(_ends(config), dtype=torch.long))
+    first = ends.int().argmax(dim=1) + 1 if generated.shape[1] else torch.zeros(len(generated), dtype=torch.long)
+    return torch.where(ends.any(dim=1), first, generated.shape[1]).tolist()
+
+
+def pads(model: Any) -> bool:
+    """Whether requests of several lengths may share a batch: padding is known to change nothing."""
+    if model.config.is_encoder_decoder:
+        return way_of(model.get_encoder()) is not None
+    return type(model).forward.__module__ in buckets.DECODERS
+
+
+def alone_for_model(model: Any) -> str | None:
+    """Why no requests of this model may share a batch, as it is now; None where they may. A whitelist decides."""
+    kind = type(model)
+    is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
+    if not is_known and kind.forward.__module__ not in buckets.DECODERS:
+        return f"{kind.__name__} is not known to treat the rows of a batch alike"
+    if "forward" in vars(model) or not library_code.is_own(kind.forward) or library_code.unusual() is not None:
+        return "other code in the place of the library's"
+    reason = models.modules_unsupported(model)
+    if reason is None and models.rows_depend_on_each_other(model):
+        reason = "what the model says of an input depends on the others of the batch"
+    return reason
+
+
+def state_of(model: Any) -> list[tuple[Any, ...]]:
+    """What a call must not mix: an equal list as long as nobody changes the model's weights, modules or mode."""
+    found: list[tuple[Any, ...]] = []
+    for module in modules_of(model):
+        weights = [each for each in module._parameters.values() if each is not None and _stays(module, each)]
+        found += [(id(module), module.training), *map(_state_of, weights)]
+    return found
+
+
+def _stays(module: nn.Module, weight: Tensor) -> bool:
+    """Whether a forward pass leaves a weight where it is: not one that is fetched for the pass, nor a table of
+    positions that the model makes anew for a longer input.
+    """
+    return not (weight.is_meta or (isinstance(module, nn.Embedding) and not weight.requires_grad))
+
+
+def _state_of(weight: Tensor) -> tuple[Any, ...]:
+    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+    return id(weight), place, weight.requires_grad, 0 if weight.is_inference() else weight._version

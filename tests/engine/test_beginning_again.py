@@ -1,0 +1,54 @@
+"""Requests that cannot go on in slots: the model has changed, or another thread has the turn for captured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding.captured import graph
+from fastgen.engine import continuous
+from fastgen.engine.continuous import ContinuousBatches
+from fastgen.engine.options import make
+from fastgen.optimizer.transformers.captured import slots
+from tests.engine.conftest import PROMPTS, WAIT, alone
+
+LONG: dict[str, Any] = {"max_new_tokens": 400, "eos_token_id": None}
+
+
+def test_weights_that_change_while_requests_are_in_slots(llama: Any) -> None:
+    """All of them begin again, of every kind: none is a mixture."""
+    kinds: list[dict[str, Any]] = [
+        {"num_beams": 1 + number % 2, "max_new_tokens": 12} for number in range(len(PROMPTS))
+    ]
+    executor = ContinuousBatches(llama, 16)
+    requests = [make(llama, prompt, None, kind, None, 16) for prompt, kind in zip(PROMPTS, kinds, strict=True)]
+    left, has_changed = list(requests), False
+    for _ in executor.steps(lambda: executor.choose(left) if left else []):
+        if executor.counts["steps"] >= 6 and not (left or has_changed):
+            assert executor.busy
+            has_changed = True
+            with torch.no_grad():
+                llama.get_output_embeddings().weight.mul_(-1.0)
+    assert has_changed and executor.counts["repeated"] and not executor.busy
+    for request, prompt, kind in zip(requests, PROMPTS, kinds, strict=True):
+        assert torch.equal(request.future.result(0), alone(llama, prompt, **kind))
+
+
+def test_a_thread_that_keeps_the_turn_for_captured_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for requests: these run without slots, but for those whose code must not run twice. They wait on."""
+    monkeypatch.setattr(slots, "PATIENCE", 0.01)
+    monkeypatch.setattr(continuous, "_TURN", 0.02)
+    with fastgen.Engine(llama) as engine:
+        tokens = engine.stream(PROMPTS[0], **LONG)
+        first = next(tokens)
+        running = engine.submit(PROMPTS[1], num_beams=2, **LONG)
+        with graph.taken(llama.device, WAIT):
+            found = engine.submit(PROMPTS[2], max_new_tokens=5).result(WAIT), running.result(WAIT)
+        rest = list(tokens)
+        assert engine.stats()["repeated"] and not engine.stats()["failed"]
+    assert torch.equal(found[0], alone(llama, PROMPTS[2], max_new_tokens=5))
+    assert torch.equal(found[1], alone(llama, PROMPTS[1], num_beams=2, **LONG))
+    assert [first, *rest] == alone(llama, PROMPTS[0], **LONG)[0, len(PROMPTS[0]) :].tolist()
