@@ -9,7 +9,6 @@ GPU_CHECK_ARGS ?=
 CHECK_WHEEL ?=
 FAIRSEQ ?= fairseq==0.12.2
 OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1 openvino-genai==2026.4.1.0 nncf
-ONNXRUNTIME ?= onnxruntime==1.32.0 onnx==1.23.2
 LLAMA_CPP ?= llama-cpp-python==0.3.36
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0 5.24.0
 
@@ -18,7 +17,7 @@ BIN := .venv/bin
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-long test-machines lint docs format test-versions test-newest bench bench-quick bench-openvino bench-onnxruntime bench-llama gpu-check wheel check-wheel check-fresh clean
+.PHONY: help setup demo test test-long test-machines lint docs format test-versions test-newest bench bench-quick bench-openvino bench-llama gpu-check wheel check-wheel check-fresh clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,8 +59,6 @@ bench-quick: setup ## small benchmarks, in under five minutes
 	$(BIN)/python -m benchmarks --quick
 
 bench-openvino: .venvs/openvino/.dependencies ## the environment in which the benchmarks compare OpenVINO
-
-bench-onnxruntime: .venvs/onnxruntime/.dependencies ## the environment in which the benchmarks compare ONNX Runtime
 
 bench-llama: .venvs/llama/.dependencies ## the environment in which the benchmarks compare llama.cpp, built for this CPU
 
@@ -175,12 +172,6 @@ test-newest: .venv/.built ## whether the newest transformers and torch are accel
 .venvs/openvino/.dependencies: constraints.txt
 	$(PYTHON) -m venv --clear .venvs/openvino
 	.venvs/openvino/bin/pip install -q $(filter torch==%,$(shell cat constraints.txt)) $(OPENVINO)
-	touch $@
-
-# The model is exported there, by the torch and the Transformers of this project.
-.venvs/onnxruntime/.dependencies: constraints.txt
-	$(PYTHON) -m venv --clear .venvs/onnxruntime
-	.venvs/onnxruntime/bin/pip install -q $(filter torch==% transformers==%,$(shell cat constraints.txt)) $(ONNXRUNTIME)
 	touch $@
 
 # Built from source, so that llama.cpp uses all instructions of this CPU, on two cores and after other work.

@@ -1,1 +1,5 @@
-"""Benchmarks of FastGen: one harness, and workloads as files. See README.md beside this file."""
+"""Benchmarks of FastGen: `python -m benchmarks`. See README.md in this folder."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent

@@ -1,7 +1,7 @@
 """`python -m benchmarks`: runs the workloads and writes the results after each.
 
 Exit status: 0 all done; 1 a result was not identical, or a workload failed (everything was still run and written);
-2 wrong options; 130 interrupted. A missed target is reported and is no failure.
+2 wrong options; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import fastgen
-from benchmarks import backends, machine
+from benchmarks import ROOT, backends, machine, smollm2
 from benchmarks.measure import format_seconds
 from benchmarks.record import Record
 from benchmarks.results import Results
@@ -36,34 +37,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Compares unpatched and patched generation."
     )
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="run these workloads; NAME may have wildcards (gpt2-*)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a selection with fewer repetitions, in under five minutes"
-    )
-    parser.add_argument("--list", action="store_true", help="print the names of the workloads and stop")
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        choices=backends.ALL,
-        metavar="NAME",
-        help=f"what generation is measured with (default: by the workload): {', '.join(backends.ALL)}",
-    )
-    parser.add_argument(
-        "--repetitions", type=_positive, metavar="N", help="runs of each backend (default: by the workload)"
-    )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of torch (default: torch's)")
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu (default), cuda, cuda:1, ..."
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=machine.ROOT / "benchmarks" / "results",
-        metavar="DIR",
-        help="folder of the results, which go to a folder named after the machine in it (default: benchmarks/results)",
-    )
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="NAME", help="run these workloads; NAME may have wildcards (gpt2-*)")
+    add("--quick", action="store_true", help="a selection with fewer repetitions, in under five minutes")
+    add("--list", action="store_true", help="print the names of the workloads and stop")
+    names = ", ".join(backends.ALL)
+    add("--backends", nargs="+", choices=backends.ALL, metavar="NAME", help=f"default: by the workload; {names}")
+    add("--repetitions", type=_positive, metavar="N", help="runs of each backend (default: by the workload)")
+    add("--seed", type=int, metavar="N", help="of sizes and inputs that are drawn (default: 0)")
+    add("--threads", type=_positive, metavar="N", help="threads of torch (default: torch's)")
+    add("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default), cuda, cuda:1, ...")
+    out = ROOT / "benchmarks" / "results"
+    add("--out", type=Path, default=out, metavar="DIR", help="gets the machine's folder (default: benchmarks/results)")
     return parser
 
 
@@ -82,10 +67,11 @@ def select(workloads: Sequence[Workload], only: Sequence[str] | None, quick: boo
     """
     if not only:
         return [workload for workload in workloads if workload.quick or not quick]
-    for pattern in only:
-        if not any(fnmatch.fnmatchcase(workload.name, pattern) for workload in workloads):
+    found = {pattern: {w.name for w in workloads if fnmatch.fnmatchcase(w.name, pattern)} for pattern in only}
+    for pattern, names in found.items():
+        if not names:
             raise LookupError(f"no workload is called {pattern}; --list prints the names")
-    return [w for w in workloads if any(fnmatch.fnmatchcase(w.name, pattern) for pattern in only)]
+    return [workload for workload in workloads if workload.name in set.union(*found.values())]
 
 
 def run_workload(workload: Workload, context: Context) -> Record:
@@ -95,13 +81,16 @@ def run_workload(workload: Workload, context: Context) -> Record:
     record.commit = machine.commit()
     start, load = time.perf_counter(), machine.OtherLoad()
     try:
-        workload.run(context, record)
+        if workload.needs_smollm2 and smollm2.folder() is None:
+            record.skipped["the model"] = smollm2.MISSING
+            context.log(f"{workload.name} is not measured: {smollm2.MISSING}")
+        else:
+            workload.run(context, record)
     except Exception as error:
         context.log(traceback.format_exc())
         record.errors.append(f"{type(error).__name__}: {error}")
     record.wall_seconds = time.perf_counter() - start
     record.other_load = load.cores()
-    record.judge(workload.targets)
     gc.collect()
     if is_usable(context.device):
         torch.cuda.empty_cache()
@@ -123,10 +112,9 @@ def run_all(workloads: Sequence[Workload], context: Context, results: Results) -
     records = []
     for number, workload in enumerate(workloads):
         _log(f"[{number + 1}/{len(workloads)}] {workload.name}: {workload.title}")
-        record = run_workload(workload, context)
-        results.add(record)
-        records.append(record)
-        for line in _outcome(record):
+        records.append(run_workload(workload, context))
+        results.add(records[-1])
+        for line in _outcome(records[-1]):
             context.log(line)
         if not is_usable(context.device):
             _log(f"{context.device} cannot be used any more in this process; what follows is left out")
@@ -134,30 +122,16 @@ def run_all(workloads: Sequence[Workload], context: Context, results: Results) -
     return records
 
 
-def _outcome(record: Record) -> list[str]:
-    lines = []
-    if "ratio" in record.metrics:
-        lines.append(_compared(record, record.baseline, record.subject, record.metrics["ratio"]))
+def _outcome(record: Record) -> Iterator[str]:
     for pair, found in record.ratios.items():
-        other, _, subject = pair.partition("/")
-        if (other, subject) != (record.baseline, record.subject):
-            lines.append(_compared(record, other, subject, found["ratio"]))
+        times = (f"{name} {format_seconds(record.backends[name]['median'])}" for name in pair.split("/"))
+        yield f"{', '.join(times)}: {found['ratio']:.2f} times as fast"
     if record.identical is not None:
-        lines.append("identical" if record.identical else "NOT IDENTICAL")
+        yield "identical" if record.identical else "NOT IDENTICAL"
     if record.accelerated is False:
-        lines.append(f"NOT ACCELERATED {record.fallbacks or ''}".rstrip())
-    for target in record.targets:
-        if target["met"] is not None:
-            word = "reached" if target["met"] else "MISSED"
-            lines.append(f"target {word}: {target['what']}: {target['measured']:.3g}, must be {target['bound']}")
-    lines += record.notes
-    lines += [f"FAILED: {error}" for error in record.errors]
-    return lines
-
-
-def _compared(record: Record, other: str, subject: str, ratio: float) -> str:
-    before, after = (format_seconds(record.backends[backend]["median"]) for backend in (other, subject))
-    return f"{other} {before}, {subject} {after}: {ratio:.2f} times as fast"
+        yield f"NOT ACCELERATED {record.fallbacks or ''}".rstrip()
+    yield from record.notes
+    yield from (f"FAILED: {error}" for error in record.errors)
 
 
 def _log(line: str) -> None:
@@ -190,14 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for workload in left_out:
         _log(f"{workload.name} is skipped: it needs an NVIDIA GPU, and this is a run on {options.device}")
     chosen = [workload for workload in chosen if workload not in left_out]
+    if options.seed is not None:
+        chosen = [replace(each, seed=options.seed) if hasattr(each, "seed") else each for each in chosen]
     # Being told to end must not leave the processes behind that a workload has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    about = {
-        "machine": machine.describe_machine(options.device),
-        "versions": machine.describe_versions(),
-        "settings": {"device": str(options.device), "threads": torch.get_num_threads(), "quick": options.quick},
-    }
+    about = machine.about(options.device)
+    about["settings"]["quick"] = options.quick
     # Fewer repetitions do not replace more of them.
     folder = options.out / machine.slug(about["machine"]) / ("quick" if options.quick else "")
     results = Results(folder, about, [workload.name for workload in available])

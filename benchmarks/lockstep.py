@@ -21,26 +21,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.backends import Backend, Job, Unsupported, elsewhere
-from benchmarks.backends.elsewhere import Elsewhere, Process
+from benchmarks import ROOT, backends
+from benchmarks.backends import Backend, Job, Unsupported
+from benchmarks.backends.elsewhere import Elsewhere
 from benchmarks.backends.generate import Patched, Unpatched
-from benchmarks.machine import BUSY, ROOT, OtherLoad
+from benchmarks.machine import BUSY, OtherLoad
 from benchmarks.memory import high_water_mark
+from benchmarks.processes import Process
 from benchmarks.workload import Outcome
 
 _LOOK_SECONDS, _PATIENCE_SECONDS = 0.1, 120.0
-_GENERATE = Path(elsewhere.__file__).with_name("generate_process.py")
+_GENERATE = Path(backends.__file__).with_name("generate_process.py")
 
 
-@dataclass(frozen=True)
-class Side:
-    """How the process of a side is started.
-
-    Attributes:
-        library: how the reader of the results calls it.
-        python: the interpreter.
-        script: has `load(asked)`, as `elsewhere_process.py` says.
-        question: what `load` gets.
+class Side(NamedTuple):
+    """How the process of a side is started: what the reader of the results calls the library, the interpreter, a
+    script with `load(asked)`, as `serve_lines.py` says, and what that gets.
     """
 
     library: str
@@ -62,20 +58,16 @@ class Session:
 
     Attributes:
         version: of its library.
-        seconds: of each call, by the clock of the process.
-        outcomes: of each call.
+        peak_bytes: the largest resident set of the process, the model and the libraries in it.
+        seconds, outcomes: of each call, by the clock of the process.
         other_load: of each call: cores that other processes kept busy meanwhile.
-        loaded_bytes: the largest resident set of the process until the model was loaded; None where the system does
-            not tell.
-        peak_bytes: the largest until the last call, the model and the libraries in it.
     """
 
     version: str
+    peak_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     other_load: list[float] = field(default_factory=list)
-    loaded_bytes: int | None = None
-    peak_bytes: int | None = None
 
 
 def side(backend: Backend, job: Job, threads: int | None, folder: Path) -> Side:
@@ -94,12 +86,12 @@ def side(backend: Backend, job: Job, threads: int | None, folder: Path) -> Side:
         backend.check(job)
         question = {"threads": job.threads, **backend.question(job, folder)}
         return Side(backend.library, backend.python(), backend.script, question)
-    if not isinstance(backend, Unpatched):
+    if type(backend) not in (Unpatched, Patched):
         raise Unsupported(f"{backend.name} does not run in a process of its own")
     job.model.save_pretrained(folder)
     question = {
         "root": str(ROOT),
-        "settings": backend.settings if isinstance(backend, Patched) else None,
+        "settings": dict(backend.settings) if isinstance(backend, Patched) else None,
         "threads": threads,
         "folder": str(folder),
         "is_encoder_decoder": job.model.config.is_encoder_decoder,
@@ -141,24 +133,21 @@ def run(
     with ExitStack() as stack:
         for name, side in sides.items():
             with losing(name):
-                processes[name] = Process(side.library, side.python, side.script)
-                stack.callback(processes[name].close)
-                sessions[name] = _load(processes[name], side)
-                log(f"{name} is loaded, after {processes[name].seconds:.1f} s")
+                process = processes[name] = Process(side.library, side.python, side.script)
+                stack.callback(process.close)
+                sessions[name] = Session(process.ask(side.question))
+                process.pause()
+                log(f"{name} is loaded, after {process.seconds:.1f} s")
         for number, call in enumerate(calls):
-            for name in _rotated(list(sessions), turn + number):
+            names = list(sessions)
+            start = (turn + number) % max(len(names), 1)
+            for name in names[start:] + names[:start]:
                 patience.wait()
                 with losing(name):
                     _make(call, processes[name], sessions[name])
             times = ", ".join(f"{name} {session.seconds[-1]:.2f} s" for name, session in sessions.items())
             log(f"call {number + 1} of {len(calls)}: {times}")
     return sessions
-
-
-def _load(process: Process, side: Side) -> Session:
-    version = process.ask(side.question)
-    process.pause()
-    return Session(version, loaded_bytes=high_water_mark(process.pid))
 
 
 def _make(call: Call, process: Process, session: Session) -> None:
@@ -188,8 +177,3 @@ class _Patience:
             if load.cores() <= BUSY:
                 return
             self._left -= _LOOK_SECONDS
-
-
-def _rotated(names: list[str], by: int) -> list[str]:
-    start = by % len(names) if names else 0
-    return names[start:] + names[:start]

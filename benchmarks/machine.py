@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 import fastgen
+from benchmarks import ROOT
+from fastgen import memory
 
-ROOT = Path(__file__).resolve().parent.parent
 # Above this many cores busy with other work, a measurement is marked.
 BUSY = 0.15
 
@@ -24,8 +23,8 @@ BUSY = 0.15
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """CPU, cores, memory, and the CUDA device if that is what the benchmarks run on."""
     machine: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cpu": memory.processor(),
+        "cores": len(psutil.Process().cpu_affinity()),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -40,14 +39,14 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 def describe_versions() -> dict[str, str]:
     """Of everything that has a part in the numbers."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastgen": fastgen.__version__}
-    for package in ("transformers", "tokenizers", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
-    return versions
+    versions |= {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "numpy")}
+    return versions | ({} if torch.version.cuda is None else {"cuda": torch.version.cuda})
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """What all records of a run have in common."""
+    settings = {"device": str(device), "threads": torch.get_num_threads()}
+    return {"machine": describe_machine(device), "versions": describe_versions(), "settings": settings}
 
 
 def slug(machine: dict[str, Any]) -> str:
@@ -62,27 +61,12 @@ def slug(machine: dict[str, Any]) -> str:
 
 def commit() -> str | None:
     """The commit that is checked out, with "-dirty" where tracked files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=10"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
         return None
     return found.stdout.strip() or None
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 class OtherLoad:
@@ -104,12 +88,11 @@ class OtherLoad:
     def _read(self) -> tuple[float, float, float]:
         system = psutil.cpu_times()
         own = self._own.cpu_times()
-        idle = system.idle + getattr(system, "iowait", 0.0)
         # Guest time is part of user time already.
-        guest = getattr(system, "guest", 0.0) + getattr(system, "guest_nice", 0.0)
+        not_busy = system.idle + system.iowait + system.guest + system.guest_nice
         # Children count once they have ended, which those of a workload have when it is done.
         return (
             time.perf_counter(),
-            sum(system) - idle - guest,
+            sum(system) - not_busy,
             own.user + own.system + own.children_user + own.children_system,
         )

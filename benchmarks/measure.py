@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.benchmark import Timer
 
 T = TypeVar("T")
 
@@ -29,41 +30,13 @@ def _synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, repetitions: int = 5) -> float:
-    """Seconds of a call, as a median: on a GPU replayed from a graph, which has no launches by the host in it."""
-    for call in calls[:2]:
-        call()
-    if device.type != "cuda":
-        found = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            for call in calls:
-                call()
-            found.append((time.perf_counter() - start) / len(calls))
-        return statistics.median(found)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    found = []
-    for _ in range(repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1000 / len(calls))
-    return statistics.median(found)
-
-
 def copy_bandwidth(device: torch.device, size: int) -> float:
     """Bytes per second of a copy of `size` bytes, read and written."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     source.random_()
-    return 2 * size / seconds_of([lambda: target.copy_(source)], device)
+    timer = Timer("target.copy_(source)", globals={"target": target, "source": source})
+    return 2 * size / timer.blocked_autorange().median
 
 
 def alternate(

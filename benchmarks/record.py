@@ -3,54 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from benchmarks.measure import summary
 
-@dataclass(frozen=True)
-class Target:
-    """What a metric of a workload has to reach. It is reported, and nothing fails where it is missed.
-
-    Attributes:
-        what: the metric in words.
-        metric: its name in `Record.metrics`.
-        at_least: lower bound, or None.
-        at_most: upper bound, or None.
-        when: (name, value): the target applies only where that other metric is above the value.
-    """
-
-    what: str
-    metric: str
-    at_least: float | None = None
-    at_most: float | None = None
-    when: tuple[str, float] | None = None
-
-    def judge(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """The target beside what was measured; `met` is None where it does not apply or nothing was measured."""
-        measured = metrics.get(self.metric)
-        applies = self.when is None or metrics.get(self.when[0], -math.inf) > self.when[1]
-        met = None
-        if measured is not None and applies:
-            met = (self.at_least is None or measured >= self.at_least) and (
-                self.at_most is None or measured <= self.at_most
-            )
-        bounds = [
-            f"{word} {bound:g}"
-            for word, bound in (("at least", self.at_least), ("at most", self.at_most))
-            if bound is not None
-        ]
-        return {
-            "what": self.what,
-            "metric": self.metric,
-            "at_least": self.at_least,
-            "at_most": self.at_most,
-            "bound": " and ".join(bounds),
-            "measured": measured,
-            "applies": applies,
-            "met": met,
-        }
+T = TypeVar("T")
 
 
 @dataclass
@@ -71,9 +30,8 @@ class Record:
         identical: whether all other backends gave the same result in every run; None where that was not looked at.
         accelerated: whether every run of the subject was accelerated, with no fallback; None where that has no meaning.
         fallbacks: {entry point: {reason: calls}} over the subject's runs.
-        notes: for the reader: where results differ, how memory was measured.
-        memory: for each backend what `memory.measure` found.
-        targets: from `Target.judge`.
+        notes: for the reader: where results differ.
+        memory: for each backend its peak, and what that is of.
         errors: what went wrong. A record may have an error and results.
         date, commit, other_load, wall_seconds: filled in by the harness. `other_load` is the number of cores that
             other processes kept busy meanwhile: a measurement is worth little where it is not near zero.
@@ -95,7 +53,6 @@ class Record:
     fallbacks: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
-    targets: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     date: str = ""
     commit: str | None = None
@@ -109,27 +66,28 @@ class Record:
             return "failed"
         return "different" if self.identical is False else "ok"
 
+    def take(
+        self, runs: Mapping[str, list[tuple[float, T]]], pairs: Iterable[tuple[str, str]] = ()
+    ) -> dict[str, list[T]]:
+        """Takes in the times of interleaved runs, compares them, and returns what else each of them gave."""
+        self.backends = {name: summary([seconds for seconds, _ in found]) for name, found in runs.items()}
+        self.compare(pairs)
+        return {name: [value for _, value in found] for name, found in runs.items()}
+
     def compare(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
         """Works out the ratio of the medians and its spread, for the two main backends and for `pairs`."""
-        main = self._ratio(self.baseline, self.subject)
+        for other, subject in ((self.baseline, self.subject), *pairs):
+            if other in self.backends and subject in self.backends:
+                above, below = self.backends[other], self.backends[subject]
+                # The spread is that of the pairs: two runs made one after the other saw the same machine.
+                found = [a / b for a, b in zip(above["seconds"], below["seconds"], strict=False)]
+                ratio = above["median"] / below["median"]
+                self.ratios[f"{other}/{subject}"] = {"ratio": ratio, "min": min(found), "max": max(found)}
+                self.metrics[f"{other}/{subject}"] = ratio
+        main = self.ratios.get(f"{self.baseline}/{self.subject}")
         if main is not None:
-            self.metrics["ratio"] = main["ratio"]
-            self.metrics["ratio_min"] = main["min"]
-            self.metrics["ratio_max"] = main["max"]
+            self.metrics |= {"ratio": main["ratio"], "ratio_min": main["min"], "ratio_max": main["max"]}
             self.metrics["baseline_seconds"] = self.backends[self.baseline]["median"]
-        for other, subject in pairs:
-            found = self._ratio(other, subject)
-            if found is not None:
-                self.ratios[f"{other}/{subject}"] = found
-                self.metrics[f"{other}/{subject}"] = found["ratio"]
-
-    def _ratio(self, other: str, subject: str) -> dict[str, float] | None:
-        if other not in self.backends or subject not in self.backends:
-            return None
-        above, below = self.backends[other], self.backends[subject]
-        # The spread is that of the pairs: two runs made one after the other saw the same machine.
-        pairs = [a / b for a, b in zip(above["seconds"], below["seconds"], strict=False)]
-        return {"ratio": above["median"] / below["median"], "min": min(pairs), "max": max(pairs)}
 
     def count_fallbacks(self, stats: dict[str, Any]) -> None:
         """Adds what `fastgen.stats()` says of one run of the subject."""
@@ -138,9 +96,12 @@ class Record:
                 reasons = self.fallbacks.setdefault(entry_point, {})
                 reasons[reason] = reasons.get(reason, 0) + calls
 
-    def judge(self, targets: tuple[Target, ...]) -> None:
-        """Holds the metrics against the targets."""
-        self.targets = [target.judge(self.metrics) for target in targets]
+    def note_peaks(self, peaks: Mapping[str, float], method: str) -> None:
+        """Takes in the most memory of each backend, in bytes, and compares the two main ones."""
+        for name, found in peaks.items():
+            self.memory[name] = {"peak_bytes": found, "peak_method": method}
+        if {self.baseline, self.subject} <= peaks.keys():
+            self.metrics["peak_ratio"] = peaks[self.subject] / peaks[self.baseline]
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and the status."""
@@ -149,7 +110,7 @@ class Record:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Record:
         """The record that `to_json` wrote; fields that are not known are left out."""
-        if "sides" in data:  # as results.json called them before
-            data = {**data, "backends": data["sides"]}
         known = {each.name for each in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
+        record = cls(**{name: value for name, value in data.items() if name in known})
+        record.compare()  # earlier ones lack the ratio of the two main backends among those of pairs
+        return record

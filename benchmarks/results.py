@@ -1,4 +1,4 @@
-"""results.json, and the table made from it. All are written whole or not at all."""
+"""results.json, and the table made from it. Both are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import tables
 from benchmarks.record import Record
 
-SCHEMA = 1
+_SCHEMA = 1
 _MEMORY_OF_SYSTEM = 0.25  # GiB
 
 
@@ -24,52 +24,33 @@ class Results:
     Args:
         folder: gets results.json and results.md.
         about: {"machine": ..., "versions": ..., "settings": ...}: what the records have in common.
-        order: names of the workloads, in the order of the table.
+        order: names of the workloads, in the order of the table; those of workloads that are no more follow.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], order: list[str]) -> None:
-        self.folder = folder
+        self.folder, self.path = folder, folder / "results.json"
         self.about = about
         self.records: dict[str, Record] = {}
         self._order = {name: place for place, name in enumerate(order)}
-        self._merge()
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "results.json"
-
-    def _merge(self) -> None:
-        if not self.path.exists():
-            return
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            same = found["schema"] == SCHEMA and all(_are_same(found[key], value) for key, value in self.about.items())
-            if same:
-                self.records = {data["name"]: Record.from_json(data) for data in found["workloads"]}
-        except (ValueError, KeyError, TypeError):
-            same = False
-        if not same:
-            self.path.replace(self.folder / "results.previous.json")
+        if self.path.exists():
+            try:
+                found = json.loads(self.path.read_text(encoding="utf-8"))
+                if found["schema"] == _SCHEMA and all(_are_same(found[key], value) for key, value in about.items()):
+                    self.records = {data["name"]: Record.from_json(data) for data in found["workloads"]}
+                    return
+            except (ValueError, KeyError, TypeError):
+                pass
+            self.path.replace(folder / "results.previous.json")
 
     def add(self, record: Record) -> None:
-        """Takes the record in and writes everything."""
+        """Takes the record in and writes results.json and results.md."""
         self.records[record.name] = record
-        self.write()
-
-    def to_json(self) -> dict[str, Any]:
-        """What results.json holds."""
-        return {"schema": SCHEMA, **self.about, "workloads": [record.to_json() for record in self.in_order()]}
-
-    def in_order(self) -> list[Record]:
-        """The records in the order of the workloads, those of workloads that are no more at the end."""
         last = len(self._order)
-        return sorted(self.records.values(), key=lambda record: (self._order.get(record.name, last), record.name))
-
-    def write(self) -> None:
-        """results.json and results.md."""
+        records = sorted(self.records.values(), key=lambda each: (self._order.get(each.name, last), each.name))
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
-        write_whole(self.folder / "results.md", tables.markdown(self.about, self.in_order()).encode())
+        found = {"schema": _SCHEMA, **self.about, "workloads": [each.to_json() for each in records]}
+        write_whole(self.path, (json.dumps(found, indent=1) + "\n").encode())
+        write_whole(self.folder / "results.md", tables.markdown(self.about, records).encode())
 
 
 def _are_same(found: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -80,13 +61,13 @@ def _are_same(found: dict[str, Any], now: dict[str, Any]) -> bool:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that it is at no time half written: an interruption leaves the old one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
             file.write(content)
-        # mkstemp makes files that only their owner can read.
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+            file.flush()
+            # Such files can be read by their owner alone.
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

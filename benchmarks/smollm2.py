@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "FASTGEN_SMOLLM2"
 MISSING = f"set {VARIABLE} to a folder that `python -m benchmarks.smollm2` has made"
@@ -25,6 +26,11 @@ def folder() -> Path | None:
     """Where the model is, as the environment variable says; None where it says nothing."""
     given = os.environ.get(VARIABLE)
     return Path(given) if given else None
+
+
+def gguf_of(model: Any) -> Path:
+    """The file beside a model."""
+    return Path(model.name_or_path or "no folder", GGUF)
 
 
 def make(target: Path) -> None:

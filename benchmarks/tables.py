@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.machine import BUSY
 from benchmarks.measure import format_seconds
 from benchmarks.record import Record
 
+_HEAD = "workload,against,its time,FastGen's time,times as fast,same tokens,accelerated,peak memory".split(",")
+_YES = {True: "yes", False: "**no**", None: ""}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
 
 def markdown(about: dict[str, Any], records: list[Record]) -> str:
-    """The page: what the numbers were measured on, the targets, and a table for each kind of workload."""
+    """The page: what the numbers were measured on, and what was measured."""
     sections = [_head(about, records)]
-    if any(record.targets for record in records):
-        sections.append("## Targets\n\n" + _targets(records))
-    generation = [record for record in records if record.group == "generation"]
-    if generation:
-        sections.append("## Generation\n\n" + _generation(generation))
-    others = [record for record in records if record.group != "generation" and record.backends]
-    if others:
-        sections.append("## Cost of beams, operators, pipeline, import\n\n" + _others(others))
-    remarks = _remarks(records)
+    sections += ["## Results", table(_HEAD, [row for record in records for row in _rows(record)])]
+    remarks = [f"- {record.title}: {remark}" for record in records for remark in _remarks(record)]
     if remarks:
-        sections.append("## Remarks\n\n" + "\n".join(f"- {remark}" for remark in remarks))
+        sections += ["## Remarks", "\n".join(remarks)]
     return "\n\n".join(sections) + "\n"
 
 
@@ -42,77 +45,38 @@ def _head(about: dict[str, Any], records: list[Record]) -> str:
         f"- Measured {' to '.join(dates[:1] + dates[1:][-1:])}",
         f"- FastGen at commit {', '.join(commits) or 'unknown'}",
         "",
-        "Medians, with the smallest and the largest in brackets. The backends ran alternately; those of generation in "
-        "one process. How: benchmarks/README.md.",
+        "Medians, with the smallest and the largest in brackets. The backends ran alternately. How: "
+        "benchmarks/README.md.",
     ]
     return "\n".join(lines)
 
 
-def _targets(records: list[Record]) -> str:
-    rows = []
-    for record in records:
-        for target in record.targets:
-            if not target["applies"]:
-                # The reader would take a case that is too short to count for one that counts.
-                continue
-            measured = "not measured" if target["measured"] is None else f"{target['measured']:.3g}"
-            met = {True: "yes", False: "**no**", None: "-"}[target["met"]]
-            rows.append([record.title, target["what"], target["bound"], measured, met])
-    return _table(["workload", "what", "must be", "measured", "met"], rows)
-
-
-def _generation(records: list[Record]) -> str:
-    head = [
-        "workload",
-        "backend",
-        "time",
-        "FastGen's time",
-        "times as fast",
-        "same tokens",
-        "accelerated",
-        "K/V memory",
-        "peak memory",
-    ]
-    rows = []
-    for record in records:
-        rows += _generation_rows(record) or [[_title(record), "failed", *[""] * (len(head) - 2)]]
-    return _table(head, rows)
-
-
-def _generation_rows(record: Record) -> list[list[str]]:
-    """A row for each backend that FastGen is held against, that of the library first."""
-    rows = []
+def _rows(record: Record) -> Iterator[list[str]]:
+    """A row for each backend that FastGen is held against, that of the library first, and for each other backend."""
+    title = record.title + (" (!)" if _is_disturbed(record) else "")
     main = f"{record.baseline}/{record.subject}"
-    # Results of earlier versions have the two main backends, and their ratio among the metrics.
-    for pair in dict.fromkeys((main, *record.ratios)):
+    shown: set[str] = set()
+    for pair in sorted(record.ratios, key=lambda pair: pair != main):
         other, _, subject = pair.partition("/")
-        if other not in record.backends or subject not in record.backends:
-            continue
-        rows.append(
-            [
-                _title(record),
-                _backend(record, other),
-                _spread(record.backends[other]),
-                _spread(record.backends[subject]) + (f" ({subject})" if subject != record.subject else ""),
-                _ratio(record, pair),
-                *(
-                    (
-                        _yes(record.identical) or _same(record, other, subject),
-                        _yes(record.accelerated),
-                        _memory(record, "kv_bytes_at_end", "kv_ratio"),
-                        _memory(record, "peak_bytes", "peak_ratio"),
-                    )
-                    if pair == main
-                    else (_same(record, other, subject), "", "", "")
-                ),
-            ]
-        )
-    shown = {name for pair in (main, *record.ratios) for name in pair.split("/")} if rows else set()
+        ratio = record.ratios[pair]
+        shown |= {other, subject}
+        yield [
+            title,
+            _backend(record, other),
+            _spread(record.backends[other]),
+            _spread(record.backends[subject]) + (f" ({subject})" if subject != record.subject else ""),
+            f"**{ratio['ratio']:.2f}** [{ratio['min']:.2f} - {ratio['max']:.2f}]",
+            (pair == main and _YES[record.identical]) or _same(record, other, subject),
+            _YES[record.accelerated] if pair == main else "",
+            _peak(record) if pair == main else "",
+        ]
+    blank = [""] * 5
     for name, found in record.backends.items():
         if name not in shown:
-            rows.append([_title(record), _backend(record, name), _spread(found), *[""] * 6])
-    rows += [[_title(record), name, "not measured", *[""] * 6] for name in record.skipped]
-    return rows
+            yield [title, _backend(record, name), _spread(found), *blank]
+    yield from ([title, name, "not measured", *blank] for name in record.skipped)
+    if not record.backends and record.errors:
+        yield [title, "failed", "", *blank]
 
 
 def _backend(record: Record, name: str) -> str:
@@ -125,71 +89,30 @@ def _same(record: Record, other: str, subject: str) -> str:
     return ", ".join(f"{100 * record.same[name]:.0f} %" for name in (other, subject) if name in record.same)
 
 
-def _others(records: list[Record]) -> str:
-    rows = []
-    for record in records:
-        baseline = record.backends.get(record.baseline)
-        for name, backend in record.backends.items():
-            times = f"{baseline['median'] / backend['median']:.2f}" if baseline else ""
-            rows.append([_title(record), name, _spread(backend), times, _yes(record.identical)])
-    return _table(["workload", "backend", "time", "times as fast as the first", "identical"], rows)
+def _remarks(record: Record) -> Iterator[str]:
+    yield from (f"{error.splitlines()[-1]} (failed)" for error in record.errors if error.strip())
+    yield from record.notes
+    yield from (f"{name} is not measured: {reason}" for name, reason in record.skipped.items())
+    for name, backend in record.backends.items():
+        # That is more than a warm-up: something was compiled, which the user waits for as well.
+        if backend.get("warm_up_seconds", 0.0) > 2 * backend["median"] + 1:
+            yield f"{name} took {format_seconds(backend['warm_up_seconds'])} to get ready"
+    for entry_point, reasons in record.fallbacks.items():
+        yield from (f"{entry_point} fell back {calls} times: {reason}" for reason, calls in reasons.items())
+    if _is_disturbed(record):
+        yield f"other processes kept {record.other_load:.1f} cores busy meanwhile; measure again on a quiet machine"
 
 
-def _remarks(records: list[Record]) -> list[str]:
-    remarks = []
-    for record in records:
-        remarks += [f"{record.title}: {error.splitlines()[-1]} (failed)" for error in record.errors if error.strip()]
-        remarks += [f"{record.title}: {note}" for note in record.notes]
-        remarks += [f"{record.title}: {name} is not measured: {reason}" for name, reason in record.skipped.items()]
-        for name, backend in record.backends.items():
-            # That is more than a warm-up: something was compiled, which the user waits for as well.
-            if backend.get("warm_up_seconds", 0.0) > 2 * backend["median"] + 1:
-                remarks.append(f"{record.title}: {name} took {format_seconds(backend['warm_up_seconds'])} to get ready")
-        for entry_point, reasons in record.fallbacks.items():
-            remarks += [
-                f"{record.title}: {entry_point} fell back {calls} times: {reason}" for reason, calls in reasons.items()
-            ]
-        if record.other_load is not None and record.other_load > BUSY:
-            remarks.append(
-                f"{record.title}: other processes kept {record.other_load:.1f} cores busy meanwhile; measure again "
-                "on a quiet machine"
-            )
-    return remarks
+def _is_disturbed(record: Record) -> bool:
+    return record.other_load is not None and record.other_load > BUSY
 
 
-def _title(record: Record) -> str:
-    return record.title + (" (!)" if record.other_load is not None and record.other_load > BUSY else "")
-
-
-def _spread(backend: dict[str, Any] | None) -> str:
-    if backend is None:
-        return ""
+def _spread(backend: dict[str, Any]) -> str:
     return f"{format_seconds(backend['median'])} [{format_seconds(backend['min'])} - {format_seconds(backend['max'])}]"
 
 
-def _ratio(record: Record, pair: str) -> str:
-    found = record.ratios.get(pair)
-    if found is None:
-        found = {
-            "ratio": record.metrics["ratio"],
-            "min": record.metrics["ratio_min"],
-            "max": record.metrics["ratio_max"],
-        }
-    return f"**{found['ratio']:.2f}** [{found['min']:.2f} - {found['max']:.2f}]"
-
-
-def _memory(record: Record, key: str, ratio: str) -> str:
-    backends = [record.memory.get(backend) for backend in (record.baseline, record.subject)]
-    if None in backends or ratio not in record.metrics:
+def _peak(record: Record) -> str:
+    if "peak_ratio" not in record.metrics:
         return ""
-    before, after = (backend[key] / 2**20 for backend in backends if backend is not None)
-    return f"{before:,.0f} → {after:,.0f} MiB ({record.metrics[ratio]:.2f})"
-
-
-def _yes(value: bool | None) -> str:
-    return {True: "yes", False: "**no**", None: ""}[value]
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    before, after = (record.memory[backend]["peak_bytes"] / 2**20 for backend in (record.baseline, record.subject))
+    return f"{before:,.0f} → {after:,.0f} MiB ({record.metrics['peak_ratio']:.2f})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -15,25 +14,12 @@ import torch
 from torch import Tensor
 
 import fastgen
-from benchmarks import backends, memory
+from benchmarks import backends
 from benchmarks.backends import BASELINE, SUBJECT, Backend, Job, Unsupported
 from benchmarks.backends.generate import CAPTURED_STEP
-from benchmarks.measure import alternate, format_seconds, summary, timed
-from benchmarks.record import Record, Target
-
-NEVER_SLOWER = Target(
-    "not slower, where a run takes over a second", "ratio", at_least=0.95, when=("baseline_seconds", 1.0)
-)
-
-
-def faster_on_cpu(times: float) -> Target:
-    """What the fused and packed operators of the CPU have to add to a shared prefix."""
-    return Target("times as fast as unpatched, on the CPU with all of its operators", "ratio", at_least=times)
-
-
-def faster_than(backend: str, times: float, subject: str = "fastgen") -> Target:
-    """Against another toolkit with the same weights, both in one precision."""
-    return Target(f"{subject}: times as fast as {backend}", f"{backend}/{subject}", at_least=times)
+from benchmarks.measure import alternate, format_seconds, timed
+from benchmarks.memory import DevicePeaks
+from benchmarks.record import Record
 
 
 @dataclass(frozen=True)
@@ -44,7 +30,7 @@ class Context:
         device: where the models are.
         threads: of torch; None leaves torch's default.
         repetitions: overrides that of the workloads.
-        quick: fewer repetitions, and memory only where it is cheap.
+        quick: fewer repetitions.
         backends: the backends of generation; None for those of each workload.
         log: gets progress lines.
     """
@@ -56,11 +42,9 @@ class Context:
     backends: tuple[str, ...] | None = None
     log: Callable[[str], None] = lambda line: None
 
-    def chosen_backends(self, further: Iterable[str] = (), on_gpu: Iterable[str] = ()) -> list[str]:
-        """The backends to measure, for a workload that has these beside the two main ones on the CPU and on a GPU."""
-        if self.backends is not None:
-            return backends.in_order(self.backends)
-        return backends.in_order((BASELINE, SUBJECT, *(further if self.device.type == "cpu" else on_gpu)))
+    def chosen_backends(self, further: Iterable[str] = ()) -> list[str]:
+        """The backends to measure, for a workload that has these beside the two main ones."""
+        return backends.in_order((BASELINE, SUBJECT, *further) if self.backends is None else self.backends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +56,10 @@ class Workload(ABC):
         title: for tables and the chart.
         quick: part of `--quick`.
         repetitions, quick_repetitions: runs of each backend.
-        targets: what its metrics have to reach.
         entry_point: what the subject's runs must have accelerated, under its name in `fastgen.stats()`.
         needs_gpu: it says nothing about a CPU, and is left out there.
+        needs_smollm2: its model is the one that `benchmarks.smollm2` makes.
+        baseline, subject: the backends that are compared first of all.
         exact: other backends have to make the tokens of the baseline. In half precision the order of a sum decides.
     """
 
@@ -83,8 +68,10 @@ class Workload(ABC):
     quick: bool = False
     repetitions: int = 3
     quick_repetitions: int = 2
-    targets: tuple[Target, ...] = ()
     needs_gpu: bool = False
+    needs_smollm2: bool = False
+    baseline: str = BASELINE
+    subject: str = SUBJECT
 
     group = "other"
     exact = True
@@ -96,7 +83,8 @@ class Workload(ABC):
 
     def new_record(self) -> Record:
         """An empty record of this workload."""
-        return Record(name=self.name, title=self.title, group=self.group)
+        about = {"name": self.name, "title": self.title, "group": self.group}
+        return Record(**about, baseline=self.baseline, subject=self.subject)
 
     def repetitions_in(self, context: Context) -> int:
         """How often each backend runs."""
@@ -112,7 +100,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Workload):
-    """`model.generate`, unpatched and patched, on random weights and random tokens. Instances can be pickled.
+    """`model.generate`, unpatched and patched, on random weights and random tokens.
 
     Every run starts from the same seed, and generates exactly `new_tokens` tokens: no sequence ends early.
 
@@ -125,10 +113,9 @@ class Generation(Workload):
         new_tokens: to generate.
         options: further arguments of `generate`.
         config: changes to the configuration of the shape.
-        further_backends: what is measured beside `generate` unpatched and patched, on the CPU.
-        gpu_backends: the same on a GPU.
+        further_backends: what is measured beside `generate` unpatched and patched.
         dtype: of the model, by its name in torch.
-        memory, quick_memory: measure memory in a full run, and in a quick one.
+        warm_ups: runs of each backend, or of some steps of it, before it is timed.
     """
 
     shape: Callable[..., Any]
@@ -140,10 +127,8 @@ class Generation(Workload):
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     further_backends: tuple[str, ...] = ()
-    gpu_backends: tuple[str, ...] = ()
     dtype: str = "float32"
-    memory: bool = True
-    quick_memory: bool = False
+    warm_ups: int = 1
     seed: int = 0
 
     group = "generation"
@@ -198,10 +183,6 @@ class Generation(Workload):
             return torch.linspace(self.shortest, self.length, self.batch).round().long()
         return None
 
-    def smallest(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The shortest useful part of the inputs, for a warm-up."""
-        return {name: value[:1, -min(8, value.shape[1]) :] for name, value in inputs.items()}
-
     def generate(self, model: Any, inputs: dict[str, Tensor], new_tokens: int | None = None, **more: Any) -> Tensor:
         """One run of the model's own `generate`, with more options if given; returns the tokens."""
         length = self.new_tokens if new_tokens is None else new_tokens
@@ -209,67 +190,36 @@ class Generation(Workload):
         with torch.no_grad():
             return model.generate(**inputs, min_new_tokens=length, max_new_tokens=length, **self.options, **more)
 
+    def backends_in(self, context: Context) -> list[str]:
+        """The names of the backends to measure."""
+        return context.chosen_backends(self.further_backends)
+
     def run(self, context: Context, record: Record) -> None:
         record.parameters = self.parameters()
-        names = context.chosen_backends(self.further_backends, self.gpu_backends)
-        tokens = self._time(context, record, names)
-        # The processes that measure memory build the model again: this one's must be gone.
-        gc.collect()
-        if tokens is not None and SUBJECT in names and (self.quick_memory if context.quick else self.memory):
-            self._measure_memory(context, record, memory.digest(tokens))
-
-    def _time(self, context: Context, record: Record, names: list[str]) -> Tensor | None:
-        """Times the backends, checks what they did, and returns the tokens of the baseline, if that is one of them."""
         context.log("building the model")
         model, inputs = self.build(context.device)
-        record.parameters["model_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        record.parameters["model_parameters"] = sum(parameter.numel() for parameter in self.weights(model))
         job = Job(self, model, inputs, torch.get_num_threads())
-        made = {name: backends.make(name) for name in names}
-        peaks = memory.DevicePeaks(context.device)
+        peaks = DevicePeaks(context.device)
         with ExitStack() as stack:
-            ready = open_backends(stack, {name: (each, job) for name, each in made.items()}, context, record, peaks)
+            ready = open_backends(stack, self.backends_in(context), job, context, record, peaks)
             outcomes = time_backends(ready, self.repetitions_in(context), context, record, peaks)
-            record.compare(backends.pairs(backend for name, backend in ready.items() if name in outcomes))
-            self._note_peaks(record, peaks)
-            self._finish(context, record, model)
-        check_code(record, ready, outcomes)
-        check_tokens(record, ready, outcomes)
-        if BASELINE not in outcomes:
-            return None
-        return outcomes[BASELINE][0].tokens
+            record.compare(backends.pairs((ready[name] for name in outcomes), self.baseline, self.subject))
+            record.note_peaks({name: peaks.bytes[name] for name in outcomes if name in peaks.bytes}, peaks.method)
+            self.finish(context, record, model)
+        self.check(record, ready, outcomes)
 
-    def _note_peaks(self, record: Record, peaks: memory.DevicePeaks) -> None:
-        """Memory on a GPU, which is there whenever something has run on it."""
-        for name, found in peaks.bytes.items():
-            if name in record.backends:
-                record.memory[name] = {"peak_bytes": found, "peak_method": peaks.method}
-        if {BASELINE, SUBJECT} <= set(record.memory):
-            record.metrics["peak_ratio"] = peaks.bytes[SUBJECT] / peaks.bytes[BASELINE]
+    def weights(self, model: Any) -> Iterable[Tensor]:
+        """The parameters of what `build` returns."""
+        return model.parameters()
 
-    def _finish(self, context: Context, record: Record, model: Any) -> None:
+    def check(self, record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
+        """Whether the backends ran the code that they stand for, and made the tokens that they must make."""
+        check_code(record, self, ready, outcomes)
+        check_tokens(record, self, ready, outcomes)
+
+    def finish(self, context: Context, record: Record, model: Any) -> None:
         """Adds metrics of the workload's own, once the backends are timed."""
-
-    def _measure_memory(self, context: Context, record: Record, digest: str) -> None:
-        both = (BASELINE, SUBJECT)
-        for backend in both:
-            context.log(f"memory of {backend}")
-            try:
-                record.memory[backend] = memory.measure_in_process(self, backend, str(context.device), context.threads)
-            except RuntimeError as error:
-                record.errors.append(str(error))
-                continue
-            if record.memory[backend]["digest"] != digest:
-                record.identical = False
-                record.notes.append(f"the process that measured the memory of {backend} generated other tokens")
-        if len(record.memory) == len(both):
-            unpatched, patched = record.memory[BASELINE], record.memory[SUBJECT]
-            for metric, key in (
-                ("kv_ratio", "kv_bytes_at_end"),
-                ("kv_largest_ratio", "kv_bytes_largest"),
-                ("peak_ratio", "peak_bytes"),
-            ):
-                if unpatched[key]:
-                    record.metrics[metric] = patched[key] / unpatched[key]
 
     def parameters(self) -> dict[str, Any]:
         """Sizes and options, for the record."""
@@ -287,22 +237,17 @@ class Generation(Workload):
 
 
 def open_backends(
-    stack: ExitStack,
-    jobs: Mapping[str, tuple[Backend, Job]],
-    context: Context,
-    record: Record,
-    peaks: memory.DevicePeaks | None = None,
+    stack: ExitStack, names: Iterable[str], job: Job, context: Context, record: Record, peaks: DevicePeaks
 ) -> dict[str, Backend]:
     """Sets the backends up and warms them up. Those that cannot do the job are in `record.skipped`, with the reason.
 
     Args:
         stack: closes them.
-        jobs: the backends and what each has to do, by the name in the results.
         peaks: gets the memory on the device.
     """
     ready = {}
-    peaks = peaks or memory.DevicePeaks(context.device)
-    for name, (backend, job) in jobs.items():
+    for name in names:
+        backend = backends.make(name)
         stack.callback(backend.close)
         try:
             with peaks.of(name):
@@ -310,7 +255,7 @@ def open_backends(
                 start = time.perf_counter()
                 backend.warm_up()
         except Exception as error:
-            skip(context, record, name, backend, error)
+            skip(context, record, name, error)
             continue
         backend.warm_up_seconds = time.perf_counter() - start
         context.log(f"{name} is ready, after {format_seconds(backend.warm_up_seconds)} of warming up")
@@ -319,48 +264,47 @@ def open_backends(
 
 
 def time_backends(
-    ready: Mapping[str, Backend],
-    repetitions: int,
-    context: Context,
-    record: Record,
-    peaks: memory.DevicePeaks | None = None,
+    ready: Mapping[str, Backend], repetitions: int, context: Context, record: Record, peaks: DevicePeaks
 ) -> dict[str, list[Outcome]]:
     """Interleaves runs of the backends, puts their times into the record, and returns what they did."""
-    peaks = peaks or memory.DevicePeaks(context.device)
+    shapes: list[tuple[int, ...]] = []
 
     def one_run(name: str, backend: Backend) -> tuple[float, Outcome]:
         fastgen.reset_stats()
         with peaks.of(name):
             seconds, tokens = timed(lambda: backend.run(backend.job.workload.new_tokens), context.device)
-        if backend.name not in (BASELINE, SUBJECT) and tuple(tokens.shape) != backend.job.shape():
-            # Less work than the others did: its time means nothing.
-            raise RuntimeError(f"it made tokens of shape {tuple(tokens.shape)} instead of {backend.job.shape()}")
+        shapes.append(tuple(tokens.shape))
+        if not backend.fastgen and shapes[-1] != shapes[0]:
+            # Less work than the first one did: its time means nothing.
+            raise RuntimeError(f"it made tokens of shape {shapes[-1]} instead of {shapes[0]}")
         return seconds, Outcome(tokens.cpu(), fastgen.stats())
 
     results = alternate(
         {name: partial(one_run, name, backend) for name, backend in ready.items()},
         repetitions,
         context.log,
-        lambda name, error: skip(context, record, name, ready[name], error),
+        lambda name, error: skip(context, record, name, error),
     )
-    for name, runs in results.items():
-        record.backends[name] = summary([seconds for seconds, _ in runs])
-        record.backends[name]["warm_up_seconds"] = ready[name].warm_up_seconds
+    outcomes = record.take(results)
+    for name, found in record.backends.items():
+        found["warm_up_seconds"] = ready[name].warm_up_seconds
         if ready[name].version is not None:
-            record.backends[name]["version"] = ready[name].version
-    return {name: [outcome for _, outcome in runs] for name, runs in results.items()}
+            found["version"] = ready[name].version
+    return outcomes
 
 
-def skip(context: Context, record: Record, name: str, backend: Backend, error: Exception) -> None:
+def skip(context: Context, record: Record, name: str, error: Exception) -> None:
     """Notes why a backend has no results. Without one of the two main backends, the workload has failed."""
-    if backend.name in (BASELINE, SUBJECT):
+    if name in (record.baseline, record.subject):
         raise error
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     record.skipped[name] = said if isinstance(error, Unsupported) else f"{type(error).__name__}: {said}"
     context.log(f"{name} is not measured: {record.skipped[name]}")
 
 
-def check_code(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
+def check_code(
+    record: Record, work: Workload, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]
+) -> None:
     """Whether each backend ran the code that it stands for, and whether the subject was accelerated.
 
     Raises:
@@ -373,12 +317,15 @@ def check_code(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[s
     for name, runs in outcomes.items():
         if ready[name].fastgen and name != record.subject and not all(_was_accelerated(run.stats) for run in runs):
             record.notes.append(f"{name} was not accelerated throughout: {dict(runs[0].stats)}")
+        drafts = [run.stats["transformers.speculation"] for run in runs if "transformers.speculation" in run.stats]
+        if verifies := sum(each.get("verifies", 0) for each in drafts):
+            accepted = sum(each.get("accepted", 0) for each in drafts) / verifies
+            record.notes.append(f"{name}: {accepted:.2f} tokens are accepted in a verify")
     if record.subject not in outcomes:
         return
     record.accelerated = True
-    expected = ready[record.subject].job.workload.entry_point
     for outcome in outcomes[record.subject]:
-        counts = outcome.stats.get(expected, {})
+        counts = outcome.stats.get(work.entry_point, {})
         if not counts.get("accelerated") or counts.get("fallback") or counts.get("not used"):
             record.accelerated = False
         record.count_fallbacks(outcome.stats)
@@ -390,25 +337,25 @@ def _was_accelerated(stats: Mapping[str, Any]) -> bool:
     return any(entry["accelerated"] for entry in entries) and not any(entry["fallback"] for entry in entries)
 
 
-def check_tokens(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
+def check_tokens(
+    record: Record, work: Workload, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]
+) -> None:
     """Whether every backend made the tokens that it must make, and how many of the baseline's the others made.
 
     Where the workload is not exact, no backend must, and `record.identical` stays open.
     """
-    references = {ready[name].name: runs[0].tokens for name, runs in outcomes.items()}
+    if record.baseline not in outcomes:
+        return
+    expected = outcomes[record.baseline][0].tokens
     for name, runs in outcomes.items():
-        backend = ready[name]
-        exact = backend.job.workload.exact
-        reference = references.get(backend.must_equal or "") if exact else None
-        for number, outcome in enumerate(runs):
-            if reference is not None and not torch.equal(outcome.tokens, reference):
-                record.identical = False
-                record.notes.append(f"run {number + 1} of {name}: {_difference(reference, outcome.tokens)}")
-        if not (exact and backend.must_equal == BASELINE) and backend.name != BASELINE and BASELINE in references:
-            baseline = references[BASELINE]
-            same = [(baseline == outcome.tokens).all(dim=1).float().mean().item() for outcome in runs]
-            record.same[name] = min(same)
-    if record.identical is None and BASELINE in references and all(ready[name].job.workload.exact for name in outcomes):
+        if work.exact and ready[name].exact:
+            for number, outcome in enumerate(runs, 1):
+                if not torch.equal(outcome.tokens, expected):
+                    record.identical = False
+                    record.notes.append(f"run {number} of {name}: {_difference(expected, outcome.tokens)}")
+        elif name != record.baseline:
+            record.same[name] = min((expected == run.tokens).all(dim=1).float().mean().item() for run in runs)
+    if work.exact and record.identical is None:
         record.identical = True
 
 

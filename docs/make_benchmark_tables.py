@@ -1,6 +1,6 @@
 """Writes the tables of docs/benchmarks.md and README.md, and their charts, from the results of the benchmarks.
 
-Sessions come from docs/sessions.csv: each is some minutes of `python -m benchmarks.ordinary_session`.
+Sessions come from docs/sessions.csv: each is some minutes of `python -m benchmarks --only ordinary-session-NAME`.
 
 python docs/make_benchmark_tables.py            # writes the tables between the markers, <!-- numbers --> and others
 python docs/make_benchmark_tables.py --check    # exit status 1 if a table or the chart is out of date
@@ -20,13 +20,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import chart  # noqa: E402
 from benchmarks.measure import format_seconds  # noqa: E402
 from benchmarks.record import Record  # noqa: E402
+from benchmarks.tables import table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "intel-xeon-processor-2-core" / "results.json"
 RESULTS_OF_SMALL_MODELS = RESULTS
 CHART = ROOT / "docs" / "small-models.png"
 SESSIONS = ROOT / "docs" / "sessions.csv"
 CHART_OF_SESSIONS = ROOT / "docs" / "sessions.png"
-MACHINE_OF_SESSIONS = "two cores of an AMD EPYC (Zen 4), torch 2.13.0, Transformers 5.24.0"
+TITLE_OF_SESSIONS = (
+    "Times as fast as Transformers: 24 calls that all differ, in a fresh process; two cores of an AMD EPYC (Zen 4), "
+    "torch 2.13.0, Transformers 5.24.0"
+)
 SMALL_MODELS = ("smollm2-", "opus-mt-")
 # Where the system names no model.
 PROCESSORS = {"Intel(R) Xeon(R) Processor": "an Intel Xeon with AVX-512 and AMX"}
@@ -52,12 +56,10 @@ def read(path: Path) -> tuple[dict[str, object], list[Record]]:
 
 def rows(record: Record) -> list[list[str]]:
     """Lines of the large table: FastGen against the library, then against the others that were measured with it."""
-    main = f"{record.baseline}/{record.subject}"
-    metrics = record.metrics
-    ratios = {main: {"ratio": metrics["ratio"], "min": metrics["ratio_min"], "max": metrics["ratio_max"]}}
-    ratios |= record.ratios
+    main, metrics = f"{record.baseline}/{record.subject}", record.metrics
     lines = []
-    for pair, found in ratios.items():
+    for pair in sorted(record.ratios, key=lambda pair: pair != main):
+        found = record.ratios[pair]
         other, _, subject = pair.partition("/")
         memory = [f"{metrics[name]:.2f}" if name in metrics else "" for name in ("kv_ratio", "peak_ratio")]
         lines.append(
@@ -71,10 +73,6 @@ def rows(record: Record) -> list[list[str]]:
             ]
         )
     return lines
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
 
 
 def machine(results: dict[str, dict[str, object]]) -> str:
@@ -143,26 +141,26 @@ def sessions_table() -> tuple[list[str], list[list[str]]]:
     return head, lines
 
 
-def times_of_sessions() -> list[tuple[str, dict[str, float]]]:
-    """What their chart shows."""
-    found = []
+def charts() -> dict[Path, tuple[str, chart.Parts]]:
+    """Title and numbers of each chart."""
+    sessions = {}
     for row in read_sessions():
         library, other, fastgen = (float(row[name]) for name in ("library", "other", "fastgen"))
-        times = {row["other_name"]: round(library / other, 1), "FastGen": round(library / fastgen, 1)}
-        found.append((row["model"], times))
-    return found
+        sessions[row["model"]] = {row["other_name"]: round(library / other, 1), "FastGen": round(library / fastgen, 1)}
+    results, records = read_small_models()
+    return {
+        CHART: (f"New tokens per second. {machine(results)}", chart.rates(records)),
+        CHART_OF_SESSIONS: (TITLE_OF_SESSIONS, sessions),
+    }
 
 
-def is_chart_stale() -> bool:
-    """Whether the chart shows other numbers than those of the results."""
-    shown = chart.shown_rates(CHART) if CHART.exists() else None
-    return json.dumps(shown) != json.dumps(chart.all_rates(read_small_models()[1]))  # in this order
-
-
-def is_chart_of_sessions_stale() -> bool:
-    """Whether it shows other numbers than those of the file."""
-    shown = chart.shown_rates(CHART_OF_SESSIONS) if CHART_OF_SESSIONS.exists() else None
-    return json.dumps(shown) != json.dumps(dict(times_of_sessions()))
+def stale_charts() -> list[Path]:
+    """Those that show other numbers than those of the results, or in another order."""
+    return [
+        path
+        for path, (_, parts) in charts().items()
+        if not path.exists() or json.dumps(chart.shown(path)) != json.dumps(parts)
+    ]
 
 
 def _between_markers(page: str, text: str, name: str) -> str:
@@ -176,25 +174,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something is out of date")
     arguments = parser.parse_args()
-    stale = [(path, text) for path, text in make().items() if path.read_text(encoding="utf-8") != text]
-    for path, text in stale:
-        print(f"{path.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
+    word = "is out of date" if arguments.check else "written"
+    stale = {path: text.encode() for path, text in make().items() if path.read_text(encoding="utf-8") != text}
+    stale |= {path: b"" if arguments.check else chart.bars_png(*charts()[path]) for path in stale_charts()}
+    for path, content in stale.items():
+        print(f"{path.relative_to(ROOT)} {word}")
         if not arguments.check:
-            path.write_text(text, encoding="utf-8")
-    stale_chart = is_chart_stale()
-    if stale_chart:
-        print(f"{CHART.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
-        if not arguments.check:
-            CHART.write_bytes(chart.rates_png(*read_small_models()))
-    stale_sessions = is_chart_of_sessions_stale()
-    if stale_sessions:
-        print(f"{CHART_OF_SESSIONS.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
-        if not arguments.check:
-            title = (
-                f"Times as fast as Transformers: 24 calls that all differ, in a fresh process; {MACHINE_OF_SESSIONS}"
-            )
-            CHART_OF_SESSIONS.write_bytes(chart.sessions_png(title, times_of_sessions()))
-    return 1 if arguments.check and (stale or stale_chart or stale_sessions) else 0
+            path.write_bytes(content)
+    return 1 if arguments.check and stale else 0
 
 
 if __name__ == "__main__":

@@ -17,25 +17,7 @@ if int(_release.partition(".")[0]) < _MINIMUM:
     raise SystemExit(f"fastgen: the build needs setuptools {_MINIMUM} or later, not {_release}: {_REMEDY}")
 
 from setuptools import build_meta  # noqa: E402
-from setuptools.build_meta import (  # noqa: E402
-    build_editable,
-    build_sdist,
-    build_wheel,
-    get_requires_for_build_sdist,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
-)
-
-__all__ = [
-    "build_editable",
-    "build_sdist",
-    "build_wheel",
-    "get_requires_for_build_editable",
-    "get_requires_for_build_sdist",
-    "get_requires_for_build_wheel",
-    "prepare_metadata_for_build_editable",
-    "prepare_metadata_for_build_wheel",
-]
+from setuptools.build_meta import *  # noqa: E402, F403
 
 
 def get_requires_for_build_wheel(settings: Any = None) -> list[str]:

@@ -30,17 +30,14 @@ tests/equivalence/test_versions.py tests/equivalence/test_transparent.py tests/e
 # They need a compiler, or what is beside the package in its repository.
 LEFT_OUT = "test_compiler.py gpu test_package.py".split()
 TOOLS = "pytest pytest-xdist pytest-timeout hypothesis gguf compressed-tensors".split()
-SHOW = """
-import platform, torch, transformers
-print("Python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)
-"""
 TRY = """
-import sys
+import platform, sys
 from pathlib import Path
-import fastgen, torch
+import fastgen, torch, transformers
 from fastgen import ops
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+print("Python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)
 assert Path(sys.prefix) in Path(fastgen.__file__).parents, fastgen.__file__
 print(fastgen.status())
 some = ("linear.bf16x3", "linear.upcast", "linear.choose")  # needs what few processors have, or is no kernel
@@ -98,7 +95,6 @@ def works_with(python: str, wheel: Path, others: list[str], with_tests: bool) ->
             return subprocess.run([there, *words], cwd=where, env=environment).returncode == 0
 
         install(f"fastgen-transformers[transformers] @ {wheel.as_uri()}", *others)
-        run("-c", SHOW)
         if not with_tests:
             return run("-c", TRY, ROOT / "examples")
         install(f"fastgen-transformers[cli] @ {wheel.as_uri()}", *TOOLS, *others)

@@ -1,15 +1,14 @@
 """`make gpu-check`: builds, tests and measures everything that needs an NVIDIA GPU, in under nine minutes.
 
-It installs nothing and needs no virtual environment: it uses the Python that runs it, which must have torch, and builds
-csrc in place. Stages run one after another, each in processes of its own with a budget of seconds, so that one that is
-slow, fails or crashes costs the others nothing:
+It installs nothing and needs no virtual environment: it uses the Python that runs it, which must have torch, and for
+the tests pytest, pytest-xdist and hypothesis. It builds csrc in place. Stages run one after another, each in processes
+of its own with a budget of seconds, so that one that is slow, fails or crashes costs the others nothing:
 
     build        the CUDA operators of csrc, for the GPU that is there
     kernels      tests of operators and of the KV cache on the GPU, with new random inputs each time
     equivalence  patched against unpatched generation on the GPU, with captured steps where they serve; in random order,
                  as many cases as the budget allows
     memcheck     the CUDA operators and the Triton kernels under compute-sanitizer, where that works
-    times        times of the kernels against what copying their bytes takes
     benchmarks   the workloads, with all the time that is left
 
 Half precision is measured, not asserted: the workload gpu-half-precision reports what it does to BLEU and ROUGE.
@@ -45,6 +44,7 @@ from tools.processes import GRACE_SECONDS, Finished, Processes
 ROOT = Path(__file__).resolve().parents[1]
 OK, FAILED, USAGE, NO_GPU, INTERRUPTED = 0, 1, 2, 3, 130
 PASSED, SKIPPED, NOT_PASSED = "passed", "skipped", "FAILED"
+LATE = "the time is over"  # why a test is left out
 
 TOTAL_SECONDS = 525.0  # nine minutes, less what starting and stopping take
 _LEAST_SECONDS = 10.0  # with fewer, no workload is begun
@@ -63,13 +63,14 @@ import json, sys
 import torch
 about = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": None}
 if torch.cuda.is_available():
+    from benchmarks import machine
     # A device that is listed may still be unusable.
     torch.ones(8, device="cuda").sum().item()
     major, minor = torch.cuda.get_device_capability()
-    about.update(gpu=torch.cuda.get_device_name(), architecture=f"sm_{major}{minor}")
+    about.update(gpu=torch.cuda.get_device_name(), architecture=f"sm_{major}{minor}", commit=machine.commit())
+    about["slug"] = machine.slug(machine.describe_machine(torch.device("cuda")))
 print("probe: " + json.dumps(about))
 """
-_SLUG = "import torch; from benchmarks import machine as m; print(m.slug(m.describe_machine(torch.device('cuda'))))"
 
 
 @dataclass
@@ -123,7 +124,6 @@ class Check:
             Stage("kernels", 100, self.kernels),
             Stage("equivalence", 90, self.equivalence),
             Stage("memcheck", 45, self.memcheck),
-            Stage("times", 40, self.times),
             Stage("benchmarks", TOTAL_SECONDS, self.benchmarks),
         ]
 
@@ -152,26 +152,22 @@ class Check:
         return Outcome(NOT_PASSED, f"{outcome.detail}; no decoding step was captured: {why}", outcome.data)
 
     def tests(self, name: str, paths: Sequence[str], seconds: float, least: float) -> Outcome:
-        """Shares the tests of `paths` out to processes; passes if none fails and at least a part of `least` ran."""
-        command = [sys.executable, "-m", "pytest", *paths, "--device", self.device, "-q", "--maxfail=20"]
-        command += ["-p", "tools.pytest_share", "-p", "no:cacheprovider", f"--hypothesis-seed={self.seed}"]
-        stop = time.time() + max(seconds - 2 * GRACE_SECONDS, 1.0)
-        reports = {f"{name}-{k}": self.processes.logs / f"{name}-{k}.jsonl" for k in range(self.workers)}
+        """Runs the tests of `paths`; passes if none fails and at least a part of `least` ran."""
+        report = self.processes.logs / f"{name}.jsonl"
+        report.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", *paths, "-q", "--maxfail=20", f"--hypothesis-seed={self.seed}"]
+        command += ["-n", str(self.workers), "--dist", "worksteal", "-p", "tools.gpu_tests", "-p", "no:cacheprovider"]
         changes = {
-            key: {
-                "FASTGEN_SHARE": f"{k}/{self.workers}",
-                "FASTGEN_SHARE_REPORT": str(report),
-                "FASTGEN_SHARE_STOP": str(stop),
-                "FASTGEN_SHARE_SEED": str(self.seed),
-                # As many threads of the host as processes would only get into each other's way.
-                "OMP_NUM_THREADS": "1",
-            }
-            for k, (key, report) in enumerate(reports.items())
+            "FASTGEN_GPU_TESTS_REPORT": str(report),
+            "FASTGEN_GPU_TESTS_SEED": str(self.seed),
+            "FASTGEN_GPU_TESTS_STOP": str(time.time() + max(seconds - 2 * GRACE_SECONDS, 1.0)),
+            # Where tests/conftest.py looks for the device before there are options, also in pytest-xdist's processes.
+            "PYTEST_ADDOPTS": f"--device={self.device}",
+            # As many threads of the host as processes would only get into each other's way.
+            "OMP_NUM_THREADS": "1",
         }
-        for report in reports.values():
-            report.unlink(missing_ok=True)
-        done = self.processes.run_all(dict.fromkeys(reports, command), seconds - GRACE_SECONDS, changes)
-        return judge_tests(reports, done, least, self.seed)
+        done = self.processes.run(name, command, seconds - GRACE_SECONDS, **changes)
+        return judge_tests(read_lines(report), done, least, self.seed)
 
     def memcheck(self, seconds: float) -> Outcome:
         sanitizer = find_sanitizer()
@@ -182,19 +178,6 @@ class Check:
         # torch's own allocator would hide a step over the end of a tensor inside a larger block.
         done = self.processes.run("memcheck", command, seconds - GRACE_SECONDS, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         return judge_memcheck(done)
-
-    def times(self, seconds: float) -> Outcome:
-        target = self.out / "kernels.json"
-        target.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "benchmarks.kernel_times", "--out", str(target)]
-        command += ["--seconds", str(seconds - 2 * GRACE_SECONDS)]
-        done = self.processes.run("times", command, seconds - GRACE_SECONDS)
-        for line in done.output.splitlines():
-            say(f"    {line}")
-        rows = read_json(target).get("rows", [])
-        if done.status != 0 or not rows:
-            return Outcome(NOT_PASSED, "out of time" if done.timed_out else last_line(done.output), {"rows": rows})
-        return Outcome(PASSED, f"{len(rows)} rows", {"rows": rows})
 
     def benchmarks(self, seconds: float) -> Outcome:
         """Each workload in a process of its own: one that crashes may leave the device unusable to its process."""
@@ -219,29 +202,19 @@ class Check:
         return Outcome(NOT_PASSED if bad or not done else PASSED, detail, data)
 
 
-def judge_tests(reports: dict[str, Path], done: dict[str, Finished], least: float, seed: int) -> Outcome:
-    """What the processes of a stage of tests reported, together. A process that wrote nothing has failed."""
-    chosen = captured = 0
-    count, reasons, left_out = Counter[str](), Counter[str](), Counter[str]()
-    failures: list[str] = []
-    for name, path in reports.items():
-        lines = read_lines(path)
-        finished = done[name]
-        if not lines or "chosen" not in lines[0]:
-            failures.append(f"{name} ended before its first test: {last_line(finished.output)}")
-            continue
-        chosen += lines[0]["chosen"]
-        for line in lines[1:]:
-            count[line["outcome"]] += 1
-            captured += line.get("captured", 0)
-            left_out.update(line.get("left_out", {}))
-            if line["outcome"] == "failed":
-                failures.append(f"{line['test']}: {line['reason']}")
-            elif line["outcome"] == "skipped":
-                reasons[line["reason"]] += 1
-        # 0 all passed, 1 some failed, 2 interrupted or stopped at the end of the time, 5 no test in this share.
-        if finished.status not in (0, 1, 2, 5) and not finished.timed_out:
-            failures.append(f"{name} ended with status {finished.status}: {last_line(finished.output)}")
+def judge_tests(lines: Sequence[dict[str, Any]], done: Finished, least: float, seed: int) -> Outcome:
+    """What the processes of a stage of tests reported. One that wrote nothing has failed."""
+    chosen = sum(line.get("chosen", 0) for line in lines)
+    tests = [line for line in lines if "test" in line and line["reason"] != LATE]
+    count = Counter(line["outcome"] for line in tests)
+    reasons = Counter(line["reason"] for line in tests if line["outcome"] == "skipped")
+    left_out, captured = Counter[str](), sum(line.get("captured", 0) for line in tests)
+    for line in tests:
+        left_out.update(line.get("left_out", {}))
+    failures = [f"{line['test']}: {line['reason']}" for line in tests if line["outcome"] == "failed"]
+    # 0 all passed, 1 some failed, 2 interrupted or stopped, 5 no test.
+    if not tests or (done.status not in (0, 1, 2, 5) and not done.timed_out):
+        failures.append(f"the tests ended with status {done.status}: {last_line(done.output)}")
     ran = count.total()
     states = {state: count[state] for state in ("passed", "failed", "skipped")}
     data = {"chosen": chosen, **states, "failures": failures, "skips": dict(reasons), "seed": seed}
@@ -310,7 +283,8 @@ def probe() -> dict[str, Any] | None:
     """What this Python's torch says about the GPU, found in another process; None without torch."""
     if not is_installed("torch"):
         return None
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    options = {"cwd": ROOT, "env": environment_of_stages(), "stdin": subprocess.DEVNULL}
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, **options)
     found = re.search(r"^probe: (.*)", done.stdout, re.MULTILINE)
     if not found:
         return {"torch": "?", "cuda": None, "gpu": None, "error": last_line(done.stderr)}
@@ -330,10 +304,6 @@ def find_sanitizer() -> str | None:
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it printed nothing"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -364,14 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"gpu-check: no NVIDIA GPU that torch can use (torch {about['torch']}, {why}); nothing was done")
         return NO_GPU
 
-    environment = environment_of_stages()
-    named = subprocess.run([sys.executable, "-c", _SLUG], cwd=ROOT, env=environment, capture_output=True, text=True)
-    slug = named.stdout.strip() or re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    about["commit"] = commit.stdout.strip() or None
-    folder = options.out.resolve() / slug
+    folder = options.out.resolve() / about["slug"]
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    check = Check(about, Processes(folder / "logs", environment), folder, options.workers, seed)
+    check = Check(about, Processes(folder / "logs", environment_of_stages()), folder, options.workers, seed)
     stages = {stage.name: stage for stage in check.stages()}
     if unknown := set(options.only or ()) - stages.keys():
         say(f"gpu-check: there is no stage {', '.join(sorted(unknown))}: the stages are {', '.join(stages)}")

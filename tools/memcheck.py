@@ -14,6 +14,7 @@ import torch
 from fastgen.ops import attention, best_candidates, kv_write, no_repeat_ngram, rms_norm
 from fastgen.ops import gpu as package
 from fastgen.ops.gpu import grouped_linear
+from fastgen.ops.linear import grouped
 
 
 def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
@@ -79,7 +80,7 @@ def check_grouped_linear(device: str) -> None:
             found = grouped_linear.grouped_linear(x, weight, bias)
             same(found, grouped_linear.reference(x, weight, bias), name, 1e-4 if dtype is torch.float32 else 1e-2)
             lines, wanted = grouped_linear.rows(weight, which, torch.float32), grouped_linear.unpacked(weight)
-            values = grouped_linear.grouped_linear_on_cpu.values(*wanted, bits, group_size)
+            values = grouped.values(*wanted, bits, group_size)
             same(lines[:2], values[[0, outputs - 1]], f"lines of {bits} bits")
             if not lines[2:].isnan().all():
                 raise SystemExit("memcheck: a line that is not there is no NaN")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,7 @@ class Finished(NamedTuple):
 
 
 class Processes:
-    """Commands, run side by side, that are ended together with everything they started.
+    """Commands that are ended together with everything they started.
 
     Args:
         logs: a folder, which gets what each command prints.
@@ -37,55 +36,32 @@ class Processes:
         logs.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, command: Sequence[str], seconds: float, **changes: str) -> Finished:
-        """Runs one command for at most `seconds`."""
-        return self.run_all({name: command}, seconds, {name: changes})[name]
-
-    def run_all(
-        self, commands: dict[str, Sequence[str]], seconds: float, changes: dict[str, dict[str, str]] | None = None
-    ) -> dict[str, Finished]:
-        """Runs all commands at the same time; after `seconds`, those that still run are interrupted, then killed."""
-        end = time.monotonic() + seconds
-        started: dict[str, subprocess.Popen[bytes]] = {}
-        late: set[str] = set()
-        try:
-            for name, command in commands.items():
-                with open(self.logs / f"{name}.log", "wb") as log:
-                    started[name] = subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=self.environment | (changes or {}).get(name, {}),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        # Interrupts end it, also where this process was started in the background and ignores them.
-                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-                    )
-            late |= {name for name, process in started.items() if not _ends_by(process, end)}
-            for name in late:
-                _signal(started[name], signal.SIGINT)
-            end = time.monotonic() + GRACE_SECONDS
-            for name in late:
-                _ends_by(started[name], end)
-        finally:
-            # Also what a command left behind in its session.
-            for process in started.values():
-                _signal(process, signal.SIGKILL)
-                process.wait()
-        return {
-            name: Finished(
-                process.returncode, name in late, (self.logs / f"{name}.log").read_text("utf-8", errors="replace")
+        """Runs a command; after `seconds` it is interrupted, then killed."""
+        path, timed_out = self.logs / f"{name}.log", False
+        with open(path, "wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.environment | changes,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # Interrupts end it, also where this process was started in the background and ignores them.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
-            for name, process in started.items()
-        }
-
-
-def _ends_by(process: subprocess.Popen[bytes], end: float) -> bool:
-    try:
-        process.wait(timeout=max(end - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _signal(process, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+        finally:
+            # Also what the command left behind in its session.
+            _signal(process, signal.SIGKILL)
+            process.wait()
+        return Finished(process.returncode, timed_out, path.read_text("utf-8", errors="replace"))
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

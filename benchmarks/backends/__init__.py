@@ -1,33 +1,39 @@
-"""The ways to do the same generation that a workload compares: one class each, with `setup`, `run` and `close`.
+"""The ways to do the same work that a workload compares: one class each, with `setup`, `run` and `close`.
 
-A new one is a subclass of `Backend` (`base.py`) in a module here, and a line in `_MAKERS`.
+A new one is a subclass of `Backend` in a module here, and a line in `_MAKERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from benchmarks.backends.base import Backend, Job, Task, Unsupported
+from torch import Tensor
 
 BASELINE, SUBJECT = "transformers", "fastgen"
+_GGUF = ("fastgen-gguf", "fastgen-gguf-int8")
+_CAPTURED = {"captured_step": "always"}
 
 # name: (module, class, arguments). Modules are imported when their backend is asked for, and may import what they need.
 _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     BASELINE: ("generate", "Unpatched", {}),
+    "fairseq": ("generate", "Unpatched", {}),
     "ctranslate2": ("ctranslate2", "CTranslate2", {"compute_type": "float32"}),
-    "ctranslate2-int8": ("ctranslate2", "CTranslate2", {"compute_type": "int8", "rival": "fastgen-int8"}),
+    "ctranslate2-int8": ("ctranslate2", "CTranslate2", {"compute_type": "int8", "rivals": ("fastgen-int8",)}),
     "openvino": ("openvino", "OpenVINO", {}),
-    "openvino-int8": ("openvino", "OpenVINO", {"bits": 8, "rival": "fastgen-int8"}),
-    "openvino-int4": ("openvino", "OpenVINO", {"bits": 4, "rival": "fastgen-int4"}),
+    "openvino-int8": ("openvino", "OpenVINO", {"bits": 8, "rivals": ("fastgen-int8",)}),
+    "openvino-int4": ("openvino", "OpenVINO", {"bits": 4, "rivals": ("fastgen-int4",)}),
+    "openvino-genai": ("openvino", "OpenVINOGenAI", {"rivals": _GGUF}),
     "llama.cpp-f32": ("llama_cpp", "LlamaCpp", {"precision": "F32"}),
     "llama.cpp-bf16": ("llama_cpp", "LlamaCpp", {"precision": "BF16"}),
-    "llama.cpp-q8_0": ("llama_cpp", "LlamaCpp", {"precision": "Q8_0", "rival": "fastgen-int8"}),
-    "llama.cpp-q4_1": ("llama_cpp", "LlamaCpp", {"precision": "Q4_1", "rival": "fastgen-int4"}),
+    "llama.cpp-q8_0": ("llama_cpp", "LlamaCpp", {"precision": "Q8_0", "rivals": ("fastgen-int8",)}),
+    "llama.cpp-q4_1": ("llama_cpp", "LlamaCpp", {"precision": "Q4_1", "rivals": ("fastgen-int4", *_GGUF)}),
     SUBJECT: ("generate", "Patched", {}),
     "fastgen-hooks": ("generate", "Patched", {"settings": {"captured_step": "never"}}),
-    "fastgen-captured": ("generate", "Patched", {"settings": {"captured_step": "always"}}),
+    "fastgen-captured": ("generate", "Patched", {"settings": _CAPTURED}),
     "fastgen-int8": ("generate", "Patched", {"settings": {"weight_dtype": "int8", "packed_weights": "keep"}}),
     "fastgen-int4": (
         "generate",
@@ -35,11 +41,84 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"settings": {"weight_dtype": "int4", "weight_group_size": 32, "packed_weights": "keep"}},
     ),
     "fastgen-bf16": ("generate", "Patched", {"settings": {"weight_dtype": "bf16"}}),
+    "fastgen-gguf": ("generate", "KeptBits", {"activations": "float"}),
+    "fastgen-gguf-int8": ("generate", "KeptBits", {"activations": "int8"}),
+    "fastgen-self-draft": ("generate", "Drafted", {"settings": {"self_speculation": "int8", **_CAPTURED}}),
+    "fastgen-lookup": (
+        "generate",
+        "Drafted",
+        {"settings": _CAPTURED, "options": {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 3}},
+    ),
+    "fastgen-zero-padding": ("generate", "Patched", {"settings": {"padding": "zero"}}),
+    "fastgen-fairseq": ("generate", "Patched", {}),
+    "fastgen-fairseq-plain": ("generate", "Patched", {"settings": {"packed_weights": "never"}}),
 }
 
 ALL = tuple(_MAKERS)
 
-__all__ = ["ALL", "BASELINE", "SUBJECT", "Backend", "Job", "Task", "Unsupported", "in_order", "make", "pairs"]
+
+class Unsupported(Exception):
+    """A backend cannot do this work here; the message is the reason, for the reader of the results."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a backend has to do.
+
+    Attributes:
+        workload: the `Generation` that says how much to generate, and with which options.
+        model: the model in Transformers. A backend that converts it leaves it as it is.
+        inputs: "input_ids" and "attention_mask".
+        threads: to use.
+    """
+
+    workload: Any
+    model: Any
+    inputs: dict[str, Tensor]
+    threads: int
+
+
+class Backend(ABC):
+    """One way to do the work. It is set up once, run a few times interleaved with the others, and closed.
+
+    Attributes:
+        name: how the options and the results call it.
+        rivals: the backends of FastGen that it is held against where those are measured, too.
+        fastgen: it is FastGen that is measured, not what FastGen is compared with.
+        exact: it must make the tokens of the baseline; elsewhere other arithmetic may lead to others.
+        version: of what does the work, where that is not in the versions of the whole run.
+        warm_up_seconds: set by the harness.
+    """
+
+    fastgen = False
+    exact = False
+    version: str | None = None
+    warm_up_seconds: float
+
+    def __init__(self, name: str, rivals: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.rivals = rivals
+
+    def setup(self, job: Job) -> None:
+        """Gets ready; not timed.
+
+        Raises:
+            Unsupported: this backend cannot do the job.
+        """
+        self.job = job
+
+    def warm_up(self) -> None:
+        """Makes whatever happens only once happen before the timing."""
+        # A few steps touch all code and weights, and give caches of prepared weights the time to fill.
+        for _ in range(self.job.workload.warm_ups):
+            self.run(min(3, self.job.workload.new_tokens))
+
+    @abstractmethod
+    def run(self, new_tokens: int) -> Tensor:
+        """One timed run; returns the tokens as `generate` does: with the prompt, or with the decoder's start token."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Gives back what `setup` took. Called in every case, also where that failed."""
 
 
 def make(name: str) -> Backend:
@@ -49,8 +128,7 @@ def make(name: str) -> Backend:
         KeyError: there is none.
     """
     module, kind, arguments = _MAKERS[name]
-    maker: Callable[..., Backend] = getattr(import_module(f"{__name__}.{module}"), kind)
-    return maker(name, **arguments)
+    return getattr(import_module(f"{__name__}.{module}"), kind)(name, **arguments)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -59,19 +137,18 @@ def in_order(names: Iterable[str]) -> list[str]:
     return [name for name in ALL if name in wanted]
 
 
-def pairs(backends: Iterable[Backend]) -> list[tuple[str, str]]:
+def pairs(measured: Iterable[Backend], baseline: str, subject: str) -> list[tuple[str, str]]:
     """Which backend is held against which of FastGen's: (other, FastGen's).
 
     Each is held against FastGen in its own precision and toolkit, or as it comes where that was not measured. FastGen
     in other precisions and toolkits is held against the baseline as well.
     """
-    measured = {backend.name: backend for backend in backends}
+    by_name = {backend.name: backend for backend in measured}
     found = []
-    for name, backend in measured.items():
-        if backend.fastgen and name != SUBJECT and BASELINE in measured:
-            found.append((BASELINE, name))
-        elif not backend.fastgen:
-            rival = backend.rival if backend.rival in measured else SUBJECT
-            if rival in measured:
-                found.append((name, rival))
-    return found
+    for name, backend in by_name.items():
+        rivals = [rival for rival in backend.rivals if rival in by_name]
+        if not backend.fastgen:
+            found += [(name, rival) for rival in rivals or [subject]]
+        elif name != subject:
+            found += [(other, name) for other in (baseline, *rivals)]
+    return [pair for pair in found if by_name.keys() >= set(pair)]

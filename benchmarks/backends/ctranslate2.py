@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.backends.base import Job, Unsupported
+from benchmarks.backends import Job, Unsupported
 from benchmarks.backends.elsewhere import Elsewhere
 
 # What is known to mean the same in both. Anything else would compare different work.
@@ -28,19 +28,10 @@ _BART = {
 
 
 class CTranslate2(Elsewhere):
-    """In a process of its own, in this environment: its threads and torch's would take each other's time.
-
-    Args:
-        name, rival: of the backend.
-        compute_type: what CTranslate2 computes in; the weights are converted to it when they are loaded.
-    """
+    """In this environment. `compute_type` is what it computes in: it converts weights when it loads them."""
 
     library = "CTranslate2"
     script = Path(__file__).with_name("ctranslate2_process.py")
-
-    def __init__(self, name: str, compute_type: str, rival: str = "fastgen") -> None:
-        super().__init__(name, rival)
-        self._compute_type = compute_type
 
     def python(self) -> Path:
         try:
@@ -61,7 +52,7 @@ class CTranslate2(Elsewhere):
         convert(job.model, str(model))
         return {
             "folder": str(model),
-            "compute_type": self._compute_type,
+            **self.settings,
             "encoder_decoder": job.model.config.is_encoder_decoder,
             "start": job.model.generation_config.decoder_start_token_id,
             "options": {

@@ -1,4 +1,4 @@
-"""Generates with CTranslate2, in a process of its own (`elsewhere_process.py`)."""
+"""Generates with CTranslate2, in a process of its own (`serve_lines.py`)."""
 
 from __future__ import annotations
 

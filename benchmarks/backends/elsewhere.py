@@ -1,17 +1,7 @@
-"""A backend in a process of its own, and mostly an environment of its own.
-
-Its libraries do not go together with FastGen's, or their threads would take each other's time. `make bench-NAME` makes
-an environment. A script loads the model there, and runs it on request
-(`elsewhere_process.py`). While another backend runs, that process waits for its next line.
-"""
+"""Backends in processes of their own, and mostly in environments of their own, which `make bench-NAME` makes."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import tempfile
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -19,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.backends.base import Backend, Job, Unsupported
-from benchmarks.machine import ROOT
+from benchmarks import ROOT, smollm2
+from benchmarks.backends import Backend, Job, Unsupported
+from benchmarks.processes import Process
 
 ENVIRONMENTS = ROOT / ".venvs"
-_FOLDER = Path(__file__).parent
-_LINES_OF_ERROR = 3
-_SECONDS_TO_END = 10
 
 
 def python_of(environment: str, library: str) -> Path:
@@ -40,91 +28,6 @@ def python_of(environment: str, library: str) -> Path:
     return python
 
 
-def command(python: Path, script: Path) -> list[str]:
-    """What runs `elsewhere_process.py` with a script."""
-    # -P: the folder of the script, with modules that are called like libraries, is not searched.
-    return [str(python), "-P", str(_FOLDER / "elsewhere_process.py"), str(script)]
-
-
-def environment() -> dict[str, str]:
-    """The variables of such a process."""
-    # Its libraries must not find this process' own. Whether FastGen is on is the workload's to say.
-    left_out = ("PYTHONPATH", "FASTGEN_DISABLE")
-    return {name: value for name, value in os.environ.items() if name not in left_out}
-
-
-class Process:
-    """A script in a process of its own, asked and answering in lines of JSON.
-
-    Args:
-        library: how the reader of the results calls it.
-        python: the interpreter.
-        script: has `load(asked)`, as `elsewhere_process.py` says.
-
-    Attributes:
-        folder: for files; it is there until the process is closed.
-        seconds: that the last answer took, by the clock of the process.
-    """
-
-    def __init__(self, library: str, python: Path, script: Path) -> None:
-        self._library = library
-        self._temporary = tempfile.TemporaryDirectory(prefix="fastgen-benchmark-")
-        self.folder = Path(self._temporary.name)
-        self.seconds = 0.0
-        self._errors = self.folder / "errors.txt"
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                command(python, script),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment(),
-            )
-
-    def ask(self, question: Any) -> Any:
-        """The answer to a question.
-
-        Raises:
-            RuntimeError: the process has ended; the message ends in what it said last.
-        """
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            try:
-                status = process.wait(timeout=_SECONDS_TO_END)
-            except subprocess.TimeoutExpired:  # it hangs where it should end
-                process.kill()
-                status = process.wait()
-            said = self._errors.read_text(errors="replace").strip().splitlines()[-_LINES_OF_ERROR:]
-            ended = f"the process with {self._library} has ended with status {status}"
-            raise RuntimeError(f"{ended}: {' '.join(said) or 'it said nothing'}")
-        self.seconds, answer = json.loads(line)
-        return answer
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def pause(self) -> None:
-        """Stops all of its threads where they are, also those that spin while they wait for work."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._temporary.cleanup()
-
-
 class Elsewhere(Backend):
     """What such backends share.
 
@@ -132,14 +35,16 @@ class Elsewhere(Backend):
         library: how the reader of the results calls it.
         environment: its folder in `.venvs`, unless `python` says something else.
         script: has `load(asked)`, which gets what `question` returns, and generates.
+        settings: of the kind of backend, as its line in `_MAKERS` gives them.
     """
 
     library: str
     environment: str
     script: Path
 
-    def __init__(self, name: str, rival: str = "fastgen") -> None:
-        super().__init__(name, rival)
+    def __init__(self, name: str, rivals: tuple[str, ...] = (), **settings: Any) -> None:
+        super().__init__(name, rivals)
+        self.settings = settings
         self._process: Process | None = None
 
     def setup(self, job: Job) -> None:
@@ -182,3 +87,26 @@ class Elsewhere(Backend):
         if self._process is not None:
             self._process.close()
         self._process = None
+
+
+class OnGGUF(Elsewhere):
+    """Those that read the GGUF file beside a model, and generate greedily with it."""
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        if not smollm2.gguf_of(job.model).is_file():
+            raise Unsupported(f"there is no {smollm2.GGUF} beside the model")
+        # A single beam and no samples are what they do.
+        unknown = {name for name, value in job.workload.options.items() if name != "do_sample" and value != 1}
+        if unknown:
+            raise Unsupported(f"no counterpart in {self.library} for {', '.join(sorted(unknown))}")
+
+    def question(self, job: Job, folder: Path) -> dict[str, Any]:
+        end = job.model.generation_config.eos_token_id
+        return {
+            "file": str(smollm2.gguf_of(job.model)),
+            "folder": str(folder),
+            "end": end if isinstance(end, list) else [] if end is None else [end],
+            "new_tokens": job.workload.new_tokens,
+            **self.settings,
+        }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 import fastgen
-from benchmarks.backends.base import Backend, Job, Unsupported
+from benchmarks import smollm2
+from benchmarks.backends import Backend, Job, Unsupported
 from fastgen import settings as fastgen_settings
 from fastgen.ops import quantized_linear
 
@@ -21,7 +23,8 @@ _SHORT_CALL = 8  # new tokens of the shortest call that may have one
 class Unpatched(Backend):
     """The library alone: the baseline."""
 
-    must_equal: str | None = "transformers"
+    exact = True
+    options: Mapping[str, Any] = {}
 
     def active(self) -> AbstractContextManager[Any]:
         """Inside this, `generate` works in the way of this backend."""
@@ -29,30 +32,33 @@ class Unpatched(Backend):
 
     def run(self, new_tokens: int) -> Tensor:
         with self.active():
-            return self.job.workload.generate(self.job.model, self.job.inputs, new_tokens)
+            return self.job.workload.generate(self.job.model, self.job.inputs, new_tokens, **self.options)
 
 
 class Patched(Unpatched):
-    """FastGen, with other settings than its own where some are given; those may change the tokens.
+    """FastGen, with other settings than its own where some are given; lower precisions may change the tokens.
 
     Args:
-        name: of the backend.
+        name, rivals: of the backend.
         settings: for `fastgen.enable`.
+        options: for `generate`, beside those of the workload.
     """
 
     fastgen = True
 
-    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
-        super().__init__(name)
-        self.settings = dict(settings or {})
-        if self.settings:
-            self.must_equal = None
+    def __init__(
+        self,
+        name: str,
+        settings: Mapping[str, Any] = {},
+        options: Mapping[str, Any] = {},
+        rivals: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(name, rivals)
+        self.settings, self.options = settings, options
+        self.exact = "weight_dtype" not in settings
 
     def setup(self, job: Job) -> None:
         super().setup(job)
-        unknown = [name for name in self.settings if not hasattr(fastgen_settings.current(), name)]
-        if unknown:
-            raise Unsupported(f"FastGen {fastgen.__version__} has no setting {', '.join(unknown)}")
         precision = self.settings.get("weight_dtype", "fp32")
         if precision != "fp32":
             reason = "it is for the CPU" if job.model.device.type != "cpu" else quantized_linear.unavailable(precision)
@@ -82,13 +88,49 @@ class Patched(Unpatched):
         reasons = fastgen.stats().get(CAPTURED_STEP, {}).get("not used", {})
         return sum(calls for reason, calls in reasons.items() if reason.startswith(_NOT_YET))
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        before = {name: getattr(fastgen_settings.current(), name) for name in self.settings}
-        if self.settings:
-            fastgen.enable(**self.settings)
-        try:
-            yield
-        finally:
-            if before:
-                fastgen.enable(**before)
+    def active(self) -> AbstractContextManager[Any]:
+        return fastgen_settings.changed(**self.settings)
+
+
+class Drafted(Patched):
+    """With drafts, which change no token of greedy search in float32."""
+
+    _CALLS = 6  # until what drafts need is made, and how long they are to be is known
+
+    def __init__(self, name: str, **arguments: Any) -> None:
+        super().__init__(name, rivals=("fastgen-captured",), **arguments)
+
+    def setup(self, job: Job) -> None:
+        super().setup(job)
+        self.exact = not job.workload.options.get("do_sample")
+
+    def warm_up(self) -> None:
+        for _ in range(self._CALLS):
+            self.run(self.job.workload.new_tokens)
+
+
+class KeptBits(Patched):
+    """The GGUF file beside the model, whose bits are kept, with captured steps.
+
+    Args:
+        name: of the backend.
+        activations: "float", or "int8", as other libraries have it.
+    """
+
+    def __init__(self, name: str, activations: str) -> None:
+        super().__init__(name, {"captured_step": "always"}, rivals=("fastgen",))
+        self.exact = False
+        self._activations = activations
+
+    def setup(self, job: Job) -> None:
+        from transformers import AutoModelForCausalLM
+
+        file = smollm2.gguf_of(job.model)
+        if not file.is_file():
+            raise Unsupported(f"there is no {smollm2.GGUF} beside the model")
+        keep = fastgen.KeepBits(activations=self._activations)
+        kept = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, quantization_config=keep, dtype=job.model.dtype
+        )
+        kept.generation_config = job.model.generation_config
+        super().setup(replace(job, model=kept.eval()))

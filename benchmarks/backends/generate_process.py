@@ -1,4 +1,4 @@
-"""A user's process: loads a saved model and generates, without FastGen or with it (`elsewhere_process.py`).
+"""A user's process: loads a saved model and generates, without FastGen or with it (`serve_lines.py`).
 
 An answer has the tokens, and beside them what `fastgen.stats()` counted in this call: {} where FastGen was never
 imported.

@@ -1,4 +1,4 @@
-"""Generates with llama.cpp, in an environment without FastGen (`elsewhere_process.py`).
+"""Generates with llama.cpp, in an environment without FastGen (`serve_lines.py`).
 
 The functions of its library are called as its own programs do: one batch for a step of all sequences.
 """

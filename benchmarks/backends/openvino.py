@@ -1,7 +1,4 @@
-"""OpenVINO through optimum-intel, which needs an older Transformers than FastGen.
-
-The model is saved, and exported to OpenVINO there.
-"""
+"""OpenVINO, which needs an older Transformers than FastGen: through optimum-intel, and OpenVINO GenAI."""
 
 from __future__ import annotations
 
@@ -11,28 +8,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.backends.base import Job, Unsupported
-from benchmarks.backends.elsewhere import Elsewhere
+from benchmarks.backends import Job, Unsupported
+from benchmarks.backends.elsewhere import Elsewhere, OnGGUF
 
 # What OpenVINO calls the types that it computes in.
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class OpenVINO(Elsewhere):
-    """In the precision of the model, float32 or bfloat16; or with weights of 8 or 4 bits, which it makes itself.
+    """In the precision of the model, float32 or bfloat16; or with weights of 8 or 4 `bits`, which it makes itself.
 
-    Args:
-        name, rival: of the backend.
-        bits: of a weight, with inputs as it rounds them by default; None for the precision of the model.
+    The model is saved, and exported to OpenVINO there.
     """
 
     library = "OpenVINO"
     environment = "openvino"
     script = Path(__file__).with_name("openvino_process.py")
-
-    def __init__(self, name: str, bits: int | None = None, rival: str = "fastgen") -> None:
-        super().__init__(name, rival)
-        self._bits = bits
 
     def check(self, job: Job) -> None:
         super().check(job)
@@ -50,6 +41,19 @@ class OpenVINO(Elsewhere):
             "folder": str(folder),
             "is_encoder_decoder": job.model.config.is_encoder_decoder,
             "precision": _PRECISIONS[job.model.dtype],
-            "bits": self._bits,
+            "bits": self.settings.get("bits"),
             "options": dict(job.workload.options),
         }
+
+
+class OpenVINOGenAI(OnGGUF):
+    """On a GGUF file as it is, one sequence."""
+
+    library = "OpenVINO GenAI"
+    environment = "openvino"
+    script = Path(__file__).with_name("openvino_genai_process.py")
+
+    def check(self, job: Job) -> None:
+        super().check(job)
+        if len(job.inputs["input_ids"]) > 1:
+            raise Unsupported("OpenVINO GenAI is compared with one sequence")

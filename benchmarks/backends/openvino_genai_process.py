@@ -1,5 +1,5 @@
 """Generates with OpenVINO GenAI, which reads a GGUF file as it is, in an environment without FastGen
-(`elsewhere_process.py`).
+(`serve_lines.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generates with OpenVINO, in an environment without FastGen (`elsewhere_process.py`)."""
+"""Generates with OpenVINO, in an environment without FastGen (`serve_lines.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serving NAME [options]`."""
+"""`python -m benchmarks.serving NAME [options]`: runs a benchmark, prints its tables and writes them to `--out`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine
-from benchmarks.serving import overload, schedulers, streams, translation
+from benchmarks import ROOT, machine
+from benchmarks.serving import overload, report, schedulers, streams, translation
 
+# Each has `add_options`; `measured`, which yields rows; `COLUMNS`, what the columns are called; and, where rows are
+# held against each other, `compare`, which gets all so far and adds to them.
 BENCHMARKS = {"schedulers": schedulers, "translation": translation, "streams": streams, "overload": overload}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of them, prints its tables and writes them to `--out`."""
     options = _parser().parse_args(arguments)
-    options.out = options.out or _results()
+    benchmark, rows = BENCHMARKS[options.benchmark], list[report.Row]()
+    out = options.out or _results()
     with tempfile.TemporaryDirectory() as temporary:
-        BENCHMARKS[options.benchmark].run_all(options, Path(temporary))
+        for row in benchmark.measured(options, Path(temporary)):
+            rows.append(row)
+            if hasattr(benchmark, "compare"):
+                benchmark.compare(rows)
+            print(report.shown([row], benchmark.COLUMNS), flush=True)
+            report.write(out, options.benchmark, rows, report.shown(rows, benchmark.COLUMNS))
+    if benchmark is schedulers:
+        schedulers.write_summary(out, rows)
     return 0
 
 
 def _results() -> Path:
     slug = machine.slug(machine.describe_machine(torch.device("cpu")))
-    return machine.ROOT / "benchmarks" / "results" / slug / "serving"
+    return ROOT / "benchmarks" / "results" / slug / "serving"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
 """The client: sends requests to a server and notes when answers came. A process of its own, `python -m
-benchmarks.serving.load`, which reads a `Load` as JSON from standard input and writes what it saw to standard output.
+benchmarks.serving.load`, which reads a `Load` as JSON from standard input and writes the answers to standard output.
 
 Open: requests come when they come (Poisson), whether or not others are answered; one that the client sends late counts
 from when it was due. Closed: so many clients, each of which waits for its answer before it sends the next request.
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import json
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from benchmarks import processes
+
 # Seconds in which answers may come after the last request.
-PATIENCE = 60.0
+_PATIENCE = 60.0
 
 
 @dataclass
@@ -37,17 +37,15 @@ class Load:
         clients: that wait for their answers, otherwise.
         streams: answers are server-sent events.
         seed: of when requests come.
-        patience: seconds in which answers may come after the last request.
     """
 
     url: str
     bodies: Sequence[Any]
     seconds: float
     rate: float | None = None
-    clients: int | None = None
+    clients: int = 1
     streams: bool = False
     seed: int = 0
-    patience: float = PATIENCE
 
 
 @dataclass
@@ -82,40 +80,16 @@ class Answer:
         return float("inf") if self.end is None else self.end - self.due
 
 
-@dataclass
-class Seen:
-    """What a load has come to.
-
-    Attributes:
-        seconds: in which requests were sent, of the load.
-        cpu: seconds of a processor that the client took.
-    """
-
-    seconds: float
-    answers: list[Answer] = field(default_factory=list)
-    cpu: float = 0.0
-
-
-def run(load: Load) -> Seen:
-    """Sends a load from a process of its own.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; what it said is on standard error.
-    """
-    from benchmarks.machine import ROOT  # which the process itself does without: it starts fast
-    from benchmarks.memory import child_environment
-
+def run(load: Load) -> list[Answer]:
+    """Sends a load from a process of its own. Raises RuntimeError if that fails."""
     command = [sys.executable, "-m", "benchmarks.serving.load"]
-    asked = json.dumps(dataclasses.asdict(load)).encode()
-    made = subprocess.run(command, input=asked, stdout=subprocess.PIPE, check=True, cwd=ROOT, env=child_environment(1))
-    found = json.loads(made.stdout)
-    return Seen(load.seconds, [Answer(**each) for each in found["answers"]], found["cpu"])
+    done = processes.run(command, threads=1, asked=json.dumps(dataclasses.asdict(load)))
+    return [Answer(**each) for each in json.loads(done.stdout)]
 
 
 class _Client:
     def __init__(self, load: Load, http: httpx.AsyncClient) -> None:
         self._load, self._http = load, http
-        self._numbers = itertools.count()
         self._begin = time.perf_counter()
         self.answers: list[Answer] = []
 
@@ -123,25 +97,21 @@ class _Client:
         """Sends everything, and waits for the answers."""
         tasks = [task async for task in self._sent()]
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=self._load.patience)
+            _, late = await asyncio.wait(tasks, timeout=_PATIENCE)
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sent(self) -> Any:
+    async def _sent(self) -> AsyncIterator[asyncio.Task[Any]]:
         if self._load.rate is None:
-            for _ in range(self._load.clients or 1):
+            for _ in range(self._load.clients):
                 yield asyncio.create_task(self._one_after_another())
             await asyncio.sleep(self._load.seconds)
             return
-        for due in self._arrivals(self._load.rate):
+        numbers, due = random.Random(self._load.seed), 0.0
+        while (due := due + numbers.expovariate(self._load.rate)) < self._load.seconds:
             await asyncio.sleep(max(0.0, due - self._now()))
             yield asyncio.create_task(self._ask(due))
-
-    def _arrivals(self, rate: float) -> Iterator[float]:
-        numbers, due = random.Random(self._load.seed), 0.0
-        while (due := due + numbers.expovariate(rate)) < self._load.seconds:
-            yield due
 
     async def _one_after_another(self) -> None:
         while (now := self._now()) < self._load.seconds:
@@ -153,48 +123,43 @@ class _Client:
         return time.perf_counter() - self._begin
 
     async def _ask(self, due: float) -> Answer:
-        number = next(self._numbers) % len(self._load.bodies)
-        answer = Answer(number, due)
+        answer = Answer(len(self.answers) % len(self._load.bodies), due)
         self.answers.append(answer)
+        body = self._load.bodies[answer.body]
         try:
-            await (self._stream if self._load.streams else self._post)(answer)
+            async with self._http.stream("POST", self._load.url, json=body) as response:
+                answer.status, answer.retry_after = response.status_code, response.headers.get("retry-after")
+                if self._load.streams:
+                    answer.content = await self._text(answer, response)
+                else:
+                    content = await response.aread()
+                    answer.content = json.loads(content) if answer.status == 200 else content.decode()[:200]
         except httpx.HTTPError:
             answer.status = 0
         else:
             answer.end = self._now()
         return answer
 
-    async def _post(self, answer: Answer) -> None:
-        response = await self._http.post(self._load.url, json=self._load.bodies[answer.body])
-        answer.status, answer.retry_after = response.status_code, response.headers.get("retry-after")
-        answer.content = response.json() if answer.status == 200 else response.text[:200]
-
-    async def _stream(self, answer: Answer) -> None:
-        async with self._http.stream("POST", self._load.url, json=self._load.bodies[answer.body]) as response:
-            answer.status, texts = response.status_code, []
-            async for line in response.aiter_lines():
-                text = _text(line)
-                if text and answer.first is None:
+    async def _text(self, answer: Answer, response: httpx.Response) -> str:
+        """The text of the events of a chat completion."""
+        texts = []
+        async for line in response.aiter_lines():
+            if line.startswith("data:") and not line.endswith("[DONE]"):
+                choices = json.loads(line.removeprefix("data:")).get("choices") or [{}]
+                texts.append((choices[0].get("delta") or {}).get("content") or "")
+                if texts[-1] and answer.first is None:
                     answer.first = self._now()
-                texts.append(text)
-            answer.content = "".join(texts)
+        return "".join(texts)
 
 
-def _text(line: str) -> str:
-    """The text of an event of a chat completion."""
-    if not line.startswith("data:") or line.endswith("[DONE]"):
-        return ""
-    choices = json.loads(line.removeprefix("data:")).get("choices") or [{}]
-    return (choices[0].get("delta") or {}).get("content") or ""
-
-
-async def _main(load: Load) -> Seen:
+async def _main(load: Load) -> list[Answer]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits) as http:
         client = _Client(load, http)
         await client.run()
-    return Seen(load.seconds, client.answers, time.process_time())
+    return client.answers
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(asyncio.run(_main(Load(**json.load(sys.stdin)))))))
+    found = asyncio.run(_main(Load(**json.load(sys.stdin))))
+    print(json.dumps([dataclasses.asdict(answer) for answer in found]))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks import smollm2
+from benchmarks.workloads import encoders
 from benchmarks.workloads.shapes import opus_mt
 
-BERT_VOCABULARY = 30522
 SHORTEST, LONGEST = 5, 60  # words of a sentence
 _FIRST = 10  # token of the first word
 # The pairs of dimensions that say where a word stands: those of the highest frequencies. The others say which word.
@@ -25,11 +25,10 @@ _FOUND, _SURE = 4.0, 0.7
 
 def bert_base(folder: Path, **changes: Any) -> Path:
     """BERT-base's shape: 12 layers of width 768."""
-    from transformers import BertConfig, BertModel
-
     torch.manual_seed(0)
-    BertModel(BertConfig(**changes)).eval().save_pretrained(folder)
-    _words(BERT_VOCABULARY, ends=None, pads=0).save_pretrained(folder)
+    model = encoders.bert_base(**changes).eval()
+    model.save_pretrained(folder)
+    _words(model.config.vocab_size, ends=None, pads=0).save_pretrained(folder)
     return folder
 
 

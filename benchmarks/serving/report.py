@@ -14,10 +14,11 @@ import torch
 from benchmarks import machine
 from benchmarks.chart import new_figure, saved
 from benchmarks.results import write_whole
-from benchmarks.serving.load import Answer, Seen
+from benchmarks.serving.load import Answer
+from benchmarks.tables import table
 
-PERCENTILES = (50, 95, 99)
 _COLOURS = ("#b08968", "#9aa0a6", "#2a6f97", "#61a5c2", "#606c38", "#bc4749")
+_WARM = 0.2  # the part of a load at its beginning that does not count
 Row = dict[str, Any]
 
 
@@ -27,24 +28,28 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else float("inf")
 
 
-def of(seen: Seen, warm: float = 0.2) -> Row:
-    """The numbers of a load: what was asked and answered in a second, and latencies in seconds.
+def latencies(answers: Sequence[Answer]) -> Row:
+    """Percentiles of latency, in seconds. A refusal has none."""
+    good = [answer.latency for answer in answers if answer.status in (0, 200)]
+    return {f"p{percent}": percentile(good, percent) for percent in (50, 95, 99)}
+
+
+def of(answers: Sequence[Answer], seconds: float, warm: float = _WARM) -> Row:
+    """The numbers of a load: what was asked and answered in a second, and latencies.
 
     Args:
-        warm: the part of the load at its beginning that does not count.
+        seconds: of the load.
+        warm: the part of it at its beginning that does not count.
     """
-    begin, end = warm * seen.seconds, seen.seconds
-    counted = [answer for answer in seen.answers if begin <= answer.due < end]
-    done = [answer for answer in seen.answers if answer.is_good and begin <= (answer.end or 0) < end]
-    good = [answer for answer in counted if answer.status in (0, 200)]  # a refusal has no latency
-    latencies = [answer.latency for answer in good]
+    begin, counted_seconds = warm * seconds, (1 - warm) * seconds
+    counted = [answer for answer in answers if begin <= answer.due < seconds]
+    done = [answer for answer in answers if answer.is_good and begin <= (answer.end or 0) < seconds]
     return {
-        "asked": len(counted) / (end - begin),
-        "answered": len(done) / (end - begin),
-        **{f"p{percent}": percentile(latencies, percent) for percent in PERCENTILES},
+        "asked": len(counted) / counted_seconds,
+        "answered": len(done) / counted_seconds,
+        **latencies(counted),
         "level": is_level(counted, len(done)),
         "statuses": dict(Counter(answer.status for answer in counted)),
-        "client_cpu": seen.cpu / seen.seconds,
     }
 
 
@@ -57,25 +62,22 @@ def is_level(counted: Sequence[Answer], done: int) -> bool:
     return statistics.median(last) <= 1.5 * statistics.median(first)
 
 
-def first_tokens(seen: Seen, percent: float, warm: float = 0.2) -> float:
+def first_tokens(answers: Sequence[Answer], seconds: float, percent: float, warm: float = _WARM) -> float:
     """Seconds until the first text of a stream, but of those that begin together at the beginning of the load."""
-    begin = warm * seen.seconds
-    streams = [answer for answer in seen.answers if answer.is_good and answer.first is not None and answer.due >= begin]
-    return percentile([(answer.first or 0) - answer.due for answer in streams], percent)
+    streams = [answer for answer in answers if answer.is_good and answer.due >= warm * seconds]
+    return percentile([answer.first - answer.due for answer in streams if answer.first is not None], percent)
 
 
-def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """Rows in Markdown.
+def shown(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """Rows as a table.
 
     Args:
         columns: what a column is called, by the name of its value.
     """
-    lines = [list(columns.values()), ["---"] * len(columns)]
-    lines += [[_shown(row.get(name)) for name in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return table(list(columns.values()), [[_text(row.get(name)) for name in columns] for row in rows]) + "\n"
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -106,21 +108,9 @@ def curves(rows: Sequence[Row], by: str, title: str) -> bytes:
     return saved(figure, rows)
 
 
-def about() -> dict[str, Any]:
-    """What the numbers depend on."""
-    cpu = torch.device("cpu")
-    return {
-        "machine": machine.describe_machine(cpu),
-        "versions": machine.describe_versions(),
-        "commit": machine.commit(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def write(folder: Path, name: str, rows: Sequence[Row], text: str, picture: bytes | None = None) -> None:
-    """Writes NAME.json, NAME.md and NAME.png."""
+def write(folder: Path, name: str, rows: Sequence[Row], text: str) -> None:
+    """Writes NAME.json, with what the numbers depend on, and NAME.md."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{name}.json", (json.dumps({**about(), "rows": rows}, indent=1) + "\n").encode())
+    about = machine.about(torch.device("cpu")) | {"commit": machine.commit()}
+    write_whole(folder / f"{name}.json", (json.dumps({**about, "rows": rows}, indent=1) + "\n").encode())
     write_whole(folder / f"{name}.md", text.encode())
-    if picture is not None:
-        write_whole(folder / f"{name}.png", picture)

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.encoders import FIRST_WORD, VOCABULARY, uniform
+import torch
+
+from benchmarks.results import write_whole
 from benchmarks.serving import models, report, servers
 from benchmarks.serving.load import Load, run
 from benchmarks.serving.report import Row
+from benchmarks.workloads.encoders import FIRST_WORD, VOCABULARY, uniform
 
 SCHEDULERS = ("none", "naive", "hungry", "lazy")
 PADDING = {"left out": {}, "computed": {"FASTGEN_PADDING": "exact"}}
@@ -55,72 +58,55 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=12, help="of the model (default: 12)")
 
 
-def run_all(options: argparse.Namespace, folder: Path) -> None:
-    """Runs it, and writes what it has shown."""
+def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     model = models.bert_base(folder / "bert", num_hidden_layers=options.layers)
-    rows: list[Row] = []
-    summary: list[Row] = []
     for padding, scheduler in itertools.product(options.padding, options.only):
-        found = _measured(model, padding, scheduler, options)
-        rows += found
-        print(report.table(found, COLUMNS), flush=True)
-        summary = summarised(rows)
-        text = report.table(summary, SUMMARY) + "\n" + report.table(rows, COLUMNS)
-        pictures = [_picture(rows, each) for each in dict.fromkeys(row["padding"] for row in rows)]
-        for padding_name, picture in pictures:
-            name = f"schedulers-{padding_name.replace(' ', '-')}"
-            report.write(options.out, name, rows, text, picture)
-    print(report.table(summary, SUMMARY))
+        common = {"padding": padding, "scheduler": scheduler}
+        words = ["--scheduler", scheduler, "--max-waiting", "100000"]
+        words += ["--slo-ms", str(options.slo_ms)] if scheduler == "lazy" else []
+        with servers.fastgen_serve("bert", model, *words, environment=PADDING[padding]) as server:
+            load = Load(f"{server.url}/v1/embeddings", bodies(), options.seconds, clients=CLIENTS)
+            closed = report.of(run(load), load.seconds)
+            yield {**common, "part": None, **closed}
+            for part in options.parts:
+                load.rate = part * closed["answered"]
+                yield {**common, "part": part, **report.of(run(load), load.seconds)}
 
 
-def _picture(rows: Sequence[Row], padding: str) -> tuple[str, bytes]:
-    shown = [row for row in rows if row["padding"] == padding and row["part"]]
-    return padding, report.curves(shown, "scheduler", f"BERT-base, 2 to 100 tokens, padding {padding}")
+def write_summary(folder: Path, rows: Sequence[Row]) -> None:
+    """Prints the summary, and writes it and a picture for each padding."""
+    text = report.shown(summarised(rows), SUMMARY)
+    print(text)
+    write_whole(folder / "schedulers.md", f"{text}\n{report.shown(rows, COLUMNS)}".encode())
+    for padding in dict.fromkeys(row["padding"] for row in rows):
+        shown = [row for row in rows if row["padding"] == padding and row["part"]]
+        picture = report.curves(shown, "scheduler", f"BERT-base, 2 to 100 tokens, padding {padding}")
+        write_whole(folder / f"schedulers-{padding.replace(' ', '-')}.png", picture)
 
 
 def bodies(count: int = 2000) -> list[Any]:
     """Requests for vectors of random tokens."""
-    import torch
-
     generator = torch.Generator().manual_seed(1)
-    texts = (
-        torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=generator).tolist() for length in uniform(count)
-    )
+    lengths = uniform(count).tolist()
+    texts = (torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=generator).tolist() for length in lengths)
     return [{"model": "bert", "input": [tokens], "encoding_format": "base64"} for tokens in texts]
-
-
-def _measured(model: Path, padding: str, scheduler: str, options: argparse.Namespace) -> list[Row]:
-    words = ["--scheduler", scheduler, "--max-waiting", "100000"]
-    words += ["--slo-ms", str(options.slo_ms)] if scheduler == "lazy" else []
-    rows = []
-    with servers.fastgen_serve("bert", model, *words, environment=PADDING[padding]) as server:
-        load = Load(f"{server.url}/v1/embeddings", bodies(), options.seconds, clients=CLIENTS)
-        closed = report.of(run(load))
-        rows.append({"padding": padding, "scheduler": scheduler, "part": None, **closed})
-        for part in options.parts:
-            load.clients, load.rate = None, part * closed["answered"]
-            rows.append({"padding": padding, "scheduler": scheduler, "part": part, **report.of(run(load))})
-    return rows
 
 
 def summarised(rows: Sequence[Row]) -> list[Row]:
     """For each scheduler what it can do, beside the others with the same padding."""
     made: dict[tuple[str, str], Row] = {}
-    for padding, scheduler in dict.fromkeys((row["padding"], row["scheduler"]) for row in rows):
-        own = [row for row in rows if (row["padding"], row["scheduler"]) == (padding, scheduler)]
-        level = [row for row in own if row["part"] and row["level"]]
-        best = max(level, key=lambda row: row["answered"], default=None)
-        capacity = next(row["answered"] for row in own if not row["part"])
-        made[padding, scheduler] = {"padding": padding, "scheduler": scheduler, "capacity": capacity}
-        made[padding, scheduler] |= {"level": best and best["answered"], "p95": best and best["p95"]}
-    for (padding, scheduler), row in made.items():
+    for key, group in itertools.groupby(rows, lambda row: (row["padding"], row["scheduler"])):
+        closed, *opened = group
+        best = max((row for row in opened if row["level"]), key=lambda row: row["answered"], default=None)
+        made[key] = {"padding": key[0], "scheduler": key[1], "capacity": closed["answered"], "open": opened}
+        made[key] |= {"level": best and best["answered"], "p95": best and best["p95"]}
+    for (padding, _), row in made.items():
         for other in ("none", "naive"):
             there = made.get((padding, other), {}).get("level")
             row[f"over_{other}"] = row["level"] / there if there and row["level"] else None
         naive = made.get((padding, "naive"))
         if naive and naive["level"]:
-            own = [each for each in rows if (each["padding"], each["scheduler"]) == (padding, scheduler)]
-            row["equal_p95"] = rate_at([each for each in own if each["part"]], naive["p95"]) / naive["level"]
+            row["equal_p95"] = rate_at(row["open"], naive["p95"]) / naive["level"]
     return list(made.values())
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -18,11 +19,10 @@ from typing import IO
 import httpx
 import psutil
 
-from benchmarks.machine import ROOT
-from benchmarks.memory import child_environment
+from benchmarks import ROOT, processes
 
 # Seconds in which a model is loaded and warmed up.
-PATIENCE = 300.0
+_PATIENCE = 300.0
 
 
 @dataclass(frozen=True)
@@ -47,40 +47,23 @@ class Server:
         return self.process.poll() is None
 
 
-@contextlib.contextmanager
-def fastgen_serve(name: str, folder: Path, *options: str, environment: Mapping[str, str] = {}) -> Iterator[Server]:
-    """`fastgen-serve` with a model. What its log says is not kept."""
-    words = ["-m", "fastgen_serve.main", f"{name}={folder}", *options]
-    with _started(words, "/ready", environment) as server:
-        yield server
+def fastgen_serve(
+    name: str, folder: Path, *options: str, environment: Mapping[str, str] = {}
+) -> AbstractContextManager[Server]:
+    """`fastgen-serve` with a model."""
+    return started("/ready", "fastgen_serve.main", f"{name}={folder}", *options, environment=environment)
 
 
 @contextlib.contextmanager
-def service(kind: str, folder: Path, wait_ms: int) -> Iterator[Server]:
-    """A service of FastAPI that batches what comes (`service.py`), over "transformers" or "ctranslate2"."""
-    words = ["-m", "benchmarks.serving.service", kind, str(folder), "--wait-ms", str(wait_ms)]
-    with _started(words, "/ready") as server:
-        yield server
-
-
-@contextlib.contextmanager
-def transformers_serve(folder: Path, continuous: bool) -> Iterator[Server]:
-    """`transformers serve` with a model in float32."""
-    words = ["-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu", "--dtype", "float32"]
-    words += ["--continuous-batching"] if continuous else []
-    with _started(words, "/health") as server:
-        yield server
-
-
-@contextlib.contextmanager
-def _started(words: list[str], ready: str, environment: Mapping[str, str] = {}) -> Iterator[Server]:
+def started(ready: str, *words: str, environment: Mapping[str, str] = {}) -> Iterator[Server]:
+    """A module as a server that takes `--port`, from when it answers at the path `ready`. Its log is not kept."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command, surroundings = [sys.executable, *words, "--port", str(port)], {**child_environment(None), **environment}
+    command, variables = [sys.executable, "-m", *words, "--port", str(port)], processes.environment() | environment
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=surroundings, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+            command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
         )
         server = Server(f"http://127.0.0.1:{port}", process)
         try:
@@ -93,7 +76,7 @@ def _started(words: list[str], ready: str, environment: Mapping[str, str] = {}) 
 
 
 def _wait(server: Server, path: str, log: IO[bytes]) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + _PATIENCE
     while True:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(server.url + path, timeout=5).status_code == 200:

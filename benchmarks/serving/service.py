@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
-from pydantic import BaseModel
 
 MOST = 16
 BEAMS = 4
@@ -44,7 +41,7 @@ def over_transformers(folder: str) -> Translate:
 
 
 def over_ctranslate2(folder: str) -> Translate:
-    """With CTranslate2, on what its converter has made of the model (`prepared`), in float32."""
+    """With CTranslate2, on what its converter has made of the model (`translation.convert`), in float32."""
     import ctranslate2
     import torch
     from transformers import AutoTokenizer
@@ -63,17 +60,20 @@ def over_ctranslate2(folder: str) -> Translate:
     return translate
 
 
-class Batches:
-    """Runs what comes within some seconds together.
+class _Waiting(NamedTuple):
+    """A sentence, how long it waits for others, in the loop's time, and what gets its translation."""
 
-    Args:
-        wait: seconds that the first one waits for others, unless there are 16.
-    """
+    text: str
+    until: float
+    future: asyncio.Future[str]
+
+
+class Batches:
+    """Runs what comes within some seconds together: `wait`, unless there are 16."""
 
     def __init__(self, translate: Translate, wait: float) -> None:
         self._translate, self._wait = translate, wait
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(1)
 
     async def ask(self, text: str) -> str:
         loop = asyncio.get_running_loop()
@@ -82,39 +82,19 @@ class Batches:
         return await waiting.future
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            batch = await self._next()
-            made = await loop.run_in_executor(self._thread, self._translate, [each.text for each in batch])
+            batch = [await self._queue.get()]
+            try:
+                async with asyncio.timeout_at(batch[0].until):
+                    while len(batch) < MOST:
+                        batch.append(await self._queue.get())
+            except TimeoutError:
+                while len(batch) < MOST and not self._queue.empty():
+                    batch.append(self._queue.get_nowait())
+            made = await asyncio.to_thread(self._translate, [each.text for each in batch])
             for waiting, text in zip(batch, made, strict=True):
                 if not waiting.future.done():
                     waiting.future.set_result(text)
-
-    async def _next(self) -> list[_Waiting]:
-        batch = [await self._queue.get()]
-        while len(batch) < MOST:
-            left = batch[0].until - asyncio.get_running_loop().time()
-            try:
-                if left > 0:
-                    batch.append(await asyncio.wait_for(self._queue.get(), left))
-                else:
-                    batch.append(self._queue.get_nowait())
-            except (asyncio.TimeoutError, asyncio.QueueEmpty):
-                break
-        return batch
-
-
-@dataclass
-class _Waiting:
-    """A sentence, how long it waits for others, in the loop's time, and what gets its translation."""
-
-    text: str
-    until: float
-    future: asyncio.Future[str]
-
-
-class Asked(BaseModel):
-    text: str
 
 
 def create_app(translate: Translate, wait: float) -> FastAPI:
@@ -133,8 +113,8 @@ def create_app(translate: Translate, wait: float) -> FastAPI:
         return {"ready": True}
 
     @app.post("/translate")
-    async def answer(asked: Asked) -> dict[str, Any]:
-        return {"text": await batches.ask(asked.text)}
+    async def answer(asked: dict[str, str]) -> dict[str, Any]:
+        return {"text": await batches.ask(asked["text"])}
 
     return app
 

@@ -7,13 +7,13 @@ tokens.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import models, report, servers
-from benchmarks.serving.load import Load, Seen, run
+from benchmarks.serving.load import Answer, Load, run
 from benchmarks.serving.report import Row
 from benchmarks.serving.servers import Server
 from benchmarks.workloads.smollm2_chat import QUESTIONS, tokenizer_of
@@ -36,67 +36,53 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="servers")
 
 
-def run_all(options: argparse.Namespace, folder: Path) -> None:
-    """Runs it, and writes what it has shown."""
+def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     model = models.smollm2_from_bfloat16(folder / "smollm2")
-    rows: list[Row] = []
-    texts: dict[str, dict[int, str]] = {}
+    tokenizer, seconds = tokenizer_of(model), options.seconds
     for side in options.only:
-        seen = _seen(side, model, options.seconds)
-        texts[side] = {answer.body: answer.content for answer in seen.answers if answer.is_good}
-        rows.append({"side": side, **_numbers(seen, model)})
-        compare(rows, texts)
-        print(report.table(rows[-1:], COLUMNS), flush=True)
-        report.write(options.out, "streams", rows, report.table(rows, COLUMNS))
-    print(report.table(rows, COLUMNS))
+        name = "smollm2" if side == "fastgen" else str(model)
+        with _started(side, model) as server:
+            url = f"{server.url}/v1/chat/completions"
+            run(Load(url, bodies(name), seconds / 4, clients=CLIENTS, streams=True))  # a warm-up
+            answers = run(Load(url, bodies(name), seconds, clients=CLIENTS, streams=True))
+        good = [answer for answer in answers if answer.is_good]
+        if not good:
+            raise RuntimeError(f"{side} has answered nothing: {answers[:3]}")
+        tokens = sum(len(tokenizer(answer.content, add_special_tokens=False).input_ids) for answer in good)
+        yield {
+            "side": side,
+            "tokens": tokens / max(answer.end or 0 for answer in good),
+            "first50": report.first_tokens(answers, seconds, 50),
+            "first95": report.first_tokens(answers, seconds, 95),
+            "answers": len(good),
+            "texts": texts_of(good),
+        }
 
 
-def compare(rows: Sequence[Row], texts: Mapping[str, Mapping[int, str]]) -> None:
-    """Adds how many times as many tokens per second `fastgen` has made, and how many answers are the same.
+def texts_of(good: Sequence[Answer]) -> dict[int, str]:
+    """What was answered, by question."""
+    return {answer.body: answer.content for answer in good}
 
-    Args:
-        texts: by server and question.
-    """
+
+def compare(rows: Sequence[Row]) -> None:
+    """Adds how many times as many tokens per second `fastgen` has made, and how many answers are the same."""
     own = next((row for row in rows if row["side"] == "fastgen"), None)
     for row in rows:
-        if own is None or row is own:
-            continue
-        theirs = texts[row["side"]]
-        both = texts["fastgen"].keys() & theirs.keys()
-        same = sum(texts["fastgen"][question] == theirs[question] for question in both)
-        row |= {"same": f"{same} of {len(both)}", "times": own["tokens"] / row["tokens"]}
+        if own is not None and row is not own:
+            both = own["texts"].keys() & row["texts"].keys()
+            same = sum(own["texts"][question] == row["texts"][question] for question in both)
+            row |= {"same": f"{same} of {len(both)}", "times": own["tokens"] / row["tokens"]}
 
 
 def _started(side: str, model: Path) -> AbstractContextManager[Server]:
     if side == "fastgen":
         return servers.fastgen_serve("smollm2", model)
-    return servers.transformers_serve(model, continuous=side.endswith("continuous"))
-
-
-def _seen(side: str, model: Path, seconds: float) -> Seen:
-    name = "smollm2" if side == "fastgen" else str(model)
-    with _started(side, model) as server:
-        load = Load(f"{server.url}/v1/chat/completions", bodies(name), seconds / 4, clients=CLIENTS, streams=True)
-        run(load)  # a warm-up
-        load.seconds = seconds
-        seen = run(load)
-    if not any(answer.is_good for answer in seen.answers):
-        raise RuntimeError(f"{side} has answered nothing: {seen.answers[:3]}")
-    return seen
+    words = ["transformers.cli.transformers", "serve", str(model), "--device", "cpu", "--dtype", "float32"]
+    words += ["--continuous-batching"] if side.endswith("continuous") else []
+    return servers.started("/health", *words)
 
 
 def bodies(name: str) -> list[Any]:
     """Requests of a chat."""
     common = {"model": name, "max_tokens": TOKENS, "temperature": 0, "stream": True}
     return [{**common, "messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
-
-
-def _numbers(seen: Seen, model: Path) -> Row:
-    tokenizer, good = tokenizer_of(model), [answer for answer in seen.answers if answer.is_good]
-    tokens = sum(len(tokenizer(answer.content, add_special_tokens=False).input_ids) for answer in good)
-    return {
-        "tokens": tokens / max(answer.end or 0 for answer in good),
-        "first50": report.first_tokens(seen, 50),
-        "first95": report.first_tokens(seen, 95),
-        "answers": len(good),
-    }

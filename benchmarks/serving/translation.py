@@ -8,16 +8,13 @@ are the same everywhere.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import models, report, servers
-from benchmarks.serving.load import Answer, Load, run
+from benchmarks.serving.load import Load, run
 from benchmarks.serving.report import Row
-from benchmarks.serving.servers import Server
 from benchmarks.serving.service import BEAMS, MOST_TOKENS
 
 CLIENTS = 16
@@ -39,19 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=int, default=1, help="of all of them, in turn (default: 1)")
 
 
-def run_all(options: argparse.Namespace, folder: Path) -> None:
-    """Runs it, and writes what it has shown."""
+def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     model = models.translator(folder / "opus-mt")
     if any(side.startswith("ctranslate2") for side in options.only):
         convert(model)
-    rows: list[Row] = []
     for _ in range(options.repetitions):
         for side in options.only:
-            rows.append(_measured(side, model, options.seconds))
-            compare(rows)
-            print(report.table(rows[-1:], COLUMNS), flush=True)
-            report.write(options.out, "translation", rows, report.table(rows, COLUMNS))
-    print(report.table(rows, COLUMNS))
+            yield _measured(side, model, options.seconds)
 
 
 def convert(model: Path) -> None:
@@ -64,44 +55,30 @@ def convert(model: Path) -> None:
     ctranslate2.convert(AutoModelForSeq2SeqLM.from_pretrained(model).eval(), str(model / "ctranslate2"))
 
 
-def _started(side: str, model: Path) -> AbstractContextManager[Server]:
-    if side == "fastgen":
-        return servers.fastgen_serve("opus-mt", model)
-    kind, _, wait = side.rpartition("-")
-    return servers.service(kind, model, int(wait))
-
-
 def _measured(side: str, model: Path, seconds: float) -> Row:
     texts = models.sentences(1000)
     if side == "fastgen":
-        path, body = "/v1/completions", partial(dict, model="opus-mt", num_beams=BEAMS, max_tokens=MOST_TOKENS)
-        bodies, read = [body(prompt=text) for text in texts], _completion
+        started, path = servers.fastgen_serve("opus-mt", model), "/v1/completions"
+        common: dict[str, Any] = {"model": "opus-mt", "num_beams": BEAMS, "max_tokens": MOST_TOKENS}
+        bodies = [{**common, "prompt": text} for text in texts]
     else:
-        path, bodies, read = "/translate", [{"text": text} for text in texts], _text
-    with _started(side, model) as server:
-        load = Load(f"{server.url}{path}", bodies, seconds / 4, clients=CLIENTS)
-        run(load)  # a warm-up, of all sizes of batches
-        load.seconds = seconds
-        seen = run(load)
-    good = [answer for answer in seen.answers if answer.is_good]
+        kind, _, wait = side.rpartition("-")
+        words = ["benchmarks.serving.service", kind, str(model), "--wait-ms", wait]
+        started, path, bodies = servers.started("/ready", *words), "/translate", [{"text": text} for text in texts]
+    with started as server:
+        run(Load(f"{server.url}{path}", bodies, seconds / 4, clients=CLIENTS))  # a warm-up, of all sizes of batches
+        answers = run(Load(f"{server.url}{path}", bodies, seconds, clients=CLIENTS))
+    good = [answer for answer in answers if answer.is_good]
     if not good:
-        raise RuntimeError(f"{side} has answered nothing: {[answer.content for answer in seen.answers[:3]]}")
-    right = [read(answer.content) == models.translation(texts[answer.body]) for answer in good]
-    found = report.of(seen)
-    return {"side": side, **found, "tokens": _tokens(good, texts, seconds), "right": sum(right) / len(right)}
-
-
-def _tokens(good: Sequence[Answer], texts: Sequence[str], seconds: float) -> float:
+        raise RuntimeError(f"{side} has answered nothing: {[answer.content for answer in answers[:3]]}")
+    right = [_text(answer.content) == models.translation(texts[answer.body]) for answer in good]
     counted = [answer for answer in good if 0.2 * seconds <= (answer.end or 0) < seconds]
-    return sum(len(texts[answer.body].split()) for answer in counted) / (0.8 * seconds)
-
-
-def _completion(content: Any) -> str:
-    return str(content["choices"][0]["text"]).strip()
+    tokens = sum(len(texts[answer.body].split()) for answer in counted) / (0.8 * seconds)
+    return {"side": side, **report.of(answers, seconds), "tokens": tokens, "right": sum(right) / len(right)}
 
 
 def _text(content: Any) -> str:
-    return str(content["text"]).strip()
+    return str(content.get("text") or content["choices"][0]["text"]).strip()
 
 
 def compare(rows: Sequence[Row]) -> None:

@@ -8,20 +8,17 @@ from benchmarks.workload import Workload
 
 # What takes long comes last, so that an interrupted run has most of the results.
 _MODULES = (
-    "gpu",
-    "imports",
+    "gpu_models",
     "first_call",
-    "operators",
-    "small_cases",
-    "real_calls",
     "half_precision",
     "smollm2_chat",
+    "speculation",
     "ordinary_session",
     "continuous",
+    "encoders",
     "models",
     "fairseq_shapes",
-    "fairseq_command",
-    "pipeline",
+    "commands",
 )
 
 

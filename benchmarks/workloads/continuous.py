@@ -11,25 +11,26 @@ prompts; a criterion ends each row at its limit, and finished rows leave the bat
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria
 
 import fastgen
 from benchmarks.backends import BASELINE, SUBJECT
-from benchmarks.measure import alternate, summary
-from benchmarks.record import Record, Target
+from benchmarks.measure import alternate, timed
+from benchmarks.record import Record
 from benchmarks.workload import Context, Workload
 from benchmarks.workloads.shapes import bart_base, opus_mt
-from benchmarks.workloads.smollm2_chat import is_without_model, smollm2_instruct_from_bfloat16
+from benchmarks.workloads.smollm2_chat import smollm2_instruct_from_bfloat16
 
 STATIC = "fastgen-static"
+_PADDING = 1
 
 
 class _Limits(StoppingCriteria):
@@ -41,6 +42,57 @@ class _Limits(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         # Of a beam search, all candidates of an input are asked about.
         return input_ids.shape[1] >= self._ends.repeat_interleave(len(input_ids) // len(self._ends))
+
+
+class _Requests(NamedTuple):
+    """Requests to a model. Attributes: of each one the `prompts` and the `limits` of new tokens."""
+
+    model: Any
+    prompts: list[list[int]]
+    limits: list[int]
+    slots: int
+    beams: int
+
+    def unpatched(self) -> list[list[int]]:
+        """The new tokens of each request."""
+        with fastgen.disabled():
+            return self.static()
+
+    def static(self) -> list[list[int]]:
+        found = [list[int]() for _ in self.prompts]
+        order = sorted(range(len(self.prompts)), key=lambda number: len(self.prompts[number]))
+        size = self.slots // self.beams
+        for first in range(0, len(order), size):
+            chosen = order[first : first + size]
+            for number, row in zip(chosen, self._batch(chosen), strict=True):
+                found[number] = row
+        return found
+
+    def _batch(self, chosen: list[int]) -> list[list[int]]:
+        has_encoder, own = self.model.config.is_encoder_decoder, [self.limits[number] for number in chosen]
+        prompts = [torch.tensor(self.prompts[number]) for number in chosen]
+        pad = partial(pad_sequence, batch_first=True, padding_side="right" if has_encoder else "left")
+        rows = pad(prompts, padding_value=_PADDING)
+        prompt = 1 if has_encoder else rows.shape[1]
+        made = self.model.generate(
+            rows,
+            attention_mask=pad([torch.ones_like(each) for each in prompts]),
+            stopping_criteria=[_Limits(prompt, own, self.beams)],
+            **self._options(max(own)),
+        )
+        return [row[prompt : prompt + limit].tolist() for row, limit in zip(made, own, strict=True)]
+
+    def continuous(self, stats: dict[str, Any]) -> list[list[int]]:
+        with fastgen.Engine(self.model, slots=self.slots) as engine:
+            pairs = zip(self.prompts, self.limits, strict=True)
+            futures = [engine.submit(prompt, **self._options(limit)) for prompt, limit in pairs]
+            results = [future.result()[0].tolist() for future in futures]
+            stats.update(engine.stats())
+        begin = 1 if self.model.config.is_encoder_decoder else None
+        return [row[begin or len(prompt) :] for row, prompt in zip(results, self.prompts, strict=True)]
+
+    def _options(self, new_tokens: int) -> dict[str, Any]:
+        return {"max_new_tokens": new_tokens, "num_beams": self.beams, "do_sample": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,122 +113,58 @@ class Continuous(Workload):
     outputs: tuple[int, int]
     slots: int = 16
     beams: int = 1
-    needs_smollm2: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
     repetitions: int = 1
     quick_repetitions: int = 1
 
     group = "generation"
 
     def run(self, context: Context, record: Record) -> None:
-        if self.needs_smollm2 and is_without_model(self, context, record):
-            return
-        model = self.shape(**self.config).to(context.device).eval()
-        model.generation_config.eos_token_id = None
-        model.generation_config.forced_eos_token_id = None
-        model.generation_config.pad_token_id = 1
-        numbers = random.Random(1)
-        top = min(model.config.vocab_size, 30000)
-        prompts = [
-            [numbers.randrange(5, top) for _ in range(numbers.randint(*self.prompts))] for _ in range(self.requests)
-        ]
-        limits = [numbers.randint(*self.outputs) for _ in range(self.requests)]
         record.parameters = {"requests": self.requests, "prompts": self.prompts, "outputs": self.outputs}
         record.parameters |= {"slots": self.slots, "beams": self.beams}
-        stats: dict[str, Any] = {}
-        runs = {
-            BASELINE: partial(self._unpatched, model, prompts, limits),
-            STATIC: partial(self._static, model, prompts, limits),
-            SUBJECT: partial(self._continuous, model, prompts, limits, stats),
-        }
-        if context.backends is not None:
-            runs = {name: run for name, run in runs.items() if name in (*context.backends, STATIC)}
-        made = alternate(runs, self.repetitions_in(context), context.log)
-        record.backends = {name: summary([seconds for seconds, _ in found]) for name, found in made.items()}
-        record.compare([(STATIC, SUBJECT)])
-        tokens = {name: found[0][1] for name, found in made.items()}
-        record.identical = all(each == tokens[SUBJECT] for each in tokens.values())
-        for name, each in tokens.items():
-            record.same[name] = sum(map(list.__eq__, each, tokens[SUBJECT])) / self.requests
+        requests, stats = self.drawn(context), dict[str, Any]()
+        works = {BASELINE: requests.unpatched, STATIC: requests.static, SUBJECT: partial(requests.continuous, stats)}
+        chosen = works if context.backends is None else (*context.backends, STATIC)
+        runs = {name: partial(timed, work) for name, work in works.items() if name in chosen}
+        found = record.take(alternate(runs, self.repetitions_in(context), context.log), [(STATIC, SUBJECT)])
+        expected = found[SUBJECT][0]
+        for name, (tokens, *_) in found.items():
+            record.same[name] = sum(map(list.__eq__, tokens, expected)) / self.requests
+        record.identical = all(share == 1 for share in record.same.values())
         record.accelerated = bool(stats["steps"]) and not stats["repeated"]
         record.metrics["busy"] = stats["busy_row_steps"] / stats["row_steps"]
         record.notes.append(f"{stats['steps']} steps, {100 * record.metrics['busy']:.0f} % of their slots taken")
 
-    def _unpatched(self, model: Any, prompts: list[list[int]], limits: list[int]) -> tuple[float, list[list[int]]]:
-        with fastgen.disabled():
-            return self._static(model, prompts, limits)
-
-    def _static(self, model: Any, prompts: list[list[int]], limits: list[int]) -> tuple[float, list[list[int]]]:
-        start, found = time.perf_counter(), [list[int]() for _ in prompts]
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-        size = self.slots // self.beams
-        for first in range(0, len(order), size):
-            chosen = order[first : first + size]
-            for number, row in zip(chosen, self._batch(model, prompts, limits, chosen), strict=True):
-                found[number] = row
-        return time.perf_counter() - start, found
-
-    def _batch(self, model: Any, prompts: list[list[int]], limits: list[int], chosen: list[int]) -> list[list[int]]:
-        has_encoder, longest = model.config.is_encoder_decoder, max(len(prompts[number]) for number in chosen)
-        rows, masks = [], []
-        for number in chosen:
-            padding = [1] * (longest - len(prompts[number]))
-            row, mask = prompts[number], [1] * len(prompts[number])
-            rows.append(row + padding if has_encoder else padding + row)
-            zeros = [0] * len(padding)
-            masks.append(mask + zeros if has_encoder else zeros + mask)
-        prompt, own = 1 if has_encoder else longest, [limits[number] for number in chosen]
-        made = model.generate(
-            torch.tensor(rows),
-            attention_mask=torch.tensor(masks),
-            stopping_criteria=[_Limits(prompt, own, self.beams)],
-            **self._options(max(own)),
-        )
-        return [row[prompt : prompt + limit].tolist() for row, limit in zip(made, own, strict=True)]
-
-    def _continuous(
-        self, model: Any, prompts: list[list[int]], limits: list[int], stats: dict[str, Any]
-    ) -> tuple[float, list[list[int]]]:
-        start = time.perf_counter()
-        with fastgen.Engine(model, slots=self.slots) as engine:
-            futures = [
-                engine.submit(prompt, **self._options(limit)) for prompt, limit in zip(prompts, limits, strict=True)
-            ]
-            results = [future.result()[0].tolist() for future in futures]
-            stats.update(engine.stats())
-        begin = 1 if model.config.is_encoder_decoder else None
-        found = [row[begin or len(prompt) :] for row, prompt in zip(results, prompts, strict=True)]
-        return time.perf_counter() - start, found
-
-    def _options(self, new_tokens: int) -> dict[str, Any]:
-        return {"max_new_tokens": new_tokens, "num_beams": self.beams, "do_sample": False}
+    def drawn(self, context: Context) -> _Requests:
+        """The model, and requests to it."""
+        model = self.shape().to(context.device).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.forced_eos_token_id = None
+        model.generation_config.pad_token_id = _PADDING
+        numbers, top = random.Random(1), min(model.config.vocab_size, 30000)
+        prompts = [
+            [numbers.randrange(5, top) for _ in range(numbers.randint(*self.prompts))] for _ in range(self.requests)
+        ]
+        limits = [numbers.randint(*self.outputs) for _ in range(self.requests)]
+        return _Requests(model, prompts, limits, self.slots, self.beams)
 
 
-def _faster_than_static(times: float) -> tuple[Target, ...]:
-    return (Target("times as fast as FastGen's static batches", f"{STATIC}/{SUBJECT}", at_least=times),)
-
-
+_SMOLLM2: dict[str, Any] = {"prompts": (10, 60), "outputs": (5, 200), "needs_smollm2": True}
+_WIDE = {"slots": 32, "beams": 4}
 WORKLOADS = [
     Continuous(
         name="continuous-smollm2",
         title="SmolLM2-135M, numbers of bfloat16, 16 slots, greedy, outputs of 5 to 200 tokens",
         shape=smollm2_instruct_from_bfloat16,
-        needs_smollm2=True,
         requests=160,
-        prompts=(10, 60),
-        outputs=(5, 200),
-        targets=_faster_than_static(1.35),
+        **_SMOLLM2,
     ),
     Continuous(
         name="continuous-smollm2-beams",
         title="SmolLM2-135M, numbers of bfloat16, 16 slots, 4 beams, outputs of 5 to 200 tokens",
         shape=smollm2_instruct_from_bfloat16,
-        needs_smollm2=True,
         requests=40,
-        prompts=(10, 60),
-        outputs=(5, 200),
         beams=4,
-        targets=_faster_than_static(1.25),
+        **_SMOLLM2,
     ),
     Continuous(
         name="continuous-opus-mt",
@@ -185,9 +173,7 @@ WORKLOADS = [
         requests=96,
         prompts=(5, 60),
         outputs=(5, 60),
-        slots=32,
-        beams=4,
-        targets=_faster_than_static(1.25),
+        **_WIDE,
     ),
     Continuous(
         name="continuous-bart-base",
@@ -196,8 +182,6 @@ WORKLOADS = [
         requests=48,
         prompts=(200, 500),
         outputs=(20, 140),
-        slots=32,
-        beams=4,
-        targets=_faster_than_static(1.25),
+        **_WIDE,
     ),
 ]

@@ -9,29 +9,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import backends
-from benchmarks.backends import BASELINE, SUBJECT, Backend, Job
-from benchmarks.backends.generate import Patched
-from benchmarks.record import Record, Target
-from benchmarks.workload import (
-    Context,
-    Outcome,
-    Workload,
-    check_code,
-    check_tokens,
-    open_backends,
-    time_backends,
-)
+from benchmarks.backends import Backend
+from benchmarks.record import Record
+from benchmarks.workload import Context, Generation, Outcome
 
-_ALONE, _FAST, _PLAIN = "fairseq", "fastgen-fairseq", "fastgen-fairseq-plain"
+PLAIN = "fastgen-fairseq-plain"
 # Random weights give every word about the same probability; this much larger, they prefer few, as trained ones do.
 _CONTRAST = 3.0
 
@@ -76,57 +65,29 @@ def _built(kind: Any, arguments: Namespace, vocabulary: int) -> Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InFairSeq(Workload):
+class InFairSeq(Generation):
     """One call of `SequenceGenerator.generate`, unpatched and patched.
 
     Attributes:
         shape: makes the model; takes the size of the vocabulary and changes to the architecture.
         vocabulary: words, the special ones included.
-        batch: sources.
         beams: of the search.
-        dtype: of the model, by its name in torch.
-        config: changes to the architecture.
+        longest: tokens of the longest hypothesis.
     """
 
-    shape: Callable[..., Model]
     vocabulary: int
-    batch: int
     beams: int
-    dtype: str = "float32"
-    config: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    longest: int
 
-    group = "generation"
+    baseline: str = "fairseq"
+    subject: str = "fastgen-fairseq"
     entry_point = "fairseq.generate"
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.dtype == "float32"
 
     @abstractmethod
     def sources(self) -> Tensor:
-        """Random tokens, [batch, longest]; padding is 1, the end token is 2."""
-
-    @abstractmethod
-    def generate(self, model: Model, inputs: dict[str, Tensor], new_tokens: int) -> Tensor:
-        """The tokens of all hypotheses, [batch * beams, longest]; fewer than the workload has to warm up."""
-
-    @abstractmethod
-    def sizes(self) -> dict[str, Any]:
-        """For the record: lengths of sources and outputs."""
-
-    @property
-    @abstractmethod
-    def new_tokens(self) -> int:
-        """Of the longest output."""
-
-    def new_record(self) -> Record:
-        record = super().new_record()
-        record.baseline, record.subject = _ALONE, _FAST
-        return record
+        """Random tokens, [batch, length]; padding is 1, the end token is 2."""
 
     def build(self, device: torch.device) -> tuple[Model, dict[str, Tensor]]:
-        """The model and its sources."""
         torch.manual_seed(self.seed)
         model = self.shape(self.vocabulary, **self.config)
         tokens = self.sources()
@@ -134,139 +95,85 @@ class InFairSeq(Workload):
         model.network.to(device, getattr(torch, self.dtype))
         return model, {"src_tokens": tokens.to(device), "src_lengths": lengths.to(device)}
 
+    def weights(self, model: Model) -> Iterable[Tensor]:
+        return model.network.parameters()
+
+    def parameters(self) -> dict[str, Any]:
+        return {**super().parameters(), "vocabulary": self.vocabulary, "beams": self.beams}
+
+    def backends_in(self, context: Context) -> list[str]:
+        """The library alone, FastGen, and where it packs weights FastGen without; all must make the same tokens."""
+        both = [self.baseline, self.subject]
+        return [*both, PLAIN] if context.device.type == "cpu" else both
+
     def run(self, context: Context, record: Record) -> None:
-        record.parameters = {
-            "shape": self.shape.__name__,
-            "vocabulary": self.vocabulary,
-            "batch": self.batch,
-            "beams": self.beams,
-            **self.sizes(),
-            **({"config": dict(self.config)} if self.config else {}),
-            "dtype": self.dtype,
-        }
         try:
             import fairseq
         except Exception as error:  # on a current Python an import of FairSeq may fail with anything
-            record.skipped[_ALONE] = f"FairSeq cannot be imported ({type(error).__name__}: {error})"
+            record.skipped[self.baseline] = f"FairSeq cannot be imported ({type(error).__name__}: {error})"
             return
-        context.log("building the model")
-        model, inputs = self.build(context.device)
-        record.parameters["model_parameters"] = sum(parameter.numel() for parameter in model.network.parameters())
-        job = Job(self, model, inputs, torch.get_num_threads())
-        with ExitStack() as stack:
-            chosen = _backends(packed=context.device.type == "cpu")
-            ready = open_backends(stack, {name: (backend, job) for name, backend in chosen.items()}, context, record)
-            outcomes = time_backends(ready, self.repetitions_in(context), context, record)
-            record.compare([(_ALONE, _PLAIN)])
-        record.backends[_ALONE]["version"] = fairseq.__version__
-        check_code(record, ready, outcomes)
-        check_tokens(record, ready, outcomes)
-        self._check_lengths(record, outcomes)
+        super().run(context, record)
+        record.backends[self.baseline]["version"] = fairseq.__version__
 
-    def _check_lengths(self, record: Record, outcomes: dict[str, list[Outcome]]) -> None:
-        """Work that is less than it should be is none to measure."""
-        longest = outcomes[_ALONE][0].tokens.shape[1]
-        if longest != self.new_tokens:
-            record.errors.append(f"the longest hypothesis has {longest} tokens instead of {self.new_tokens}")
+    def check(self, record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
+        super().check(record, ready, outcomes)
+        # Work that is less than it should be is none to measure.
+        found = outcomes[self.baseline][0].tokens.shape[1]
+        if found != self.longest:
+            record.errors.append(f"the longest hypothesis has {found} tokens instead of {self.longest}")
 
-    def _hypotheses(self, generator: Any, inputs: dict[str, Tensor], **arguments: Any) -> Tensor:
+    def _hypotheses(self, model: Model, inputs: dict[str, Tensor], search: dict[str, Any], **arguments: Any) -> Tensor:
+        """The tokens of all hypotheses, [batch * beams, longest]."""
         from fairseq.data.data_utils import collate_tokens
+        from fairseq.sequence_generator import SequenceGenerator
 
+        generator = SequenceGenerator([model.network], model.dictionary, beam_size=self.beams, **search)
         torch.manual_seed(self.seed + 1)
         found = generator.generate([], {"net_input": inputs}, **arguments)
         return collate_tokens([hypothesis["tokens"] for each in found for hypothesis in each], generator.pad)
 
 
-def _backends(packed: bool) -> dict[str, Backend]:
-    """The library alone, FastGen, and where it packs weights FastGen without; all must make the same tokens."""
-    both = {_ALONE: backends.make(BASELINE), _FAST: backends.make(SUBJECT)}
-    if not packed:
-        return both
-    plain = Patched(SUBJECT, {"packed_weights": "never"})
-    plain.must_equal = BASELINE
-    return {**both, _PLAIN: plain}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Translation(InFairSeq):
-    """Sources from `shortest` to `longest` tokens, each with outputs about as long as it is; the search sees to that.
+    """Sources from `shortest` to `length` tokens, each with outputs about as long as it is; the search sees to that.
 
     Sentences end at different times, as they do with a trained model, and leave the batch then.
     """
 
-    shortest: int
-    longest: int
-
-    @property
-    def new_tokens(self) -> int:
-        return self.longest
-
-    def sizes(self) -> dict[str, Any]:
-        return {"source": [self.shortest, self.longest], "outputs": "as long as their sources"}
-
     def sources(self) -> Tensor:
-        tokens = torch.randint(4, self.vocabulary, (self.batch, self.longest))
-        lengths = torch.linspace(self.longest, self.shortest, self.batch).round().long()
+        tokens = torch.randint(4, self.vocabulary, (self.batch, self.length))
         # As FairSeq's datasets make a batch: the longest first, padding on the left.
-        for row, length in zip(tokens, lengths.tolist(), strict=True):
+        lengths = self._lengths()
+        assert lengths is not None
+        for row, length in zip(tokens, lengths.flip(0).tolist(), strict=True):
             row[-1] = 2
-            row[: self.longest - length] = 1
+            row[: self.length - length] = 1
         return tokens
 
     def generate(self, model: Model, inputs: dict[str, Tensor], new_tokens: int) -> Tensor:
         from fairseq.search import LengthConstrainedBeamSearch
-        from fairseq.sequence_generator import SequenceGenerator
 
         # The search counts the words of a source without its end token; the outputs get one on top.
         whole = new_tokens == self.new_tokens
         factor, words = (1, 0) if whole else (0, new_tokens - 1)
-        generator = SequenceGenerator(
-            [model.network],
-            model.dictionary,
-            beam_size=self.beams,
-            max_len_b=new_tokens - 1,
-            search_strategy=LengthConstrainedBeamSearch(model.dictionary, factor, words, factor, words),
-        )
-        return self._hypotheses(generator, inputs)
+        strategy = LengthConstrainedBeamSearch(model.dictionary, factor, words, factor, words)
+        return self._hypotheses(model, inputs, {"max_len_b": new_tokens - 1, "search_strategy": strategy})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation(InFairSeq):
-    """A language model that goes on for `continuation` tokens behind a prefix of `prefix`, as its task does it."""
-
-    prefix: int
-    continuation: int
-
-    @property
-    def new_tokens(self) -> int:
-        return self.prefix + self.continuation
-
-    def sizes(self) -> dict[str, Any]:
-        return {"prefix": self.prefix, "new_tokens": self.continuation}
+    """A language model that goes on behind a prefix of `length` tokens, as its task does it."""
 
     def sources(self) -> Tensor:
-        return torch.randint(4, self.vocabulary, (self.batch, self.prefix))
+        return torch.randint(4, self.vocabulary, (self.batch, self.length))
 
     def generate(self, model: Model, inputs: dict[str, Tensor], new_tokens: int) -> Tensor:
-        from fairseq.sequence_generator import SequenceGenerator
-
         # FairSeq alone takes a step for each token of the prefix: a short one will do to warm up.
         if new_tokens < self.new_tokens:
             inputs = {"src_tokens": inputs["src_tokens"][:, :8], "src_lengths": inputs["src_lengths"].clamp(max=8)}
-            new_tokens += 8
-        generator = SequenceGenerator(
-            [model.network], model.dictionary, beam_size=self.beams, max_len_b=new_tokens - 1, min_len=new_tokens - 1
-        )
-        return self._hypotheses(generator, inputs, prefix_tokens=inputs["src_tokens"])
-
-
-def _targets(plain: float, packed: float) -> tuple[Target, ...]:
-    return (
-        Target("times as fast as FairSeq alone", "ratio", at_least=packed),
-        Target(
-            "times as fast as FairSeq alone, with torch's own matrix products", f"{_ALONE}/{_PLAIN}", at_least=plain
-        ),
-    )
+        longest = inputs["src_tokens"].shape[1] + new_tokens - 1
+        search = {"max_len_b": longest, "min_len": longest}
+        return self._hypotheses(model, inputs, search, prefix_tokens=inputs["src_tokens"])
 
 
 WORKLOADS = [
@@ -278,8 +185,9 @@ WORKLOADS = [
         batch=64,
         beams=5,
         shortest=12,
+        length=48,
+        new_tokens=48,
         longest=48,
-        targets=_targets(1.05, 1.8),
     ),
     Continuation(
         name="fairseq-gpt2-b4-p512",
@@ -288,8 +196,8 @@ WORKLOADS = [
         vocabulary=50257,
         batch=4,
         beams=4,
-        prefix=512,
-        continuation=64,
-        targets=_targets(3.0, 6.0),
+        length=512,
+        new_tokens=64,
+        longest=576,
     ),
 ]

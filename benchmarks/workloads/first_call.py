@@ -1,13 +1,20 @@
-"""One call in a fresh process, from the start of Python to its end: imports, loading the model, 20 new tokens.
+"""A fresh process: what `import fastgen` costs, and one call from the start of Python to its end.
 
-A time is that of the whole process, by the clock of this one. Processes of the library and of FastGen take turns.
+Imports are measured by the clock of the interpreter. Their backends:
+
+* import torch;
+* import fastgen: in an interpreter that has imported nothing else;
+* import fastgen after torch: what it adds to a program that uses torch;
+* import fastgen after transformers: what it adds where the patches are applied at once, operators loaded.
+
+A call is imports, loading the model, and 20 new tokens. Its time is that of the whole process, by this one's clock.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,31 +25,65 @@ from typing import Any
 
 import torch
 
-from benchmarks import backends, lockstep
-from benchmarks.backends import BASELINE, Job, elsewhere
+from benchmarks import backends, lockstep, processes
+from benchmarks.backends import Job
 from benchmarks.lockstep import Side
-from benchmarks.measure import alternate, format_seconds, summary
-from benchmarks.record import Record, Target
+from benchmarks.measure import alternate, format_seconds
+from benchmarks.record import Record
 from benchmarks.workload import Context, Generation, Outcome, Workload, check_code, check_tokens
 from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, opus_mt, t5_small
-from benchmarks.workloads.smollm2_chat import is_without_model, smollm2_of_32_bits
+from benchmarks.workloads.smollm2_chat import smollm2_of_32_bits
+
+_TORCH = "import torch"
+_FASTGEN = "import fastgen"
+# (name, imported before the clock starts, imported while it runs)
+_IMPORTS = (
+    (_TORCH, "pass", _TORCH),
+    (_FASTGEN, "pass", _FASTGEN),
+    (f"{_FASTGEN} after torch", _TORCH, _FASTGEN),
+    (f"{_FASTGEN} after transformers", "from transformers import GenerationMixin", _FASTGEN),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imports(Workload):
+    """Seconds of imports."""
+
+    repetitions: int = 7
+    quick_repetitions: int = 3
+    quick: bool = True
+
+    group = "import"
+    baseline: str = _TORCH
+    subject: str = _FASTGEN
+
+    def run(self, context: Context, record: Record) -> None:
+        runs = {name: partial(self._seconds, context, *statements) for name, *statements in _IMPORTS}
+        alternate(runs, 1)  # compiles to byte code, and brings the files into memory
+        record.take(alternate(runs, self.repetitions_in(context), context.log))
+        medians = {name: 1e3 * found["median"] for name, found in record.backends.items()}
+        record.metrics["alone_minus_torch_ms"] = medians[_FASTGEN] - medians[_TORCH]
+        record.metrics["after_torch_ms"] = medians[f"{_FASTGEN} after torch"]
+        record.metrics["after_transformers_ms"] = medians[f"{_FASTGEN} after transformers"]
+
+    @staticmethod
+    def _seconds(context: Context, before: str, statement: str) -> tuple[float, None]:
+        code = f"import time; {before}; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+        done = processes.run([sys.executable, "-c", code], context.threads)
+        return float(done.stdout.split()[-1]), None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstCall(Workload):
-    """Attributes: the `work` of the call, and whether its model is the one that `benchmarks.smollm2` makes."""
+    """Attributes: the `work` of the call."""
 
     work: Generation
-    needs_smollm2: bool = False
     repetitions: int = 7
     quick_repetitions: int = 3
-    targets: tuple[Target, ...] = (Target("not slower, start of the process included", "ratio", at_least=0.97),)
 
     group = "import"
 
     def run(self, context: Context, record: Record) -> None:
-        if self.needs_smollm2 and is_without_model(self, context, record):
-            return
         record.parameters = self.work.parameters()
         model, inputs = self.work.build(context.device)
         job = Job(self.work, model, {}, torch.get_num_threads())
@@ -51,17 +92,15 @@ class FirstCall(Workload):
         with tempfile.TemporaryDirectory(prefix="fastgen-first-call-") as folder:
             sides = {name: lockstep.side(each, job, context.threads, Path(folder)) for name, each in made.items()}
             runs = {name: partial(_whole_process, side, work) for name, side in sides.items()}
-            alternate(runs, 1)  # compiles to byte code, and brings the files into memory
-            samples = alternate(runs, self.repetitions_in(context), context.log)
-        record.backends = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
-        record.compare(backends.pairs(made.values()))
-        outcomes = {name: [outcome for _, (_, outcome) in found] for name, found in samples.items()}
-        check_code(record, made, outcomes)
-        check_tokens(record, made, outcomes)
-        calls = {name: statistics.median(call for _, (call, _) in found) for name, found in samples.items()}
-        if BASELINE in calls:
-            shares = ", ".join(f"{format_seconds(seconds)} ({name})" for name, seconds in calls.items())
-            record.notes.append(f"the call alone takes {shares}")
+            alternate(runs, 1)  # as above
+            pairs = backends.pairs(made.values(), self.baseline, self.subject)
+            found = record.take(alternate(runs, self.repetitions_in(context), context.log), pairs)
+        outcomes = {name: [outcome for _, outcome in each] for name, each in found.items()}
+        check_code(record, self.work, made, outcomes)
+        check_tokens(record, self.work, made, outcomes)
+        calls = {name: statistics.median(seconds for seconds, _ in each) for name, each in found.items()}
+        shares = ", ".join(f"{format_seconds(seconds)} ({name})" for name, seconds in calls.items())
+        record.notes.append(f"the call alone takes {shares}")
 
 
 def _whole_process(side: Side, work: Mapping[str, Any]) -> tuple[float, tuple[float, Outcome]]:
@@ -72,16 +111,8 @@ def _whole_process(side: Side, work: Mapping[str, Any]) -> tuple[float, tuple[fl
     """
     lines = "".join(json.dumps(line) + "\n" for line in (side.question, work))
     start = time.perf_counter()
-    done = subprocess.run(
-        elsewhere.command(side.python, side.script),
-        input=lines,
-        capture_output=True,
-        text=True,
-        env=elsewhere.environment(),
-    )
+    done = processes.run(processes.script_command(side.python, side.script), asked=lines, alone=True)
     seconds = time.perf_counter() - start
-    if done.returncode != 0:
-        raise RuntimeError(f"a process ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
     call, answer = json.loads(done.stdout.splitlines()[-1])
     return seconds, (call, Outcome(torch.tensor(answer["tokens"]), answer["stats"]))
 
@@ -102,7 +133,8 @@ def _first_call(shape: Any, name: str, title: str, beams: int = 1, **changes: An
     )
 
 
-WORKLOADS = [
+WORKLOADS: list[Workload] = [
+    Imports(name="import", title="import fastgen"),
     _first_call(smollm2_of_32_bits, "smollm2", "SmolLM2-135M", needs_smollm2=True),
     _first_call(gpt2, "gpt2", "GPT-2"),
     _first_call(llama_small, "llama", "Llama (8 layers)"),

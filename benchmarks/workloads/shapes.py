@@ -8,44 +8,34 @@ from __future__ import annotations
 from typing import Any
 
 
-def bart_base(**changes: Any) -> Any:
-    """BART-base: 6 + 6 layers of width 768, vocabulary of 50,265."""
+def _bart(**config: Any) -> Any:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    config: dict[str, Any] = {
-        "vocab_size": 50265,
-        "d_model": 768,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "encoder_attention_heads": 12,
-        "decoder_attention_heads": 12,
-        "encoder_ffn_dim": 3072,
-        "decoder_ffn_dim": 3072,
-        "max_position_embeddings": 1024,
-        # BART forces the last token of an output that is long enough; other toolkits generate it like any other.
-        "forced_eos_token_id": None,
-    }
-    return BartForConditionalGeneration(BartConfig(**config | changes))
+    # BART forces the last token of an output that is long enough; other toolkits generate it like any other.
+    return BartForConditionalGeneration(BartConfig(**{"forced_eos_token_id": None, **config}))
+
+
+def _layers(encoder: int, decoder: int, width: int, heads: int) -> dict[str, int]:
+    """The configuration of BART and Marian."""
+    parts = {"encoder": encoder, "decoder": decoder}
+    found = {f"{part}_layers": layers for part, layers in parts.items()}
+    found |= {f"{part}_attention_heads": heads for part in parts}
+    return found | {f"{part}_ffn_dim": 4 * width for part in parts} | {"d_model": width}
+
+
+def bart_base(**changes: Any) -> Any:
+    """BART-base: 6 + 6 layers of width 768, vocabulary of 50,265."""
+    return _bart(**{"vocab_size": 50265, **_layers(6, 6, 768, 12), **changes})
 
 
 def bart_large(**changes: Any) -> Any:
     """BART-large: 12 + 12 layers of width 1024, vocabulary of 50,264."""
-    large: dict[str, Any] = {
-        "vocab_size": 50264,
-        "d_model": 1024,
-        "encoder_layers": 12,
-        "decoder_layers": 12,
-        "encoder_attention_heads": 16,
-        "decoder_attention_heads": 16,
-        "encoder_ffn_dim": 4096,
-        "decoder_ffn_dim": 4096,
-    }
-    return bart_base(**large | changes)
+    return _bart(**{"vocab_size": 50264, **_layers(12, 12, 1024, 16), **changes})
 
 
 def bart_distilled(**changes: Any) -> Any:
     """DistilBART 12-6: BART-large with every second layer of the decoder."""
-    return bart_large(**{"decoder_layers": 6} | changes)
+    return bart_large(**{"decoder_layers": 6, **changes})
 
 
 def prophetnet_large(**changes: Any) -> Any:
@@ -62,18 +52,12 @@ def opus_mt(**changes: Any) -> Any:
 
     config: dict[str, Any] = {
         "vocab_size": 58101,
-        "d_model": 512,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "encoder_attention_heads": 8,
-        "decoder_attention_heads": 8,
-        "encoder_ffn_dim": 2048,
-        "decoder_ffn_dim": 2048,
+        **_layers(6, 6, 512, 8),
         "max_position_embeddings": 512,
         "activation_function": "swish",
         "scale_embedding": True,
+        **changes,
     }
-    config |= changes
     # The last token is the padding, which the decoder starts from.
     padding = config["vocab_size"] - 1
     tokens = {"pad_token_id": padding, "decoder_start_token_id": padding, "eos_token_id": 0, "bos_token_id": 0}
@@ -84,17 +68,8 @@ def t5_base(**changes: Any) -> Any:
     """T5-base: 12 + 12 layers of width 768, vocabulary of 32,128, relative positions."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config: dict[str, Any] = {
-        "vocab_size": 32128,
-        "d_model": 768,
-        "d_kv": 64,
-        "d_ff": 3072,
-        "num_layers": 12,
-        "num_decoder_layers": 12,
-        "num_heads": 12,
-        "decoder_start_token_id": 0,
-    }
-    return T5ForConditionalGeneration(T5Config(**config | changes))
+    sizes = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12}
+    return T5ForConditionalGeneration(T5Config(**{**sizes, "decoder_start_token_id": 0, **changes}))
 
 
 def t5_small(**changes: Any) -> Any:
@@ -107,56 +82,32 @@ def gpt2(**changes: Any) -> Any:
     """GPT-2, 124 million parameters: 12 layers of width 768, vocabulary of 50,257."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config: dict[str, Any] = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
-    config |= changes
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=1, pad_token_id=1, **config))
+    # What the class has for defaults is this size.
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=1, pad_token_id=1, **changes))
+
+
+def _llama(vocabulary: int, width: int, inner: int, layers: int, heads: tuple[int, int], **config: Any) -> Any:
+    """`heads` are those of queries, and of K/V."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, **config}))
 
 
 def llama_1b(**changes: Any) -> Any:
     """Llama 3.2 1B: 16 layers of width 2048, grouped queries (32 heads, 8 for K/V), vocabulary of 128,256, tied."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config: dict[str, Any] = {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-    }
-    return LlamaForCausalLM(LlamaConfig(**config | changes))
+    return _llama(128256, 2048, 8192, 16, (32, 8), **{"tie_word_embeddings": True, **changes})
 
 
 def llama_7b(**changes: Any) -> Any:
     """Llama 2 7B: 32 layers of width 4096, 32 heads, vocabulary of 32,000, not tied."""
-    large: dict[str, Any] = {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "tie_word_embeddings": False,
-    }
-    return llama_1b(**large | changes)
+    return _llama(32000, 4096, 11008, 32, (32, 32), **{"tie_word_embeddings": False, **changes})
 
 
 def llama_small(**changes: Any) -> Any:
     """A small Llama with grouped queries: 8 layers of width 768, 12 heads, 4 for K/V, vocabulary of 32,000."""
-    small: dict[str, Any] = {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    }
-    return llama_1b(**small | changes)
+    return _llama(32000, 768, 2048, 8, (12, 4), **{"tie_word_embeddings": True, **changes})
 
 
 def unilm_base(**changes: Any) -> Any:

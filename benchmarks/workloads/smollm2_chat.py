@@ -2,12 +2,13 @@
 
 The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits. Workloads in float32
 have weights that need 32 bits. "from-bfloat16" in a name says that they are numbers of bfloat16 in float32: what a user
-has who loads the published checkpoint with `dtype=torch.float32`. A low-bit file is a workload of its own
-(`python -m benchmarks.low_bit`).
+has who loads the published checkpoint with `dtype=torch.float32`. "smollm2-file" compares what reads the file of 4 bits
+as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.record import Record, Target
-from benchmarks.workload import NEVER_SLOWER, Context, Generation, Workload, faster_on_cpu, faster_than
+from benchmarks.workload import Generation
 
 QUESTIONS = (
     "Explain in simple words why the sky is blue.",
@@ -67,49 +67,40 @@ def smollm2_of_32_bits() -> Any:
     return model.to(torch.get_default_dtype())
 
 
-def tokenizer_of(folder: Path) -> Any:
+def tokenizer_of(folder: Path | str, padding_side: str = "left") -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=padding_side)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
 
-def chat_prompts(folder: Path, count: int) -> dict[str, Tensor]:
+def chat_prompts(folder: Path, count: int, questions: Sequence[str] = QUESTIONS) -> dict[str, Tensor]:
     """The first questions in the template of a chat, padded on the left: [count, length] of tokens and their mask."""
     tokenizer = tokenizer_of(folder)
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:count]]
+    chats = [[{"role": "user", "content": question}] for question in questions[:count]]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     encoded = tokenizer(prompts, return_tensors="pt", padding=True)
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def is_without_model(workload: Workload, context: Context, record: Record) -> bool:
-    """Whether the environment variable names no model; if so, the record says what to do."""
-    if smollm2.folder() is not None:
-        return False
-    record.skipped["the model"] = smollm2.MISSING
-    context.log(f"{workload.name} is not measured: {smollm2.MISSING}")
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chat(Generation):
-    """Prompts of 30 to 40 tokens, padded on the left, from a chat's template."""
+    """The first of some `questions`, as a chat's template has them, padded on the left."""
 
-    def run(self, context: Context, record: Record) -> None:
-        if is_without_model(self, context, record):
-            return
-        super().run(context, record)
+    questions: tuple[str, ...] = QUESTIONS
+    length: int = 40
+    needs_smollm2: bool = True
 
     def make_inputs(self, model: Any) -> dict[str, Tensor]:
         folder = smollm2.folder()
         assert folder is not None
         model.generation_config.pad_token_id = tokenizer_of(folder).pad_token_id
-        return {name: each.to(model.device) for name, each in chat_prompts(folder, self.batch).items()}
+        prompts = chat_prompts(folder, self.batch, self.questions)
+        return {name: each.to(model.device) for name, each in prompts.items()}
 
 
-def _workload(batch: int, beams: int, dtype: str, times: float, than_openvino: float) -> Chat:
+def _chat(batch: int, beams: int, dtype: str = "float32", further: tuple[str, ...] = ()) -> Chat:
     how = "greedy" if beams == 1 else f"{beams} beams"
     kind = "32-bit weights" if dtype == "float32" else dtype
     return Chat(
@@ -117,52 +108,40 @@ def _workload(batch: int, beams: int, dtype: str, times: float, than_openvino: f
         title=f"SmolLM2-135M, {kind}, batch {batch}, {how}, chat",
         shape=smollm2_of_32_bits if dtype == "float32" else smollm2_instruct,
         batch=batch,
-        length=40,
         new_tokens=96,
         options={"do_sample": False, **({"num_beams": beams} if beams > 1 else {})},
         dtype=dtype,
-        memory=False,
-        further_backends=("fastgen-hooks", "openvino", *(_LLAMA_CPP[dtype] if beams == 1 else ())),
-        targets=(NEVER_SLOWER, faster_on_cpu(times), faster_than("openvino", than_openvino)),
+        further_backends=("fastgen-hooks", "openvino", *(_LLAMA_CPP[dtype] if beams == 1 else ()), *further),
     )
 
 
-def _low_bit(work: Chat, *targets: Target) -> Chat:
-    """Also with weights in 8 or 4 bits: the backends are those that the targets compare."""
-    further = [name for target in targets for name in target.metric.split("/")]
-    names = tuple(dict.fromkeys((*work.further_backends, *further)))
-    return replace(work, further_backends=names, targets=(*work.targets, *targets))
-
-
-def _from_bfloat16(work: Chat, times: float, than_openvino: float) -> Chat:
+def _from_bfloat16(work: Chat) -> Chat:
     return replace(
         work,
         name=f"{work.name}-from-bfloat16",
         title=work.title.replace("32-bit weights", "bfloat16 weights in float32"),
         shape=smollm2_instruct_from_bfloat16,
-        further_backends=("openvino",),
-        targets=(NEVER_SLOWER, faster_on_cpu(times), faster_than("openvino", than_openvino)),
+        further_backends=("openvino", "fastgen-gguf"),
     )
 
 
-_ONE, _FOUR = _workload(1, 1, "float32", 3.0, 1.5), _workload(4, 1, "float32", 4.2, 1.35)
-_SIXTEEN, _BEAMS = _workload(16, 1, "float32", 3.4, 1.5), _workload(4, 4, "float32", 5.5, 1.6)
+_INT8 = ("openvino-int8", "fastgen-int8")
+_ONE = _chat(1, 1, further=(*_INT8, "llama.cpp-q8_0", "openvino-int4", "fastgen-int4"))
+_FLOAT = [_ONE, _chat(4, 1, further=_INT8), _chat(16, 1, further=_INT8), _chat(4, 4)]
 WORKLOADS = [
-    _low_bit(
-        _ONE,
-        faster_than("openvino-int8", 1.5, "fastgen-int8"),
-        faster_than("llama.cpp-q8_0", 1.3, "fastgen-int8"),
-        faster_than("openvino-int4", 1.8, "fastgen-int4"),
-        faster_than("llama.cpp-q4_1", 1.3, "fastgen-int4"),
+    *_FLOAT,
+    *map(_from_bfloat16, _FLOAT),
+    Chat(
+        name="smollm2-file",
+        title="SmolLM2-135M, the file of 4 bits, batch 1, greedy, chat",
+        shape=smollm2_instruct,
+        batch=1,
+        new_tokens=64,
+        options={"do_sample": False},
+        repetitions=7,
+        further_backends=("fastgen-gguf", "fastgen-gguf-int8", "llama.cpp-q4_1", "openvino-genai"),
     ),
-    _low_bit(_FOUR, faster_than("openvino-int8", 1.3, "fastgen-int8")),
-    _low_bit(_SIXTEEN, faster_than("openvino-int8", 1.1, "fastgen-int8")),
-    _BEAMS,
-    _from_bfloat16(_ONE, 3.5, 1.5),
-    _from_bfloat16(_FOUR, 4.5, 1.35),
-    _from_bfloat16(_SIXTEEN, 3.4, 1.5),
-    _from_bfloat16(_BEAMS, 5.5, 1.6),
-    _workload(1, 1, "bfloat16", 2.2, 1.1),
-    _workload(16, 1, "bfloat16", 1.5, 1.1),
-    _workload(4, 4, "bfloat16", 2.5, 1.1),
+    _chat(1, 1, "bfloat16"),
+    _chat(16, 1, "bfloat16"),
+    _chat(4, 4, "bfloat16"),
 ]

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.workloads import operators
-
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -19,6 +17,5 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(gc, "collect", lambda *generation: 0)
-    monkeypatch.setattr(operators, "_SAMPLE_SECONDS", 0.001)
     yield
     torch.set_num_threads(threads)

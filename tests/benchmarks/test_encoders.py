@@ -1,108 +1,42 @@
-"""The benchmark of encoders, on models of one layer."""
+"""The workloads of encoders, on models of one layer."""
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
 
 import pytest
-import torch
 
-import fastgen
-from benchmarks import encoder_sides, encoders
-from benchmarks.backends import elsewhere
-from fastgen.ops import quantized_linear
+from benchmarks.__main__ import run_workload
+from benchmarks.workload import Context
+from benchmarks.workloads import encoders
+from fastgen import settings
 
-_HERE = ["--sides", "Transformers", "FastGen", "--repetitions", "1", "--layers", "1"]
-
-
-@pytest.fixture(autouse=True)
-def exact_afterwards():
-    yield
-    fastgen.enable(padding="exact")
+_ALL = {workload.name: workload for workload in encoders.WORKLOADS}
 
 
-def test_rows_are_measured_and_agree(capsys):
-    assert encoders.main([*_HERE, "--texts", "6", "--only", "minilm", "latency-10", "int8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[2:]] == ["minilm", "latency-10", "int8"]
+def tiny(name: str) -> encoders.Encoding:
+    workload = _ALL[name]
+    return replace(workload, config={"num_hidden_layers": 1}, batch=6, length=40, of_a_batch=4, repetitions=1)
 
 
-def test_the_row_of_int8_says_why_there_is_none(capsys, monkeypatch):
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *arguments: f"no {precision} here")
-    assert encoders.main([*_HERE, "--texts", "3", "--only", "int8"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == ["| int8 of FastGen | not measured: no int8 here | | |"]
+@pytest.mark.parametrize("name", ["encoder-minilm", "encoder-latency-10"])
+def test_states_are_measured_and_agree(name):
+    record = run_workload(tiny(name), Context(threads=1))
+    assert record.errors == [] and record.identical is True and record.status == "ok"
+    assert list(record.backends) == ["transformers", "fastgen-zero-padding"] and record.metrics["ratio"] > 0
+    assert 0 <= record.metrics["difference"] <= 1e-5
 
 
 def test_nan_is_another_result(monkeypatch):
     """Also in a later batch than the first."""
-    run = encoder_sides.run
+    generate = encoders.Encoding.generate
 
-    def with_nan(model, some, side):
-        *before, last = run(model, some, side)
-        return [*before, last * float("nan") if side == "FastGen" else last]
+    def with_nan(self, model, inputs, new_tokens=0):
+        states = generate(self, model, inputs, new_tokens)
+        if settings.current().padding == "zero":
+            states[-1] = float("nan")
+        return states
 
-    monkeypatch.setattr(encoder_sides, "run", with_nan)
-    assert encoders.main([*_HERE, "--texts", "40", "--only", "minilm"]) == 1
-
-
-@pytest.fixture
-def other_library(tmp_path, monkeypatch):
-    """An environment that is this one, with a script that runs the model as it is."""
-    python = tmp_path / "openvino" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.symlink_to(sys.executable)
-    monkeypatch.setattr(elsewhere, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # the script has as many as this process
-
-    script = tmp_path / "script.py"
-    script.write_text(_OTHER.format(path=sys.path))
-    monkeypatch.setattr(encoder_sides.There, "script", script)
-
-
-_OTHER = """
-import sys
-sys.path = {path}
-import torch, transformers
-
-def load(asked):
-    assert asked["library"] == "openvino" and asked["threads"] == torch.get_num_threads()
-    model, states = transformers.AutoModel.from_pretrained(asked["folder"]).eval(), []
-
-    def work(target):
-        print("no answer")
-        if target is not None:
-            return torch.save(states, target)
-        with torch.no_grad():
-            states[:] = [
-                model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-                for ids, mask in torch.load(asked["batches"])
-            ]
-
-    return "7", work
-"""
-
-
-def test_another_library_takes_part_in_a_process_of_its_own(other_library, capsys):
-    assert encoders.main([*_HERE[3:], "--texts", "3", "--only", "minilm"]) == 0
-    said = capsys.readouterr()
-    assert "x OpenVINO (" in said.out and "ONNX Runtime" not in said.out
-    assert "make bench-onnxruntime" in said.err
-
-
-@pytest.mark.parametrize("added", [0.1, float("nan")])
-def test_other_results_of_another_library_are_an_error(monkeypatch, added):
-    class Side:
-        def __init__(self, name, *given):
-            self.added = added if name == "OpenVINO" else 0.0
-
-        def run(self):
-            pass
-
-        close = run
-
-        def states(self):
-            return [torch.ones(3) + self.added if self.added else torch.ones(3)]
-
-    monkeypatch.setattr(encoder_sides, "make", Side)
-    with pytest.raises(RuntimeError, match="results of OpenVINO differ"):
-        encoders.compared(None, [], ["Transformers", "OpenVINO", "FastGen"], 1)
+    monkeypatch.setattr(encoders.Encoding, "generate", with_nan)
+    record = run_workload(tiny("encoder-minilm"), Context(threads=1))
+    assert record.identical is False and record.status == "different"

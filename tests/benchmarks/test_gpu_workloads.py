@@ -11,8 +11,6 @@ import torch
 
 from benchmarks.__main__ import DONE, main, run_workload
 from benchmarks.memory import DevicePeaks
-from benchmarks.tables import markdown
-from benchmarks.workload import Context
 from tests.benchmarks.tiny_gpu import GENERATION, ON_CPU, WORKLOADS, tiny
 from tests.pipeline import tiny as pipeline_models
 
@@ -26,24 +24,8 @@ def test_generation_in_half_precision(name):
     assert record.parameters["dtype"] in ("float16", "bfloat16")
     # What half precision makes of a tie is reported, not required.
     assert record.identical is None and 0 <= record.same["fastgen"] <= 1
-    assert record.metrics["ratio"] > 0 and len(record.targets) == len(work.targets)
-    assert all(target["measured"] is not None for target in record.targets)
+    assert record.metrics["ratio"] > 0 and "transformers/fastgen-hooks" in record.ratios
     json.dumps(record.to_json())
-
-
-def test_hooks_are_a_backend_on_a_gpu_alone():
-    work = WORKLOADS["gpu-bart-large-b32"]
-    on_gpu = Context(device=torch.device("cuda")).chosen_backends(work.further_backends, work.gpu_backends)
-    assert on_gpu == ["transformers", "fastgen", "fastgen-hooks"]
-    assert ON_CPU.chosen_backends(work.further_backends, work.gpu_backends) == ["transformers", "fastgen"]
-    record = run_workload(tiny(work), replace(ON_CPU, backends=("transformers", "fastgen", "fastgen-hooks")))
-    assert "transformers/fastgen-hooks" in record.ratios and record.status == "ok"
-    page = markdown(
-        {"machine": {"cpu": "c", "cores": 1, "memory_gib": 1, "system": "s", "instructions": "i"},
-         "versions": {"torch": "2"}, "settings": {"device": "cpu", "threads": 1}},
-        [record],
-    )  # fmt: skip
-    assert f"{100 * record.same['fastgen']:.0f} %" in page
 
 
 def test_bandwidth_utilisation(monkeypatch):
@@ -75,7 +57,6 @@ class TestHalfPrecision:
         assert record.errors == [] and record.identical is True and record.accelerated is not needs_gpu
         assert record.metrics["same fp32"] == 1.0 and record.metrics["bleu fp32"] == 0
         assert 0 <= record.same["fastgen, bf16"] <= 1 and len(record.backends) == 6
-        assert all(target["measured"] is not None for target in record.targets)
         assert [note.partition(":")[0] for note in record.notes] == ["fp32", "fp16", "bf16"]
 
     def test_other_outputs_in_float32_are_noticed(self, run, monkeypatch):

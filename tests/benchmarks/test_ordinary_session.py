@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks import backends, lockstep, ordinary_session, smollm2
+from benchmarks import ROOT, backends, lockstep, smollm2
 from benchmarks.__main__ import run_workload
 from benchmarks.backends import Job, Unsupported
 from benchmarks.backends.generate import CAPTURED_STEP
 from benchmarks.lockstep import Call, Session, Side
-from benchmarks.machine import ROOT
 from benchmarks.workload import Context, Outcome
 from benchmarks.workloads import first_call
 from benchmarks.workloads import ordinary_session as sessions
@@ -30,9 +29,7 @@ _ALL = {workload.work.name: workload for workload in sessions.WORKLOADS}
 def tiny(name: str, **changes) -> sessions.OrdinarySession:
     workload = _ALL[name]
     work = replace(workload.work, config=CONFIGS["opus"], shortest=2, length=9, new_tokens=7)
-    return replace(
-        workload, **{"work": work, "fewest_new_tokens": 3, "calls": 2, "repetitions": 1, "targets": (), **changes}
-    )
+    return replace(workload, **{"work": work, "fewest_new_tokens": 3, "calls": 2, "repetitions": 1, **changes})
 
 
 @pytest.mark.parametrize("name", _ALL)
@@ -127,7 +124,7 @@ def test_one_process_works_while_the_others_are_stopped(make_side, tmp_path, tur
         assert [outcome.stats for outcome in session.outcomes] == [others] * 4
         assert [outcome.tokens.tolist() for outcome in session.outcomes] == [[[0]], [[1]], [[2]], [[3]]]
         assert session.version == "7" and len(session.seconds) == 4 and min(session.seconds) >= 0.05
-        assert 0 < session.loaded_bytes <= session.peak_bytes
+        assert session.peak_bytes > 0
         assert len(session.other_load) == 4 and min(session.other_load) >= 0
         pid = (tmp_path / f"{name}.pid").read_text()
         assert not Path("/proc", pid).exists()  # a stopped process has been ended
@@ -135,7 +132,7 @@ def test_one_process_works_while_the_others_are_stopped(make_side, tmp_path, tur
 
 def test_a_side_that_fails_leaves_the_others(make_side):
     failures = []
-    sides = {"a": make_side("a"), "b": make_side("b", most=2), "c": replace(make_side("c"), script=Path("nowhere.py"))}
+    sides = {"a": make_side("a"), "b": make_side("b", most=2), "c": make_side("c")._replace(script=Path("nowhere.py"))}
     found = lockstep.run(sides, _CALLS, lambda name, error: failures.append((name, str(error))))
     assert list(found) == ["a"] and len(found["a"].seconds) == 4
     assert [name for name, _ in failures] == ["c", "b"] and "out of luck" in failures[1][1]
@@ -185,11 +182,11 @@ def test_a_session_in_fresh_processes(at_once):
     assert record.errors == [] and set(record.skipped) <= {"ctranslate2"}
     assert record.identical is True and record.accelerated is True and record.status == "ok"
     assert {"transformers", "fastgen", "fastgen-captured"} <= set(record.backends)
-    assert record.same.get("ctranslate2", 1.0) == record.same["fastgen-captured"] == 1.0
+    assert record.same.get("ctranslate2", 1.0) == 1.0
     assert record.backends["fastgen"]["version"] == record.backends["transformers"]["version"]
     assert set(record.fallbacks) <= {CAPTURED_STEP}
     for name in ("transformers", "fastgen"):
-        assert 0 < record.memory[name]["peak_bytes_when_loaded"] <= record.memory[name]["peak_bytes"]
+        assert record.memory[name]["peak_bytes"] > 0
     assert [set(call["seconds"]) for call in record.parameters["calls"]] == [set(record.backends)] * 2
     assert not any(call["captured"] for call in record.parameters["calls"])
     json.dumps(record.to_json())
@@ -197,7 +194,7 @@ def test_a_session_in_fresh_processes(at_once):
 
 @pytest.mark.long
 def test_a_session_in_bfloat16(tiny_smollm2, at_once):
-    workload = replace(_ALL["smollm2-bfloat16"], calls=1, repetitions=1, targets=(), further_backends=())
+    workload = replace(_ALL["smollm2-bfloat16"], calls=1, repetitions=1, further_backends=())
     record = run_workload(replace(workload, fewest_new_tokens=96), Context(threads=1, backends=("fastgen-captured",)))
     assert record.errors == [] and record.identical is None
     # 96 tokens are enough for a step, whatever it gains.
@@ -225,7 +222,7 @@ def made_up(monkeypatch, seconds, tokens=None, busy=None, **stats) -> None:
             assert len(times) == len(calls)
             peak = {"transformers": 100, "fastgen": 110}.get(name, 50)
             outcomes = [outcome(name, number) for number in range(len(calls))]
-            found[name] = Session("7", times, outcomes, next(loads[name]), 40, peak)
+            found[name] = Session("7", peak, times, outcomes, next(loads[name]))
         return found
 
     monkeypatch.setattr(sessions.lockstep, "run", run)
@@ -277,23 +274,9 @@ def test_a_library_that_runs_fastgen_is_an_error(monkeypatch):
 
 def test_a_session_without_its_model(monkeypatch):
     monkeypatch.delenv(smollm2.VARIABLE, raising=False)
-    for workload in (_ALL["smollm2"], first_call.WORKLOADS[0]):
+    for workload in (_ALL["smollm2"], first_call.WORKLOADS[1]):
         record = run_workload(workload, Context())
         assert record.errors == [] and "python -m benchmarks.smollm2" in record.skipped["the model"]
-
-
-def test_the_table_of_the_command(monkeypatch, capsys, tmp_path):
-    seconds = {"transformers": _LIBRARY, "ctranslate2": [[1.0, 1.0]] * 3, "fastgen": _OURS}
-    made_up(monkeypatch, seconds, busy={"ctranslate2": [[0.0, 0.3]] * 3})
-    monkeypatch.setattr(ordinary_session, "_MODELS", {"opus-mt": tiny("opus-mt", repetitions=3)})
-    options = ["opus-mt", "--calls", "2", "--repetitions", "3", "--seed", "4", "--quiet", "--threads", "1"]
-    assert ordinary_session.main([*options, "--json", str(tmp_path / "record.json")]) == 0
-    title, head, first, second, *rest = capsys.readouterr().out.splitlines()
-    assert "seed 4, 3 processes" in title and head.split()[-2:] == ["ratio", "captured"]
-    assert first.split()[-1] == "3.00" and second.split()[-3:] == ["3.00", "yes", "(!)"]
-    assert "fastgen: 2.40 times as fast as transformers (1.12 to 3.25)" in rest
-    assert "fastgen: 0.40 times as fast as ctranslate2 (0.25 to 0.50)" in rest and "tokens: identical" in rest
-    assert json.loads((tmp_path / "record.json").read_text())["metrics"]["slowest"] == 3.0
 
 
 # ---- first calls
@@ -311,9 +294,9 @@ def test_first_calls_are_whole_processes(changed, tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(_LIGHT.replace("CHANGED", str(changed)))
     monkeypatch.setattr(lockstep, "_GENERATE", script)
-    (workload,) = (each for each in first_call.WORKLOADS if each.work.name == "opus-mt")
+    (workload,) = (each for each in first_call.WORKLOADS if each.name == "first-call-opus-mt")
     workload = replace(workload, work=replace(workload.work, config=CONFIGS["opus"]), repetitions=2)
     record = run_workload(workload, Context(threads=1))
     assert record.errors == [] and record.accelerated is True and record.identical is (changed == 0)
-    assert len(record.backends["fastgen"]["seconds"]) == 2 and record.targets[0]["met"] is not None
+    assert len(record.backends["fastgen"]["seconds"]) == 2
     assert "the call alone takes" in record.notes[-1]

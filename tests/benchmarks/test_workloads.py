@@ -5,28 +5,29 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 import fastgen
-from benchmarks import smollm2
+from benchmarks import ROOT, smollm2
 from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
 from benchmarks.backends.generate import Unpatched
-from benchmarks.machine import ROOT
 from benchmarks.workload import CAPTURED_STEP, Context, Generation, Workload
-from benchmarks.workloads import all_workloads, real_calls, smollm2_chat
-from benchmarks.workloads.shapes import llama_small
+from benchmarks.workloads import all_workloads, smollm2_chat
+from benchmarks.workloads.encoders import Encoding
+from benchmarks.workloads.fairseq_shapes import InFairSeq
+from benchmarks.workloads.shapes import bart_base, llama_small
 from fastgen.decoding.kv import growing as kv
+from fastgen.ops import gpu as operators
 from tests.benchmarks.tiny_configs import CONFIGS
 
 _ALL = {workload.name: workload for workload in all_workloads()}
 _GENERATION = [
     name
     for name, w in _ALL.items()
-    if isinstance(w, Generation) and not isinstance(w, smollm2_chat.Chat) and not w.needs_gpu
+    if isinstance(w, Generation) and not isinstance(w, (smollm2_chat.Chat, InFairSeq, Encoding)) and not w.needs_gpu
 ]
 
 
@@ -41,8 +42,7 @@ def tiny(name: str, /, **changes) -> Generation:
     assert isinstance(workload, Generation)
     config = next(config for shape, config in CONFIGS.items() if workload.shape.__name__.startswith(shape))
     sizes = {"batch": min(workload.batch, 2), "length": min(workload.length, 40), "new_tokens": 5, "repetitions": 1}
-    fixed = {"memory": False, "targets": (), "further_backends": ()}
-    return replace(workload, **{"config": config, **sizes, **fixed, **changes})
+    return replace(workload, **{"config": config, "further_backends": (), **sizes, **changes})
 
 
 @pytest.mark.sampled(4)
@@ -73,23 +73,6 @@ def test_generation(name):
     json.dumps(record.to_json())
 
 
-@pytest.mark.long
-def test_memory_in_paired_processes():
-    # Large enough to be shared without help: the processes know nothing of what is set here.
-    config = {**CONFIGS["bart"], "d_model": 64}
-    record = run_workload(
-        tiny("bart-base-b16-s1024", config=config, batch=4, length=512, memory=True), Context(threads=1)
-    )
-    assert record.errors == [] and record.identical is True
-    for backend in record.memory.values():
-        assert 0 < backend["kv_bytes_at_end"] <= backend["kv_bytes_largest"]
-        assert backend["peak_bytes"] > 0 and backend["model_bytes"] > 0 and backend["forward_passes"] == 5
-    assert record.memory["fastgen"]["digest"] == record.memory["transformers"]["digest"]
-    # 2 layers, keys and values, 16 rows of source and of 4 generated tokens, in float32.
-    assert record.memory["transformers"]["kv_bytes_at_end"] == 2 * 2 * 16 * (512 + 5) * 64 * 4
-    assert record.metrics["kv_ratio"] < 0.3
-
-
 def test_other_tokens_are_noticed(monkeypatch):
     original = Generation.generate
 
@@ -118,81 +101,8 @@ def test_an_unpatched_backend_that_is_patched_is_an_error(monkeypatch):
     assert "unpatched backend ran FastGen" in record.errors[0]
 
 
-def test_cost_of_beams():
-    workload = _ALL["bart-base-beam-cost"]
-    work = tiny("bart-base-b4-s512", options=workload.work.options)
-    record = run_workload(replace(workload, work=work, beams=(1, 3), repetitions=1), Context(threads=1))
-    assert record.errors == [] and record.identical is True
-    assert set(record.backends) == {
-        "transformers, 1 beam",
-        "transformers, 3 beams",
-        "fastgen, 1 beam",
-        "fastgen, 3 beams",
-    }
-    assert {"cost fastgen", "cost transformers"} <= record.metrics.keys()
-    assert record.targets[0]["measured"] == record.metrics["cost fastgen"] and record.metrics["ratio"] > 0
-    (note,) = record.notes
-    assert "(transformers)" in note and "(fastgen)" in note
-
-
-def test_attention_alone(monkeypatch):
-    workload = replace(_ALL["attention-b16-s1024"], batch=2, heads=3, beams=2, prefix=16, dim=8)
-    record = run_workload(workload, Context(repetitions=1))
-    assert record.errors == [] and set(record.backends) == {"transformers", "fastgen", "copy"}
-    assert record.targets[0]["measured"] == record.metrics["of_copy_bandwidth"] > 0
-
-
-def test_attention_that_is_wrong_is_an_error(monkeypatch):
-    from fastgen.ops import attention
-
-    original = attention.shared_prefix_attention
-    monkeypatch.setattr(attention, "shared_prefix_attention", lambda *args: original(*args) * 1.01)
-    workload = replace(_ALL["attention-b16-s1024"], batch=2, heads=3, beams=2, prefix=16, dim=8)
-    record = run_workload(workload, Context(repetitions=1))
-    assert record.status == "failed" and "the operator differs" in record.errors[0]
-
-
-@pytest.mark.parametrize("length", [2, 64])
-def test_no_repeat_ngram(length, monkeypatch):
-    workload = replace(_ALL["no-repeat-ngram-64"], length=length, rows=3, vocabulary=50, different_tokens=4)
-    record = run_workload(workload, Context(repetitions=1))
-    assert record.errors == [] and record.identical is True and len(record.backends) == 2
-    assert (record.metrics["banned"] > 0) == (length == 64)
-
-
-def test_pipeline_reads_the_report(tmp_path, monkeypatch):
-    from benchmarks.workloads import pipeline
-
-    (tmp_path / "model").mkdir()
-    (tmp_path / "inputs.txt").write_text("one\ntwo\nthree\n")
-    calls = []
-
-    def command(words, **options):
-        calls.append(words)
-        Path(words[5]).write_text(Path(words[4]).read_text().upper())
-        counts = {"accelerated": 0 if "--no-fastgen" in words else 3, "fallback": {}}
-        report = {
-            "seconds": {"generate": 9.0, "finish": 1.0, "waiting_for_output": 0.5},
-            "waiting_for_output_share": 0.01,
-            "fastgen": {"stats": {"transformers.generate": counts}},
-        }
-        Path(words[words.index("--report") + 1]).write_text(json.dumps(report))
-        return type("Done", (), {"returncode": 0, "stderr": ""})
-
-    monkeypatch.setattr(pipeline.subprocess, "run", command)
-    workload = replace(_ALL["pipeline-2000"], outputs=7, model=tmp_path / "model", inputs=tmp_path / "inputs.txt")
-    # The commit is asked for with the function that is replaced here.
-    monkeypatch.setattr("benchmarks.machine.commit", lambda: None)
-    record = run_workload(workload, Context())
-    assert record.errors == [] and record.identical is True and record.accelerated is True
-    assert len(calls) == 2 and "--no-fastgen" in calls[0] and "--detokenizer" in calls[1]
-    assert record.backends["fastgen"]["seconds"] == [10.0]
-    assert record.metrics["waiting_percent"] == 1.0 and record.metrics["held_up_percent"] == pytest.approx(15.0)
-    assert [target["met"] for target in record.targets] == [True, False, True]
-
-
 def test_import_reports_the_difference(monkeypatch):
-    from benchmarks.workloads import imports
+    from benchmarks.workloads import first_call
 
     # Real imports of torch, several times over, would be most of the time of these tests.
     light = (
@@ -201,11 +111,10 @@ def test_import_reports_the_difference(monkeypatch):
         ("import fastgen after torch", "import json", "import csv"),
         ("import fastgen after transformers", "import json", "import csv"),
     )
-    monkeypatch.setattr(imports, "_BACKENDS", light)
+    monkeypatch.setattr(first_call, "_IMPORTS", light)
     record = run_workload(_ALL["import"], Context(repetitions=1))
     assert record.errors == [] and set(record.backends) == {name for name, _, _ in light}
     assert {"alone_minus_torch_ms", "after_torch_ms", "after_transformers_ms"} <= set(record.metrics)
-    assert [target["met"] is not None for target in record.targets] == [True, True]
 
 
 def test_selection():
@@ -233,7 +142,7 @@ def _run_main(monkeypatch, tmp_path, workloads, *arguments) -> int:
 
 
 def test_command_line(monkeypatch, tmp_path, capsys):
-    workloads = [_Broken(name="broken", title="Broken"), tiny("gpt2-b4-p512", name="good", memory=False)]
+    workloads = [_Broken(name="broken", title="Broken"), tiny("gpt2-b4-p512", name="good")]
     assert _run_main(monkeypatch, tmp_path, workloads, "--only", "good", "--threads", "1") == DONE
     assert _run_main(monkeypatch, tmp_path, workloads, "--repetitions", "2", "--threads", "1") == FAILED
     (path,) = tmp_path.glob("*/results.json")
@@ -257,33 +166,17 @@ def test_an_interruption_keeps_what_was_done(monkeypatch, tmp_path):
     assert [each["name"] for each in json.loads(path.read_text())["workloads"]] == ["good"]
 
 
-def test_real_calls_are_measured_one_by_one(monkeypatch):
-    monkeypatch.delenv(smollm2.VARIABLE, raising=False)
-    calls = (
-        real_calls.Call("kjv-gpt2", 2, 3, {"num_beams": 2}),
-        real_calls.Call("kjv-bart", 1, 3, {"do_sample": True}),
-        real_calls.Call("smollm2", 1, 3, {}),
-    )
-    workload = replace(_ALL["real-calls-float32"], calls=calls, repeated_for=0.0, repetitions=1)
+@pytest.mark.parametrize("beams", [1, 2])
+def test_slots_and_static_batches_make_the_same_tokens(beams, monkeypatch):
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    workload = replace(
+        _ALL["continuous-bart-base"], shape=lambda: bart_base(**CONFIGS["bart"]), requests=5, prompts=(4, 9),
+        outputs=(2, 6), slots=4, beams=beams,
+    )  # fmt: skip
     record = run_workload(workload, Context(threads=1))
-    assert record.errors == [] and list(record.skipped) == ["smollm2"]
-    assert set(record.parameters["ratios"]) == {str(call) for call in calls[:2]}
-    assert record.metrics["slowest"] == pytest.approx(min(record.parameters["ratios"].values()), abs=1e-3)
-    assert record.identical is True
-    json.dumps(record.to_json())
-
-
-def test_real_calls_see_other_tokens(monkeypatch):
-    call = real_calls.Call("kjv-gpt2", 1, 3, {})
-    run = real_calls.RealCalls._run
-    other = torch.zeros(1, 1)
-    monkeypatch.setattr(
-        real_calls.RealCalls, "_run", lambda *given: run(*given) if fastgen.patching.is_active() else other
-    )
-    record = run_workload(
-        replace(_ALL["real-calls-float32"], calls=(call,), repeated_for=0.0, repetitions=1), Context(threads=1)
-    )
-    assert record.identical is False and record.status == "different"
+    assert record.errors == [] and record.identical is True and record.accelerated is True
+    assert list(record.backends) == ["transformers", "fastgen-static", "fastgen"]
+    assert "fastgen-static/fastgen" in record.ratios and 0 < record.metrics["busy"] <= 1
 
 
 _CHATS = [
@@ -299,9 +192,7 @@ def test_chat(workload, tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path)
     llama_small(**CONFIGS["llama"] | {"vocab_size": len(tokenizer)}).save_pretrained(tmp_path)
     monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path))
-    record = run_workload(
-        replace(workload, new_tokens=5, repetitions=1, further_backends=(), targets=()), Context(threads=1)
-    )
+    record = run_workload(replace(workload, new_tokens=5, repetitions=1, further_backends=()), Context(threads=1))
     assert record.errors == [] and record.accelerated is True
     assert record.identical is True or workload.dtype != "float32"
     model, inputs = workload.build(torch.device("cpu"))

@@ -28,7 +28,6 @@ NOT_RUN = {
     "fastgen-serve ...": "serves until it is told to stop; tests/serve runs it",
     "curl ...": "asks a server; the same",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
-    "python -m benchmarks.ordinary_session ...": "the same",
     "python -m benchmarks.serving ...": "the same",
 }
 # A line that is in the block.

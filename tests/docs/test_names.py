@@ -46,8 +46,6 @@ def options_of_the_commands() -> set[str]:
         for path in (
             "tests/conftest.py",
             "benchmarks/__main__.py",
-            "benchmarks/ordinary_session.py",
-            "benchmarks/product_bits.py",
             "benchmarks/serving/__main__.py",
             "fastgen/__main__.py",
         )

@@ -23,19 +23,13 @@ def test_tables_of_benchmarks_are_up_to_date(tables):
     assert not stale, f"{stale}: run python docs/make_benchmark_tables.py"
 
 
-def test_chart_of_small_models_is_up_to_date(tables, monkeypatch):
-    assert not tables.is_chart_stale(), f"{tables.CHART.name}: run python docs/make_benchmark_tables.py"
+def test_charts_are_up_to_date(tables, monkeypatch):
+    assert not tables.stale_charts(), "run python docs/make_benchmark_tables.py"
     results, records = tables.read_small_models()
     records[0].backends["fastgen"]["median"] *= 2
     monkeypatch.setattr(tables, "read_small_models", lambda: (results, records))
-    assert tables.is_chart_stale()
-
-
-def test_chart_of_sessions_is_up_to_date(tables, monkeypatch):
-    assert not tables.is_chart_of_sessions_stale(), (
-        f"{tables.CHART_OF_SESSIONS.name}: run docs/make_benchmark_tables.py"
-    )
+    assert tables.stale_charts() == [tables.CHART]
     rows = tables.read_sessions()
     rows[0]["fastgen"] = "1.0"
     monkeypatch.setattr(tables, "read_sessions", lambda: rows)
-    assert tables.is_chart_of_sessions_stale()
+    assert tables.stale_charts() == [tables.CHART, tables.CHART_OF_SESSIONS]

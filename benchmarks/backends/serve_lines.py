@@ -1,4 +1,4 @@
-"""The process of a backend in an environment without FastGen: `elsewhere.py` starts it with the path of a script.
+"""The process of a backend in an environment without FastGen: `benchmarks/processes.py` starts it with a script's path.
 
 It reads lines of JSON: first the model and what to run it on, then what is to be done, as often as it is asked. The
 script has a function `load`, which gets the first line and returns the version of its library, and a function that
@@ -15,29 +15,20 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 
 def main() -> None:
     # What libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-
-    def answer(seconds: float, value: Any) -> None:
-        print(json.dumps([seconds, value]), file=answers, flush=True)
-
-    (version, work), seconds = _timed(runpy.run_path(sys.argv[1])["load"], json.loads(sys.stdin.readline()))
-    answer(seconds, version)
+    work = None
     for line in sys.stdin:
-        value, seconds = _timed(work, json.loads(line))
-        answer(seconds, value)
-
-
-def _timed(work: Callable[[Any], Any], asked: Any) -> tuple[Any, float]:
-    start = time.perf_counter()
-    value = work(asked)
-    return value, time.perf_counter() - start
+        start = time.perf_counter()
+        if work is None:
+            answer, work = runpy.run_path(sys.argv[1])["load"](json.loads(line))
+        else:
+            answer = work(json.loads(line))
+        print(json.dumps([time.perf_counter() - start, answer]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""A pytest plugin that runs a share of the tests, says what became of each, and stops at a given time.
+"""A plugin for tests on a GPU by pytest-xdist: in random order, until a given time, with what became of each.
 
-    FASTGEN_SHARE=K/N               run every N-th test of a random order, from the K-th on
-    FASTGEN_SHARE_SEED=S            what the order comes from; the same in all shares
-    FASTGEN_SHARE_REPORT=FILE       gets a JSON object on a line per test, written when the test ends
-    FASTGEN_SHARE_STOP=T            start no test after T (seconds since 1970)
+    FASTGEN_GPU_TESTS_SEED=S        what the order comes from
+    FASTGEN_GPU_TESTS_REPORT=FILE   gets a JSON object on a line: how many tests there are, then each that has ended
+    FASTGEN_GPU_TESTS_STOP=T        tests are left out after T (seconds since 1970)
 
 With `--device` other than the CPU, tests that do nothing there are left out, and the models and inputs of
 tests/equivalence are moved there. They are made on the CPU, so that weights and tokens are those that the tests were
@@ -22,14 +21,17 @@ from typing import Any
 
 import pytest
 
-# These make tensors on the CPU inside of `generate`.
+from tools.gpu_check import LATE
+
 _CAPTURED_STEP = "transformers.captured_step"  # as `fastgen.stats()` calls it
+# These make tensors on the CPU inside of `generate`.
 CPU_ONLY = ("test_nested_generate", "test_autocast")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device", default="cpu")
-    if device != "cpu" and any("equivalence" in str(argument) for argument in config.args):
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker and device != "cpu" and any("equivalence" in str(argument) for argument in config.args):
         move_models(device)
         watch_captured_steps()
 
@@ -96,15 +98,14 @@ def _take_captured() -> dict[str, Any]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    place, _, shares = os.environ.get("FASTGEN_SHARE", "0/1").partition("/")
-    moved = config.getoption("--device", default="cpu") != "cpu"
-    order = [item for item in items if not moved or _runs_there(item)]
-    order.sort(key=lambda item: item.nodeid)
-    random.Random(os.environ.get("FASTGEN_SHARE_SEED", "0")).shuffle(order)
-    mine = order[int(place) :: int(shares)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
-    items[:] = mine
-    _write({"chosen": len(mine)})
+    if config.getoption("--device", default="cpu") != "cpu":
+        kept = [item for item in items if _runs_there(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    items.sort(key=lambda item: item.nodeid)
+    random.Random(os.environ.get("FASTGEN_GPU_TESTS_SEED", "0")).shuffle(items)
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
+        _write({"chosen": len(items)})
 
 
 def _runs_there(item: pytest.Item) -> bool:
@@ -114,16 +115,25 @@ def _runs_there(item: pytest.Item) -> bool:
     return "device" in getattr(item, "fixturenames", ())
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > float(os.environ.get("FASTGEN_GPU_TESTS_STOP", "inf")):
+        pytest.skip(LATE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.when == "call":
+        report.user_properties.append(("captured", _take_captured()))
+    return report
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # A test is its call; a failure or a skip may also come before it, and a failure after it.
-    if report.when == "call" or report.outcome != "passed":
+    if "PYTEST_XDIST_WORKER" not in os.environ and (report.when == "call" or report.outcome != "passed"):
         line = {"test": report.nodeid, "outcome": report.outcome, "reason": _reason(report)}
-        _write({**line, **_take_captured()})
-
-
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    if time.time() > float(os.environ.get("FASTGEN_SHARE_STOP", "inf")):
-        item.session.shouldstop = "the time for this share is over"
+        _write({**line, **dict(report.user_properties).get("captured", {})})
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -137,7 +147,7 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _write(line: dict[str, Any]) -> None:
-    path = os.environ.get("FASTGEN_SHARE_REPORT")
+    path = os.environ.get("FASTGEN_GPU_TESTS_REPORT")
     if path:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
