@@ -1,8 +1,9 @@
 """`make gpu-check`: builds, tests and measures everything that needs an NVIDIA GPU, in under nine minutes.
 
 It installs nothing and needs no virtual environment: it uses the Python that runs it, which must have torch, and for
-the tests pytest, pytest-xdist and hypothesis. It builds csrc in place. Stages run one after another, each in processes
-of its own with a budget of seconds, so that one that is slow, fails or crashes costs the others nothing:
+the tests pytest and hypothesis; with pytest-xdist, several processes run them. It builds csrc in place. Stages run one
+after another, each in processes of its own with a budget of seconds, so that one that is slow, fails or crashes costs
+the others nothing:
 
     build        the CUDA operators of csrc, for the GPU that is there
     kernels      tests of operators and of the KV cache on the GPU, with new random inputs each time
@@ -156,7 +157,9 @@ class Check:
         report = self.processes.logs / f"{name}.jsonl"
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", *paths, "-q", "--maxfail=20", f"--hypothesis-seed={self.seed}"]
-        command += ["-n", str(self.workers), "--dist", "worksteal", "-p", "tools.gpu_tests", "-p", "no:cacheprovider"]
+        command += ["-p", "tools.gpu_tests", "-p", "no:cacheprovider"]
+        if is_installed("xdist"):
+            command += ["-n", str(self.workers), "--dist", "worksteal"]
         changes = {
             "FASTGEN_GPU_TESTS_REPORT": str(report),
             "FASTGEN_GPU_TESTS_SEED": str(self.seed),

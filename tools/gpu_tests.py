@@ -1,4 +1,5 @@
-"""A plugin for tests on a GPU by pytest-xdist: in random order, until a given time, with what became of each.
+"""A plugin for tests on a GPU, with pytest-xdist or without: in random order, until a given time, with what became of
+each.
 
     FASTGEN_GPU_TESTS_SEED=S        what the order comes from
     FASTGEN_GPU_TESTS_REPORT=FILE   gets a JSON object on a line: how many tests there are, then each that has ended
@@ -30,8 +31,9 @@ CPU_ONLY = ("test_nested_generate", "test_autocast")
 
 def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device", default="cpu")
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    if is_worker and device != "cpu" and any("equivalence" in str(argument) for argument in config.args):
+    # Without pytest-xdist, one process does everything.
+    runs_tests = "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", default=None)
+    if runs_tests and device != "cpu" and any("equivalence" in str(argument) for argument in config.args):
         move_models(device)
         watch_captured_steps()
 
