@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 
 import torch
 
+_is_forked = False
 # omp_pause_soft, of omp_pause_resource_t (OpenMP 5.0, section 3.2.43).
 _SOFT = 1
 
@@ -20,9 +22,10 @@ _SOFT = 1
 def end_team() -> None:
     """Ends the team of the calling thread, which gets a new one with an operator that is worth several threads.
 
-    Nothing happens inside of such an operator, nor with another OpenMP than GNU's.
+    Nothing happens inside of such an operator, in a forked process, which has a team's books without its threads, nor
+    with another OpenMP than GNU's.
     """
-    pause = _pause()
+    pause = None if _is_forked else _pause()
     if pause is not None:
         pause(_SOFT)
 
@@ -37,3 +40,12 @@ def _pause() -> Callable[[int], int] | None:
     if hasattr(loaded, "__kmpc_fork_call"):  # LLVM's and Intel's, which have GNU's names as well
         return None
     return getattr(loaded, "omp_pause_resource_all", None)
+
+
+def _forked() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

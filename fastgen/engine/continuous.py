@@ -67,7 +67,8 @@ class ContinuousBatches:
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
         self.prefills = Prefills(pads(model), has_encoder, max_stall, PREFIX_BYTES if max_stall is None else None)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
-        self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
+        self._waited = LONGEST_WAIT  # times since the last prefill that there was a step, while others waited
+        self._asked_at = 0  # steps when it was asked last who runs next
         self._expected = 0  # requests that waited, and may share the latest prefill
         self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
         self._state: Any = None  # of the model that requests in slots have entered with
@@ -116,8 +117,9 @@ class ContinuousBatches:
         free = self.most_rows - self.busy
         if waiting[0].rows > free or self._again:
             return []
-        # For a few slots together, unless others have waited for some steps.
-        self._waited = self._waited + 1 if self._running else LONGEST_WAIT
+        # For a few slots together, unless others have waited for some steps. Between two of them it may be asked twice.
+        has_stepped, self._asked_at = self.counts["steps"] != self._asked_at, self.counts["steps"]
+        self._waited = self._waited + has_stepped if self._running else LONGEST_WAIT
         is_time = free >= self.most_rows * SHARE_OF_FREE or self._waited >= LONGEST_WAIT
         return self._chosen(waiting, free) if is_time else []
 
@@ -148,8 +150,8 @@ class ContinuousBatches:
             chosen = self.prefills.fitting(batch) if has_entered else batch
             if chosen:  # what would have been with them comes behind the next step
                 self._waited = LONGEST_WAIT if len(chosen) < len(batch) else 0
-        found = set(chosen)
-        waiting[:] = [request for request in waiting if request not in found]
+        found = set(chosen)  # a cancelled one may leave the list meanwhile
+        waiting[:] = [request for request in tuple(waiting) if request not in found]
         return chosen
 
     def _cheapest(self, like: Sequence[Request], most_rows: int) -> list[Request]:
@@ -159,7 +161,7 @@ class ContinuousBatches:
 
     def _runs_static(self, request: Request) -> bool:
         has_slots = self.has_slots and self._has_slots.get(request.prefill_group, True)
-        return not has_slots or request.config is None or request.repeats > 0
+        return not has_slots or request.config is None or request.is_static
 
     # ---- running them
 
@@ -258,6 +260,7 @@ class ContinuousBatches:
                 self._run_again(batch[:middle], batch[middle:])
                 return
             if not (has_failed or is_static or first.prefill_group is None or len(self._in_use) >= MOST_IN_USE):
+                caches.limit(self._has_slots)
                 self._has_slots.setdefault(first.prefill_group, False)
             reason = first.alone or alone_for_model(self.model) or (None if is_static else DECLINED)
             if reason and len(batch) == 1:
@@ -380,7 +383,8 @@ class ContinuousBatches:
         for request in (request for batch in batches for request in batch):
             if error is not None and (request.runs_user_code or request.repeats >= _MOST_REPEATS):
                 self._settle(request, error)
-            request.repeats += 1
+            request.is_static = True
+            request.repeats += error is not None
         self._again += batches
 
     def _make_room(self) -> None:

@@ -206,7 +206,10 @@ class Engine:
             others went on.
         """
         waiting = self._waiting
-        now = {"waiting": len(waiting.requests), "running": len(waiting.running)}
+        now = {
+            "waiting": len(waiting.requests),
+            "running": sum(not request.future.done() for request in list(waiting.running)),
+        }
         return {**self._executor.stats(), **waiting.counts, **now}
 
     def _made(

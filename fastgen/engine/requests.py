@@ -69,7 +69,8 @@ class Request:
         group: requests with equal ones may share a batch. By default it is this one's alone.
         prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
         is_submitted: there was room for it, so that it waited, and may have run.
-        repeats: so often it has begun again, as it could not go on; from the first time on it has no slots.
+        is_static: it has no slots any more, as it could not go on in them, or with others.
+        repeats: so often it has begun again, as a step has failed or the model has changed.
     """
 
     inputs: dict[str, Any]
@@ -85,6 +86,7 @@ class Request:
     group: Hashable = field(default_factory=object)
     prefill_group: Hashable = None
     is_submitted: bool = False
+    is_static: bool = False
     repeats: int = 0
     future: RequestFuture = field(default_factory=RequestFuture)
 

@@ -66,7 +66,7 @@ class Waiting:
             EngineFull: there was none; those that were added are cancelled.
             ValueError: it is closed.
         """
-        if threading.current_thread() is not self.thread:
+        if threading.current_thread() not in [each.thread for each in list(_all)]:
             openmp.end_team()  # of the caller: the work is that of the engine's thread
         for request in requests:
             request.future.add_done_callback(partial(self._over, request))
@@ -89,8 +89,9 @@ class Waiting:
         self.requests += requests
         self.counts["submitted"] += len(requests)
         if self.thread is None:
-            self.thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
-            self.thread.start()
+            thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
+            thread.start()
+            self.thread = thread
         self._changed.notify_all()
 
     def _waits(self, until: float | None) -> bool:
@@ -176,7 +177,7 @@ class Waiting:
         """Those that run next, beside what runs already: none where none fits, or it is paused."""
         with self._changed:
             chosen = self._executor.choose(self.requests) if self.requests and not self._pauses else []
-            self.running += chosen
+            self.running += [request for request in chosen if not request.future.done()]
             if chosen:
                 self._changed.notify_all()
             return chosen

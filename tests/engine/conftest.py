@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.engine.continuous import ContinuousBatches
+from fastgen.engine.options import make
+from fastgen.engine.requests import Request
 from fastgen.ops import gpu
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.models import BY_NAME
@@ -75,3 +78,33 @@ def gate() -> Iterator[Gate]:
     made = Gate()
     yield made
     made.may_go.set()
+
+
+def run(executor: ContinuousBatches, requests: list[Request], at_once: int = 1) -> None:
+    """Runs requests, so many of which come with each step at the most."""
+    left = list(requests)
+
+    def more() -> list[Request]:
+        come, left[:] = left[:at_once], left[at_once:]
+        chosen = executor.choose(come) if come else []
+        left[:0] = come  # what it has not taken
+        return chosen
+
+    for _ in executor.steps(more):
+        pass
+
+
+def requests_for(model: Any, prompts: list[Any], rows: int = 16, **options: Any) -> list[Request]:
+    """Each has other new tokens than the one before."""
+    seed = 3 if options.get("do_sample") else None
+    return [
+        make(model, prompt, None, {"max_new_tokens": 6 + 5 * (n % 4), **options}, seed, rows)
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def assert_as_alone(model: Any, requests: list[Request], prompts: list[Any]) -> None:
+    for request, prompt in zip(requests, prompts, strict=True):
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        assert torch.equal(request.future.result(0), alone(model, prompt, **request.options))

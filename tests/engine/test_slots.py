@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
-from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from tests.engine.conftest import PROMPTS, WAIT, Gate, alone
+from tests.engine.conftest import PROMPTS, WAIT, Gate, alone, assert_as_alone, requests_for, run
 from tests.equivalence.models import BY_NAME, EOS
 
 # Those of the support table's must-list that have tiny models.
@@ -28,36 +24,6 @@ MUST = [
 ]  # fmt: skip
 # Their sliding windows are shorter than what the tests ask for.
 WINDOWED = ("mistral-long-window", "gemma2")
-
-
-def run(executor: ContinuousBatches, requests: list[Request], at_once: int = 1) -> None:
-    """Runs requests, so many of which come with each step at the most."""
-    left = list(requests)
-
-    def more() -> list[Request]:
-        come, left[:] = left[:at_once], left[at_once:]
-        chosen = executor.choose(come) if come else []
-        left[:0] = come  # what it has not taken
-        return chosen
-
-    for _ in executor.steps(more):
-        pass
-
-
-def requests_for(model: Any, prompts: list[Any], rows: int = 16, **options: Any) -> list[Request]:
-    """Each has other new tokens than the one before."""
-    seed = 3 if options.get("do_sample") else None
-    return [
-        make(model, prompt, None, {"max_new_tokens": 6 + 5 * (n % 4), **options}, seed, rows)
-        for n, prompt in enumerate(prompts)
-    ]
-
-
-def assert_as_alone(model: Any, requests: list[Request], prompts: list[Any]) -> None:
-    for request, prompt in zip(requests, prompts, strict=True):
-        if request.seed is not None:
-            torch.manual_seed(request.seed)
-        assert torch.equal(request.future.result(0), alone(model, prompt, **request.options))
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -281,76 +247,6 @@ def test_streams_side_by_side(llama: Any) -> None:
         assert [one, *others] == alone(llama, prompt, max_new_tokens=30, eos_token_id=None)[0, len(prompt) :].tolist()
 
 
-def test_beginnings_are_prefilled_once(llama: Any) -> None:
-    beginning, random_numbers = [random.Random(1).randrange(5, 150) for _ in range(100)], random.Random(2)
-    prompts = [beginning + [random_numbers.randrange(5, 150) for _ in range(n)] for n in (3, 8, 1, 20, 40)]
-    executor = ContinuousBatches(llama, 8)
-    requests = requests_for(llama, prompts)
-    run(executor, requests, at_once=8)
-    assert_as_alone(llama, requests, prompts)
-    assert executor.stats()["shared_positions"] == 4 * 96
-    with torch.no_grad():
-        llama.get_input_embeddings().weight.neg_()  # what is known of the old model is of no use any more
-    again = requests_for(llama, prompts)
-    run(executor, again)
-    assert_as_alone(llama, again, prompts)
-
-
-@pytest.mark.parametrize("name", ["bart", "t5", "marian"])
-def test_a_source_is_encoded_once(name: str) -> None:
-    """Also with other options, in one prefill or in several, beside other sources; until the model changes."""
-    model, prompts = copy.deepcopy(BY_NAME[name].build()), [PROMPTS[1], PROMPTS[3], PROMPTS[1], PROMPTS[5]] * 2
-    executor = ContinuousBatches(model, 32)
-    requests = requests_for(model, prompts[:4], 32, num_beams=2) + requests_for(model, prompts[4:], 32)
-    run(executor, requests, at_once=8)
-    assert_as_alone(model, requests, prompts)
-    assert executor.stats()["shared_sources"] == 5 and executor.counts["busy_row_steps"]
-    with torch.no_grad():
-        model.get_input_embeddings().weight.neg_()
-    again = requests_for(model, prompts, num_beams=2)
-    run(executor, again, at_once=8)
-    assert_as_alone(model, again, prompts)
-    assert executor.stats()["shared_sources"] == 10
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
-def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
-    """Others go on between them."""
-    model = BY_NAME[name].build()
-    executor = ContinuousBatches(model, 8, max_stall=0.0)
-    prompts = [PROMPTS[0], list(range(40, 130)), list(range(10, 150)), [5, 9, 3] * 50, [7, 8, 9] * 50]
-    requests = requests_for(model, prompts, max_new_tokens=40, eos_token_id=None)
-    run(executor, requests)
-    assert_as_alone(model, requests, prompts)
-    assert executor.stats()["chunks"] >= 3 and not executor.counts["repeated"] and not executor.alone
-
-
-def test_others_go_on_before_a_long_prompt_enters(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entering grows buffers, and may have a step recorded: that is not to come on top of the last chunk."""
-    executor = ContinuousBatches(llama, 8, max_stall=0.0)
-    run(executor, requests_for(llama, [list(range(10, 100))]))  # how long tokens take
-    stream, long = requests_for(llama, [PROMPTS[0], list(range(10, 150)) * 2], max_new_tokens=60, eos_token_id=None)
-    at_entry, admit = list[tuple[int, int]](), Slots.admit
-
-    def noted(step: Slots, *args: Any) -> None:
-        at_entry.append((executor.stats()["chunks"], executor.counts["steps"]))
-        admit(step, *args)
-
-    monkeypatch.setattr(Slots, "admit", noted)
-    left, chunks, begin = [long], list[int](), executor.counts["steps"]
-
-    def more() -> list[Request]:
-        if not left or executor.counts["steps"] < begin + 20:
-            return []
-        chunks.append(executor.counts["steps"])
-        return [left.pop()]
-
-    executor.run([stream], more)
-    assert_as_alone(llama, [stream, long], [PROMPTS[0], list(range(10, 150)) * 2])
-    _, (between, steps) = at_entry
-    assert between >= 1 and steps - chunks[0] == between + 1
-
-
 def test_what_a_step_is_found_out_to_do_is_kept(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one that ended before it paid to capture it, as those of a token each do."""
     watched, watch = [], DecodeStep.watch
@@ -361,29 +257,6 @@ def test_what_a_step_is_found_out_to_do_is_kept(llama: Any, monkeypatch: pytest.
         run(executor, requests)
         assert_as_alone(llama, requests, [prompt])
     assert len(watched) == 1
-
-
-@pytest.mark.parametrize(("max_stall", "together"), [(0.0, 1), (3600.0, 5), (None, 5)])
-def test_how_many_are_prefilled_together(max_stall: float | None, together: int) -> None:
-    """No more than take a part of the stall that may be, and others go on before the next ones."""
-    model = BY_NAME["llama"].build()
-    executor = ContinuousBatches(model, 16, max_stall=max_stall)
-    known = [list(range(10, 100))]
-    run(executor, requests_for(model, known))
-    prompts = [list(range(begin, begin + 40)) for begin in range(5, 10)]
-    left, steps = requests_for(model, prompts), list[int]()
-    requests = list(left)
-
-    def more() -> list[Request]:
-        chosen = executor.choose(left) if left else []
-        assert len(chosen) in (0, together)
-        steps.extend([executor.counts["steps"]] * bool(chosen))
-        return chosen
-
-    for _ in executor.steps(more):
-        pass
-    assert len(steps) == len(set(steps)) == 5 // together
-    assert_as_alone(model, requests, prompts)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)

@@ -238,6 +238,19 @@ def test_no_such_folder_and_no_such_port_are_told_before_anything_is_loaded() ->
         assert len(server.lines) == 1 and "cannot listen at 127.0.0.1" in server.lines[0]
 
 
+def test_headers_without_end_are_refused(served: Command) -> None:
+    """No key, no body and no queue is looked at before they are complete."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nX-Long: ")
+        with pytest.raises(OSError):
+            for _ in range(200):
+                client.sendall(b"a" * 2**17)
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 5000}).encode()
+    pieces = (body[at : at + 1] for at in range(len(body)))  # each has some bytes around it
+    assert httpx.post(f"{served.url}/v1/completions", content=pieces, timeout=WAIT).status_code == 200
+
+
 def test_the_processes_of_a_server_that_is_killed_end(served: Command) -> None:
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert children

@@ -127,7 +127,8 @@ def _superfluous(most_bytes: float, most: int) -> tuple[_OfModel, Hashable] | No
         steps += [(of, key) for key in of.steps if isinstance(key, Key)]
     # Of a pass next to nothing is kept.
     is_too_much = len(steps) > most or sum(of.steps[key].nbytes for of, key in steps) > most_bytes
-    return steps[0] if steps and is_too_much else None
+    oldest = (each for each in steps if not each[0].steps[each[1]].is_captured)
+    return next(oldest, steps[0]) if steps and is_too_much else None
 
 
 def used(model: Any, key: Hashable) -> Any:
