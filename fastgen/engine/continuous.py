@@ -67,8 +67,7 @@ class ContinuousBatches:
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
         self.prefills = Prefills(pads(model), has_encoder, max_stall, PREFIX_BYTES if max_stall is None else None)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
-        self._waited = LONGEST_WAIT  # times since the last prefill that there was a step, while others waited
-        self._asked_at = 0  # steps when it was asked last who runs next
+        self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
         self._expected = 0  # requests that waited, and may share the latest prefill
         self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
         self._state: Any = None  # of the model that requests in slots have entered with
@@ -117,9 +116,8 @@ class ContinuousBatches:
         free = self.most_rows - self.busy
         if waiting[0].rows > free or self._again:
             return []
-        # For a few slots together, unless others have waited for some steps. Between two of them it may be asked twice.
-        has_stepped, self._asked_at = self.counts["steps"] != self._asked_at, self.counts["steps"]
-        self._waited = self._waited + has_stepped if self._running else LONGEST_WAIT
+        # For a few slots together, unless others have waited for some steps.
+        self._waited = self._waited + 1 if self._running else LONGEST_WAIT
         is_time = free >= self.most_rows * SHARE_OF_FREE or self._waited >= LONGEST_WAIT
         return self._chosen(waiting, free) if is_time else []
 
@@ -192,12 +190,14 @@ class ContinuousBatches:
                 if self._running and self.prefills.max_stall is not None:
                     break  # others go on before the next prefill
                 requests = self._next(more)
-            if not (self._running or self._again) or time.monotonic() > until:
+            if not (self._running or self._again):
                 return
             yield
             for step in list(self._in_use.values()):
                 self._advance(step)
             self._make_room()
+            if time.monotonic() > until:  # behind a step, and before it is asked who runs next, which counts
+                return
             requests = self._next(more)
 
     def _do_without_turn(self, requests: list[Request], error: CannotBeCaptured) -> None:

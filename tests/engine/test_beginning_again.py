@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ def test_a_thread_that_keeps_the_turn_for_captured_steps(llama: Any, monkeypatch
         tokens = engine.stream(PROMPTS[0], **LONG)
         first = next(tokens)
         running = engine.submit(PROMPTS[1], num_beams=2, **LONG)
+        while not running.running():  # or it has nothing to begin again
+            time.sleep(0.01)
         with graph.taken(llama.device, WAIT):
             found = engine.submit(PROMPTS[2], max_new_tokens=5).result(WAIT), running.result(WAIT)
         rest = list(tokens)

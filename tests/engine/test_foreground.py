@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastgen.engine import continuous
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.foreground import turns
 from fastgen.engine.options import make
@@ -44,6 +45,31 @@ def test_the_order_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch)
         return [[made.index(request) for request in turn.finished] for turn in turns(executor, made)]
 
     assert order([1.0]) == order([1.0, 100.0, 3.0])
+
+
+def test_the_order_does_not_depend_on_when_turns_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps it is asked once who runs next, as each time counts."""
+    model, prompts = BY_NAME["llama"].build(), [[5] * (1 + 7 * n % 30) for n in range(24)]
+    begin = ContinuousBatches._begin
+
+    def batches(seconds: float) -> list[tuple[int, list[int]]]:
+        found = []
+
+        def noted(executor: ContinuousBatches, requests: list[Request]) -> None:
+            found.append((executor.counts["steps"], [made.index(request) for request in requests]))
+            begin(executor, requests)
+
+        monkeypatch.setattr(continuous, "_TURN", seconds)
+        monkeypatch.setattr(ContinuousBatches, "_begin", noted)
+        limits = (20, 40, 60, 30, 50, 25, 45, 35)
+        made = [
+            make(model, prompt, None, {"max_new_tokens": limits[n % 8]}, None, 8) for n, prompt in enumerate(prompts)
+        ]
+        for _ in turns(ContinuousBatches(model, 8, max_stall=None), made):
+            pass
+        return found
+
+    assert batches(0.0) == batches(3600.0)
 
 
 def test_an_interrupt_is_raised(llama: Any) -> None:
