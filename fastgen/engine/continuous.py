@@ -40,7 +40,7 @@ SHARE_OF_FREE, LONGEST_WAIT = 0.25, 8
 # Bytes of beginnings that prompts share, where nothing may depend on what is free.
 PREFIX_BYTES = 2**28
 # A request begins again so often, at the most, as the model has changed while it ran.
-_MOST_REPEATS = 2
+_MOST_FAILURES = 2
 COUNTED = ("steps", "row_steps", "busy_row_steps", "batches", "rows", "tokens", "repeated", "preempted")
 DECLINED = "a call that does not enter slots"
 CHANGED = "the model has changed while the request ran: its weights, modules or training mode"
@@ -381,10 +381,11 @@ class ContinuousBatches:
         begun too often.
         """
         for request in (request for batch in batches for request in batch):
-            if error is not None and (request.runs_user_code or request.repeats >= _MOST_REPEATS):
+            if error is not None and (request.runs_user_code or request.failures >= _MOST_FAILURES):
                 self._settle(request, error)
             request.is_static = True
-            request.repeats += error is not None
+            request.repeats += request.future.begun is not None
+            request.failures += error is not None
         self._again += batches
 
     def _make_room(self) -> None:

@@ -70,7 +70,8 @@ class Request:
         prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
         is_submitted: there was room for it, so that it waited, and may have run.
         is_static: it has no slots any more, as it could not go on in them, or with others.
-        repeats: so often it has begun again, as a step has failed or the model has changed.
+        repeats: so often it has begun again.
+        failures: so often it has met a step that failed, or a model that has changed.
     """
 
     inputs: dict[str, Any]
@@ -88,6 +89,7 @@ class Request:
     is_submitted: bool = False
     is_static: bool = False
     repeats: int = 0
+    failures: int = 0
     future: RequestFuture = field(default_factory=RequestFuture)
 
     @property
