@@ -102,7 +102,8 @@ def environment_of_stages() -> dict[str, str]:
     """What the processes of the stages see: nothing that changes what is tested, and no network."""
     dropped = ("CI", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTEST_ADDOPTS")
     # FastGen's own settings too: it is checked as it comes, captured steps included.
-    kept = {name: each for name, each in os.environ.items() if name not in dropped and not name.startswith("FASTGEN_")}
+    prefixes = ("FASTGEN_", "PYTEST_XDIST_")
+    kept = {name: each for name, each in os.environ.items() if name not in dropped and not name.startswith(prefixes)}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
