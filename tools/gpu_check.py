@@ -1,9 +1,8 @@
 """`make gpu-check`: builds, tests and measures everything that needs an NVIDIA GPU, in under nine minutes.
 
-It installs nothing and needs no virtual environment: it uses the Python that runs it, which must have torch, and for
-the tests pytest and hypothesis; with pytest-xdist, several processes run them. It builds csrc in place. Stages run one
-after another, each in processes of its own with a budget of seconds, so that one that is slow, fails or crashes costs
-the others nothing:
+It installs nothing: the Python that runs it must have torch, and for the tests pytest and hypothesis, which run in
+several processes with pytest-xdist. It builds csrc in place. Stages run one after another, each in processes of its own
+with a budget of seconds, so that one that is slow, fails or crashes costs the others nothing:
 
     build        the CUDA operators of csrc, for the GPU that is there
     kernels      tests of operators and of the KV cache on the GPU, with new random inputs each time
@@ -100,10 +99,9 @@ def say(line: str) -> None:
 
 def environment_of_stages() -> dict[str, str]:
     """What the processes of the stages see: nothing that changes what is tested, and no network."""
-    dropped = ("CI", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTEST_ADDOPTS")
     # FastGen's own settings too: it is checked as it comes, captured steps included.
-    prefixes = ("FASTGEN_", "PYTEST_XDIST_")
-    kept = {name: each for name, each in os.environ.items() if name not in dropped and not name.startswith(prefixes)}
+    dropped = ("CI", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTEST_", "FASTGEN_")
+    kept = {name: each for name, each in os.environ.items() if not name.startswith(dropped)}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -158,9 +156,8 @@ class Check:
         report = self.processes.logs / f"{name}.jsonl"
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", *paths, "-q", "--maxfail=20", f"--hypothesis-seed={self.seed}"]
-        command += ["-p", "tools.gpu_tests", "-p", "no:cacheprovider"]
-        if is_installed("xdist"):
-            command += ["-n", str(self.workers), "--dist", "worksteal"]
+        several = ["-n", str(self.workers), "--dist", "worksteal"] if is_installed("xdist") else []
+        command += ["-p", "tools.gpu_tests", "-p", "no:cacheprovider", *several]
         changes = {
             "FASTGEN_GPU_TESTS_REPORT": str(report),
             "FASTGEN_GPU_TESTS_SEED": str(self.seed),

@@ -1,5 +1,4 @@
-"""A plugin for tests on a GPU, with pytest-xdist or without: in random order, until a given time, with what became of
-each.
+"""A plugin for tests on a GPU: in random order, until a given time, with what became of each.
 
     FASTGEN_GPU_TESTS_SEED=S        what the order comes from
     FASTGEN_GPU_TESTS_REPORT=FILE   gets a JSON object on a line: how many tests there are, then each that has ended
