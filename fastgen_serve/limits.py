@@ -72,11 +72,12 @@ class Admission:
             Busy: it may not wait.
         """
         self._tick()
-        waiting, wait, pace = self.rows + rows - self._slots, self.wait(rows), self._pace()
+        waiting, pace = self.rows + rows - self._slots, self._pace()
         # Where all share what there is, whoever comes is answered behind all that are there.
         is_late = self._budget is not None and pace is not None and (self.rows + rows) * pace > self._budget
         # A request that finds nobody runs, whatever it asks for.
         if self.rows and waiting > 0 and (waiting > self._most or is_late):
+            wait = self.wait(rows)
             seconds = 1 if wait is None else min(max(math.ceil(wait), 1), _LONGEST_RETRY)
             raise Busy(f"{self.waiting} sequences wait already: try again in {seconds} s", retry_after=seconds)
         self.rows += rows

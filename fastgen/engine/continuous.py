@@ -39,7 +39,7 @@ _BREATH = 0.001
 SHARE_OF_FREE, LONGEST_WAIT = 0.25, 8
 # Bytes of beginnings that prompts share, where nothing may depend on what is free.
 PREFIX_BYTES = 2**28
-# A request begins again so often, at the most, as the model has changed while it ran.
+# So often a request may meet a step that fails, or a model that has changed, and begin again: the next time it fails.
 _MOST_FAILURES = 2
 COUNTED = ("steps", "row_steps", "busy_row_steps", "batches", "rows", "tokens", "repeated", "preempted")
 DECLINED = "a call that does not enter slots"
