@@ -101,10 +101,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _with_each_value(cases: list[pytest.Item], names: Sequence[str]) -> set[pytest.Item]:
     """A few cases that have every value of these parameters among them: always the one with most that are missing."""
-    values = {
-        item: {(name, repr(item.callspec.params[name])) for name in names if name in item.callspec.params}
-        for item in cases
-    }
+    values = {}
+    for item in cases:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        values[item] = {(name, repr(given[name])) for name in names if name in given}
     missing, chosen = set[tuple[str, str]]().union(*values.values()), set[pytest.Item]()
     while missing:
         best = max(cases, key=lambda item: len(values[item] & missing))
