@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -77,8 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a function that is `sampled(n)`, one case in n stays; `make test-long` runs the others.
 
-    Which ones is drawn by their names, so that every run and every process draws the same. A case named on the command
-    line runs.
+    With `sampled(n, each=NAMES)`, each value of these parameters stays, in as few cases as that takes, if they are
+    more. Which ones is drawn by their names, so that every run and every process draws the same. A case named on the
+    command line runs.
     """
     if any("[" in argument for argument in config.args):
         return
@@ -88,10 +89,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for number, item in enumerate(found):
-            (one_in,) = item.get_closest_marker("sampled").args
-            if number % one_in:
+        marker = found[0].get_closest_marker("sampled")
+        (one_in,) = marker.args
+        stay = _with_each_value(found, marker.kwargs.get("each", ()))
+        more = [item for item in found[::one_in] if item not in stay]
+        stay.update(more[: max(0, -(-len(found) // one_in) - len(stay))])
+        for item in found:
+            if item not in stay:
                 item.add_marker("long")
+
+
+def _with_each_value(cases: list[pytest.Item], names: Sequence[str]) -> set[pytest.Item]:
+    """A few cases that have every value of these parameters among them: always the one with most that are missing."""
+    values = {}
+    for item in cases:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        values[item] = {(name, repr(given[name])) for name in names if name in given}
+    missing, chosen = set[tuple[str, str]]().union(*values.values()), set[pytest.Item]()
+    while missing:
+        best = max(cases, key=lambda item: len(values[item] & missing))
+        chosen.add(best)
+        missing -= values[best]
+    return chosen
 
 
 def pytest_collection_finish() -> None:

@@ -21,6 +21,8 @@ from tests.equivalence.models import BY_NAME
 # Prompts of all kinds of lengths: one token, and some that are alike.
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [20], list(range(30, 42)), [50, 51, 52, 53], list(range(60, 99))]
 WAIT = 60
+# A decoder, and an encoder with one: for what no other difference of models changes.
+both_kinds = pytest.mark.parametrize("model", ["llama", "bart"], indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import fastgen
 from fastgen import releases
-from tests.engine.conftest import PROMPTS, alone, assert_alone
+from tests.engine.conftest import PROMPTS, alone, assert_alone, both_kinds
 from tests.equivalence.models import BY_NAME, EOS, PAD
 
 # With these each request has a prefill of its own.
@@ -37,7 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, each=("model", "options"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_in_batches(model: Any, options: dict[str, Any]) -> None:
     with fastgen.Engine(model) as engine:
@@ -85,6 +85,7 @@ def test_forms_of_an_input(llama: Any) -> None:
             assert torch.equal(result, alone(llama, row))
 
 
+@both_kinds
 def test_options_of_their_own(model: Any) -> None:
     """Mixed, and those that agree share batches."""
     config = GenerationConfig(num_beams=2, max_new_tokens=7, eos_token_id=EOS, pad_token_id=PAD)
@@ -96,6 +97,7 @@ def test_options_of_their_own(model: Any) -> None:
         assert engine.stats()["batches"] < len(futures)
 
 
+@both_kinds
 def test_sampling_draws_what_a_call_of_its_own_draws(model: Any) -> None:
     options = {"do_sample": True, "num_return_sequences": 2, "top_k": 20}
     with fastgen.Engine(model) as engine:
@@ -115,6 +117,7 @@ def test_a_seed_leaves_the_state_of_the_generator(llama: Any) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@both_kinds
 def test_outputs_with_scores(model: Any) -> None:
     options = {"num_beams": 2, "return_dict_in_generate": True, "output_scores": True}
     with fastgen.Engine(model) as engine:
@@ -140,6 +143,7 @@ class Watching:
         return scores
 
 
+@both_kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_processors_and_criteria_see_their_own_rows(model: Any, options: dict[str, Any]) -> None:
     def at_twenty(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -160,6 +164,7 @@ def test_processors_and_criteria_see_their_own_rows(model: Any, options: dict[st
         assert_alone(model, PROMPTS, [future.result() for future in plain], **options)
 
 
+@both_kinds
 def test_prefix_functions(model: Any) -> None:
     def even(batch: int, tokens: torch.Tensor) -> list[int]:
         assert batch == 0
@@ -176,6 +181,7 @@ def test_prompt_lookup_and_other_modes(llama: Any) -> None:
             assert_alone(llama, PROMPTS[:3], engine.generate(PROMPTS[:3], **options), **options)
 
 
+@pytest.mark.sampled(2, each=("name", "options"))
 @pytest.mark.parametrize("name", ["whisper", "led", "prophetnet", "bloom", "mixtral", "mistral-short-window"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_other_models(name: str, options: dict[str, Any]) -> None:
@@ -206,6 +212,7 @@ def test_decoder_prompts() -> None:
         assert_alone(model, given, engine.generate(inputs))
 
 
+@both_kinds
 def test_without_fastgen(model: Any) -> None:
     fastgen.disable()
     with fastgen.Engine(model) as engine:

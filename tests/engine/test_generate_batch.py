@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import fastgen
 from fastgen.engine.generate_batch import generate_batch as hook
-from tests.engine.conftest import PROMPTS, alone
+from tests.engine.conftest import PROMPTS, alone, both_kinds
 from tests.equivalence.models import BY_NAME, EOS, PAD
 
 ENTRY_POINT = "transformers.generate_batch"
@@ -30,6 +30,7 @@ def _generated(model: Any, prompt: list[int], row: int, **options: Any) -> list[
     return found[: found.index(EOS) + 1] if EOS in found else found
 
 
+@both_kinds
 @pytest.mark.parametrize(
     "options", [{"max_new_tokens": 9}, {"num_beams": 4}, {"num_beams": 3, "num_return_sequences": 3}]
 )

@@ -40,7 +40,7 @@ def _expected(model: Any) -> dict[tuple[int, int], Any]:
     return found
 
 
-@pytest.mark.parametrize("count", [160, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["llama", "marian"])
 def test_many_threads(name: str, count: int) -> None:
     model = BY_NAME[name].build()

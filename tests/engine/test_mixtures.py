@@ -212,7 +212,7 @@ def _submit(engine: Any, submissions: list[Submission], draw: random.Random) -> 
             each.future.cancel()
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("number", range(MIXTURES))
 def test_each_request_gets_its_own(number: int) -> None:
     draw = random.Random(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ class _Streamer(BaseStreamer):
     def put(self, value: Any) -> None: ...
 
     def end(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fastgen.Engine]:
+    with fastgen.Engine(BY_NAME["gpt2"].build(), slots=8) as made:
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -52,17 +59,15 @@ class _Streamer(BaseStreamer):
         (PROMPTS[0], {"generation_config": GenerationConfig(num_beams=9)}, "9 rows"),
     ],
 )
-def test_refused(inputs: Any, options: dict[str, Any], says: str) -> None:
-    model = BY_NAME["gpt2"].build()
-    with fastgen.Engine(model, slots=8) as engine:
-        before = engine.submit(PROMPTS[1])
-        with pytest.raises(ValueError, match=says) as raised:
-            engine.submit(inputs, **options)
-        with pytest.raises(ValueError, match=says):
-            engine.generate([PROMPTS[0], inputs], **options)
-        assert "\n" not in str(raised.value)
-        assert torch.equal(before.result(), alone(model, PROMPTS[1]))
-    assert engine.stats()["submitted"] == 1
+def test_refused(engine: fastgen.Engine, inputs: Any, options: dict[str, Any], says: str) -> None:
+    submitted, before = engine.stats()["submitted"], engine.submit(PROMPTS[1], max_new_tokens=4)
+    with pytest.raises(ValueError, match=says) as raised:
+        engine.submit(inputs, **options)
+    with pytest.raises(ValueError, match=says):
+        engine.generate([PROMPTS[0], inputs], **options)
+    assert "\n" not in str(raised.value)
+    assert torch.equal(before.result(), alone(BY_NAME["gpt2"].build(), PROMPTS[1], max_new_tokens=4))
+    assert engine.stats()["submitted"] == submitted + 1
 
 
 def test_positions_of_an_encoder() -> None:

@@ -14,7 +14,16 @@ import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from tests.engine.conftest import PROMPTS, WAIT, Gate, alone, assert_as_alone, requests_for, run
+from tests.engine.conftest import (
+    PROMPTS,
+    WAIT,
+    Gate,
+    alone,
+    assert_as_alone,
+    both_kinds,
+    requests_for,
+    run,
+)
 from tests.equivalence.models import BY_NAME, EOS
 
 # Those of the support table's must-list that have tiny models.
@@ -36,16 +45,16 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, each=("name", "options"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MUST)
 def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:
-    """The models of the must-list run in slots, and each request gets what a call of its own gives."""
-    model, prompts = BY_NAME[name].build(), PROMPTS * 2
-    executor = ContinuousBatches(model, 8)
-    requests = requests_for(model, prompts, **options)
+    """The models of the must-list run in slots, three at a time, and each request gets what a call of its own gives."""
+    model, rows = BY_NAME[name].build(), max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
+    executor = ContinuousBatches(model, 3 * rows)
+    requests = requests_for(model, PROMPTS, **options)
     run(executor, requests)
-    assert_as_alone(model, requests, prompts)
+    assert_as_alone(model, requests, PROMPTS)
     assert executor.has_slots and not executor.busy
     if name not in WINDOWED:
         assert executor.counts["busy_row_steps"] and not (executor.alone or executor.counts["repeated"])
@@ -61,6 +70,7 @@ def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
     assert executor.counts["steps"] < 4 * 24, "they have run together"
 
 
+@both_kinds
 def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come one by one, and then several at once, again and again: steps of other batches take them over."""
     asked, make_room = [], DecodeStep.make_room
@@ -68,7 +78,7 @@ def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyP
         DecodeStep, "make_room", lambda step, needed: (asked.append(needed), make_room(step, needed))[1]
     )
     executor = ContinuousBatches(model, 8)
-    for _ in range(6):
+    for _ in range(3):
         requests = requests_for(model, PROMPTS, 8, max_new_tokens=12)
         run(executor, requests[:1])
         left = requests[1:]
@@ -79,6 +89,7 @@ def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyP
     assert {needed.new for needed in asked} == {67} and max(needed.cached for needed in asked) <= 129
 
 
+@both_kinds
 def test_different_options_at_a_time(model: Any) -> None:
     """Requests of several kinds, with processors, criteria, seeds and streams of their own, are in slots together."""
     options: list[dict[str, Any]] = [
@@ -126,14 +137,15 @@ RETURNED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@both_kinds
 @pytest.mark.parametrize("options", RETURNED, ids=map(str, range(len(RETURNED))))
 def test_what_is_returned_beside_the_sequences(model: Any, options: dict[str, Any]) -> None:
     """Scores, logits, the scores of sequences and their beams are those of a call of its own."""
-    executor = ContinuousBatches(model, 16)
-    requests = requests_for(model, PROMPTS * 2, return_dict_in_generate=True, **options)
+    executor, prompts = ContinuousBatches(model, 6), PROMPTS + PROMPTS[:2]
+    requests = requests_for(model, prompts, return_dict_in_generate=True, **options)
     run(executor, requests, at_once=3)
     assert executor.counts["busy_row_steps"] and not executor.counts["repeated"]
-    for request, prompt in zip(requests, PROMPTS * 2, strict=True):
+    for request, prompt in zip(requests, prompts, strict=True):
         if request.seed is not None:
             torch.manual_seed(request.seed)
         found, expected = request.future.result(0), alone(model, prompt, **request.options)
@@ -162,6 +174,7 @@ class _Bans:
         return scores
 
 
+@both_kinds
 def test_one_that_raises_leaves_the_others(model: Any) -> None:
     class Fails:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -259,6 +272,7 @@ def test_what_a_step_is_found_out_to_do_is_kept(llama: Any, monkeypatch: pytest.
     assert len(watched) == 1
 
 
+@both_kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_a_budget_of_memory(model: Any, options: dict[str, Any]) -> None:
     """What came last begins again later; all finish, and never is there more than the budget but for one step."""
@@ -284,17 +298,17 @@ def test_one_that_needs_more_than_the_budget(llama: Any) -> None:
 
 def test_many_threads_submit_and_cancel(llama: Any) -> None:
     """No slot is lost, and nobody gets another one's tokens."""
-    expected = {len(prompt): alone(llama, prompt, num_beams=2) for prompt in PROMPTS}
+    expected = [alone(llama, prompt, num_beams=2) for prompt in PROMPTS]
     wrong: list[Any] = []
 
     def user(number: int) -> None:
         for turn in range(6):
-            prompt = PROMPTS[(number + turn) % len(PROMPTS)]
-            future = engine.submit(prompt, num_beams=2)
+            which = (number + turn) % len(PROMPTS)
+            future = engine.submit(PROMPTS[which], num_beams=2)
             if (number + turn) % 5 == 0 and future.cancel():
                 continue
-            if not torch.equal(future.result(WAIT), alone(llama, prompt, num_beams=2)):
-                wrong.append(prompt)
+            if not torch.equal(future.result(WAIT), expected[which]):
+                wrong.append(which)
 
     with fastgen.Engine(llama, slots=8) as engine:
         threads = [threading.Thread(target=user, args=(number,)) for number in range(8)]
@@ -304,10 +318,11 @@ def test_many_threads_submit_and_cancel(llama: Any) -> None:
             thread.join()
         engine.close()
         stats = engine.stats()
-    assert not wrong and expected
+    assert not wrong
     assert stats["busy"] == stats["running"] == stats["waiting"] == stats["failed"] == 0
 
 
+@both_kinds
 def test_code_that_generates_itself(model: Any) -> None:
     """A call inside of one that enters is a call as ever, also with the first token."""
     wanted = [alone(model, prompt, num_beams=2) for prompt in PROMPTS[:2]]

@@ -16,17 +16,19 @@ import pytest
 import torch
 
 import fastgen
-from tests.engine.conftest import PROMPTS, WAIT, Gate, alone, assert_alone
+from tests.engine.conftest import PROMPTS, WAIT, Gate, alone, assert_alone, both_kinds
 from tests.equivalence.models import BY_NAME
 
 
+@both_kinds
 def test_eight_threads(model: Any) -> None:
+    prompts = PROMPTS[:4]
     kinds: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"max_new_tokens": 5}]
-    expected = [[alone(model, prompt, **kind) for kind in kinds] for prompt in PROMPTS]
+    expected = [[alone(model, prompt, **kind) for kind in kinds] for prompt in prompts]
     wrong: list[Any] = []
 
     def submits(number: int) -> None:
-        for index, prompt in enumerate(PROMPTS):
+        for index, prompt in enumerate(prompts):
             for which, kind in enumerate(kinds):
                 with contextlib.suppress(concurrent.futures.CancelledError):
                     future = engine.submit(prompt, **kind)
@@ -45,7 +47,7 @@ def test_eight_threads(model: Any) -> None:
             thread.join()
         stats = engine.stats()
     assert not wrong
-    assert stats["submitted"] == 8 * len(PROMPTS) * len(kinds)
+    assert stats["submitted"] == 8 * len(prompts) * len(kinds)
     assert stats["waiting"] == stats["running"] == stats["failed"] == 0
     assert stats["finished"] + stats["cancelled"] == stats["submitted"]
 
@@ -369,6 +371,7 @@ def test_training_mode(llama: Any) -> None:
         assert engine.stats()["batches"] == 3 and "training" in engine.stats()["why"]
 
 
+@both_kinds
 def test_disabled_while_requests_run(model: Any, gate: Gate) -> None:
     with fastgen.Engine(model) as engine:
         first = engine.submit(PROMPTS[0], logits_processor=[gate], num_beams=2)
@@ -384,43 +387,29 @@ def test_disabled_while_requests_run(model: Any, gate: Gate) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process() -> None:
+def test_a_forked_process_and_a_program_that_ends_while_requests_run() -> None:
     """The parent's requests are not the child's; the engine works in both."""
-    _run("""
-        engine = fastgen.Engine(model)
-        expected = model.generate(torch.tensor([[5, 6, 7]]))
-        with engine.paused():
-            future = engine.submit([5, 6, 7])
-            child = os.fork()
-            if child == 0:
-                try:
-                    future.result(30)
-                except RuntimeError as error:
-                    assert "forked" in str(error)
-                    assert torch.equal(engine.submit([5, 6, 7]).result(60), expected)
-                    os._exit(7)
-                os._exit(1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert torch.equal(future.result(60), expected)
-    """)
-
-
-def test_a_program_that_ends_while_requests_run() -> None:
-    _run("""
-        engine = fastgen.Engine(model)
-        futures = [engine.submit([5, 6, n + 7], max_new_tokens=500, eos_token_id=None) for n in range(100)]
-    """)
-
-
-def _run(program: str) -> None:
-    begin = """
+    program = """
 import os, torch, fastgen
 from tests.equivalence.models import BY_NAME
 torch.set_num_threads(1)
 model = BY_NAME["gpt2"].build()
+engine = fastgen.Engine(model)
+expected = model.generate(torch.tensor([[5, 6, 7]]))
+with engine.paused():
+    future = engine.submit([5, 6, 7])
+    child = os.fork()
+    if child == 0:
+        try:
+            future.result(30)
+        except RuntimeError as error:
+            assert "forked" in str(error)
+            assert torch.equal(engine.submit([5, 6, 7]).result(60), expected)
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert torch.equal(future.result(60), expected)
+futures = [engine.submit([5, 6, n + 7], max_new_tokens=500, eos_token_id=None) for n in range(100)]
 """
-    lines = (line[8:] for line in program.splitlines())
-    done = subprocess.run(
-        [sys.executable, "-c", begin + "\n".join(lines)], capture_output=True, text=True, timeout=300, cwd=os.getcwd()
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr

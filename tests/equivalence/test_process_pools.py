@@ -17,7 +17,6 @@ import functools, multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
 import torch
 import fastgen
-from tests.equivalence.models import BY_NAME
 
 
 def use(model, ids, options):
@@ -41,15 +40,13 @@ def pool(context, calls):
         return [each.get(timeout=120) for each in started]
 
 
-if __name__ == "__main__":
-    method, kind, name = sys.argv[1:]
-    torch.set_num_threads(1)  # with more, a forked process waits for ever for OpenMP's threads, without FastGen too
-    family = BY_NAME[name]
+def check(method, kind, family):
     model, options = family.build(), {**family.make_inputs(), "max_new_tokens": 12}
     ids = options.pop("input_ids")
     with fastgen.disabled():
         expected, beams = model.generate(ids, **options), model.generate(ids, num_beams=3, **options)
     fastgen.enable(captured_step="always")
+    fastgen.reset_stats()
     assert torch.equal(model.generate(ids, **options), expected)
     assert torch.equal(model.generate(ids, num_beams=3, **options), beams)
     assert fastgen.stats()["transformers.captured_step"]["accelerated"] == 2, fastgen.stats()
@@ -65,23 +62,35 @@ if __name__ == "__main__":
         assert after[entry]["accelerated"] - before.get(entry, {}).get("accelerated", 0) == 3, after
         assert not after[entry]["fallback"], after
     assert torch.equal(model.generate(ids, **options), expected)
+
+
+if __name__ == "__main__":
+    from tests.equivalence.models import BY_NAME
+
+    torch.set_num_threads(1)  # with more, a forked process waits for ever for OpenMP's threads, without FastGen too
+    for words in sys.argv[1:]:
+        method, kind, name = words.split()
+        check(method, kind, BY_NAME[name])
 """
 
-_LONG = [
-    pytest.param(method, kind, name, marks=pytest.mark.long)
+_ALL = [
+    f"{method} {kind} {name}"
     for method in ("fork", "spawn", "forkserver")
     for kind in ("executor", "pool")
     for name in ("llama", "bart", "t5")
 ]
 
 
-@pytest.mark.parametrize(("method", "kind", "name"), [("fork", "pool", "bart"), ("spawn", "executor", "llama"), *_LONG])
-def test_a_pool_of_processes(method: str, kind: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "uses",
+    [["fork pool bart", "spawn executor llama"], *(pytest.param([each], marks=pytest.mark.long) for each in _ALL)],
+)
+def test_a_pool_of_processes(uses: list[str], tmp_path: Path) -> None:
     script = tmp_path / "pools.py"
     script.write_text(_SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, script, method, kind, name],
+        [sys.executable, script, *uses],
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

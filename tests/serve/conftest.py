@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from openai import OpenAI
@@ -11,6 +13,7 @@ import fastgen
 from fastgen.ops import gpu
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen_serve.app import create_app
+from fastgen_serve.workers import remote as remote_models
 from tests.serve import checkpoints
 from tests.serve.servers import in_thread
 
@@ -25,6 +28,17 @@ def enabled() -> Iterator[None]:
         yield
         fastgen.enable()
         graph_cache.drop_all()
+
+
+@pytest.fixture(scope="module")
+def forks(enabled: None) -> Iterator[None]:
+    """Processes of models are forks of one that has imported what takes long. Those of `fastgen-serve` start anew."""
+    context = multiprocessing.get_context("forkserver")
+    models = ("auto.modeling_auto", "auto.tokenization_auto", "bart.modeling_bart", "gpt2.modeling_gpt2")
+    context.set_forkserver_preload(["torch", "transformers.generation", *(f"transformers.models.{m}" for m in models)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_models, "multiprocessing", SimpleNamespace(get_context=lambda method: context))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -77,14 +77,14 @@ class Command:
 
 
 @contextlib.contextmanager
-def command(*words: str, planted: str = "") -> Iterator[Command]:
+def command(*words: str, planted: str = "", python: str | Path = sys.executable) -> Iterator[Command]:
     """`fastgen-serve` with these words, on a free port, if they name none; in its process `planted` is run before."""
     program = ["-c", f"{planted}\nfrom fastgen_serve.main import main\nraise SystemExit(main())"]
     port = () if "--port" in words else ("--port", "0")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, *(program if planted else ["-m", "fastgen_serve.main"]), *words, *port],
+        [str(python), *(program if planted else ["-m", "fastgen_serve.main"]), *words, *port],
         stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
     made = Command(process)

@@ -27,6 +27,8 @@ from fastgen_serve.workers.remote import RemoteModel
 from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2, WAIT
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 SETTINGS = ServeSettings(models=(("gpt2", GPT2), ("bart", BART)), slots=8, warm_up=False)
 LONG = {"num_beams": 1, "max_new_tokens": 400, "min_new_tokens": 400}
 

@@ -321,7 +321,7 @@ def test_drawn_requests_get_answers_that_are_documented(settings, models, mode):
     for operation in (found.ok() for found in operations):
 
         @given(case=operation.as_strategy(generation_mode=mode))
-        @hypothesis_settings(max_examples=8, suppress_health_check=list(HealthCheck))
+        @hypothesis_settings(max_examples=5, suppress_health_check=list(HealthCheck))
         def check(case: Any) -> None:
             case.call_and_validate(checks=CHECKS)
             seen.add(case.path)

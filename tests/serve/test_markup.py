@@ -81,7 +81,7 @@ def test_no_markup_takes_quadratic_time():
         assert markup.cut(part * 20_000)  # within the time limit of a test
 
 
-@pytest.mark.parametrize("html", ["<p>" * 100_001, "<p>" + "Yes. " * 50_001, "<p>Yes.</p>" * 40_000])
+@pytest.mark.parametrize("html", ["<p>" * 1001, "<p>" + "Yes. " * 501, "<p>Yes.</p>" * 400])
 def test_no_more_pieces_are_made_than_there_may_be(html):
-    with pytest.raises(BadRequest, match="100000 pieces"):
-        markup.cut(html)
+    with pytest.raises(BadRequest, match="pieces"):
+        markup.cut(html, most=1000)

@@ -25,7 +25,7 @@ CHECKS = (
     status_code_conformance,
     negative_data_rejection,
 )
-EXAMPLES = 20
+EXAMPLES = 10
 # By the path, a model for it: a name that is drawn is none of them.
 MODELS = {
     "/v1/completions": "gpt2",
