@@ -4,12 +4,15 @@
 
 It listens on FOLDER/socket, and writes to FOLDER/bin a `python` and the commands of pyproject.toml. Each of them runs
 what the real one would run, with the same arguments, environment, folder and standard streams, and ends with its exit
-status. The interpreter is already there, which saves seconds each time. FastGen is not imported before the fork, so
-that it reads the environment of the command.
+status. An interrupt is passed on, and whoever is killed takes the program along. The interpreter is already there,
+which saves seconds each time. FastGen is not imported before the fork, so that it reads the environment of the command.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import json
 import os
 import re
@@ -17,15 +20,18 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
+signal.signal(signal.SIGINT, lambda *_: server.sendall(b"interrupt\\n"))
 request = {{"program": {program!r}, "words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
 socket.send_fds(server, [b"0"], [0, 1, 2])
 server.sendall(json.dumps(request).encode() + b"\\n")
@@ -51,6 +57,12 @@ def main(folder: Path) -> None:
     from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
     assert transformers.AutoTokenizer is not None
+    for name in ("sacrebleu", "rouge_score.rouge_scorer", "hydra"):  # which metrics and FairSeq need
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # Programs need not look through what stays, and copy it by that.
+    gc.collect()
+    gc.freeze()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen()
@@ -72,9 +84,11 @@ def main(folder: Path) -> None:
     # This fork waits for the program, which is a fork of its own, and reports how it ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-    request = json.loads(connection.makefile().readline())
+    lines = connection.makefile()
+    request = json.loads(lines.readline())
     program = os.fork()
     if program != 0:
+        threading.Thread(target=_pass_on, args=(lines, program), daemon=True).start()
         status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
         connection.sendall(f"{status if status >= 0 else 128 - status}\n".encode())
         os._exit(0)
@@ -82,10 +96,19 @@ def main(folder: Path) -> None:
     sys.exit(_run(request, streams, scripts))
 
 
+def _pass_on(lines: Iterable[str], program: int) -> None:
+    """Interrupts `program` for each line that comes, and kills it once nobody is left to send one."""
+    with contextlib.suppress(ProcessLookupError):
+        for _ in lines:
+            os.kill(program, signal.SIGINT)
+        os.kill(program, signal.SIGKILL)
+
+
 def _run(request: dict[str, Any], streams: list[int], scripts: dict[str, str]) -> int:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -32,8 +32,11 @@ def model():
 
 
 @pytest.fixture(autouse=True)
-def enabled():
+def enabled(request, monkeypatch):
+    """Later calls, of which times are taken, are few where no test looks at them."""
     fastgen.enable(strict=False)
+    if "calls" not in request.node.name:
+        monkeypatch.setattr(comparison, "_LATER", 1)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)

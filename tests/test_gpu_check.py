@@ -160,7 +160,11 @@ def test_left_out():
 """
 
     @pytest.fixture
-    def judged(self, make_check, tmp_path):
+    def judged(self, make_check, started, tmp_path):
+        # Plugins of the environment that the stages have no use for take seconds to import, in every process.
+        plugins = "xdist.plugin,_hypothesis_pytestplugin"
+        started.environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": plugins}
+
         def run(text, budget=60.0):
             file = tmp_path / "test_it.py"
             file.write_text(text)

@@ -32,7 +32,7 @@ def _cut(name: str, shortest: int, longest: int, count: int) -> list[str]:
 
 MIXED = _cut("src", 2, 80, count=24)
 # Short ones, because there are many.
-PAIRS = {name: _cut(name, 6, 24, count=160) for name in ("src", "ref")}
+PAIRS = {name: _cut(name, 6, 24, count=100) for name in ("src", "ref")}
 
 
 @pytest.fixture(scope="session")

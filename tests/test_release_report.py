@@ -26,6 +26,7 @@ def programs(monkeypatch):
         pytest.skip("nothing is captured here")
     ways = {"beam search": ["beam"], "several samples": ["sampling, 4 returned"], "one sequence": ["greedy"]}
     monkeypatch.setattr(survey, "WAYS", ways)  # a case for each column is enough
+    monkeypatch.setattr(survey, "_LONGER", {"max_new_tokens": 8, "min_new_tokens": 6})
     yield
     fastgen.enable()
 

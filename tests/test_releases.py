@@ -242,8 +242,8 @@ def test_a_returned_cache_has_what_the_release_puts_into_one(
         ({"custom_generate": "own_loop"}, "has no parameter custom_generate"),
     ],
 )
-def test_an_unknown_release_warns_once(names: dict[str, str], reason: str) -> None:
-    done = python("-c", _STUB.format(names=names, model="llama"))
+def test_an_unknown_release_warns_once(names: dict[str, str], reason: str, programs: Path) -> None:
+    done = python("-c", _STUB.format(names=names, model="llama"), program=programs / "python")
     assert done.returncode == 0, done.stderr
     warned = [line for line in done.stderr.splitlines() if "FastGen" in line]
     assert len(warned) == 1, done.stderr
@@ -253,8 +253,8 @@ def test_an_unknown_release_warns_once(names: dict[str, str], reason: str) -> No
     assert "does NOT accelerate" in first and stub_release.VERSION in first
 
 
-def test_an_unknown_release_that_looks_the_same_is_accelerated_without_a_word() -> None:
-    done = python("-c", _STUB.format(names={}, model="bart"))
+def test_an_unknown_release_that_looks_the_same_is_accelerated_without_a_word(programs: Path) -> None:
+    done = python("-c", _STUB.format(names={}, model="bart"), program=programs / "python")
     assert (done.returncode, done.stderr) == (0, "")
     fallbacks, first = done.stdout.splitlines()
     assert fallbacks == "[]" and first.startswith("FastGen accelerates here") and "not tested" in first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.translator(tmp_path_factory.mktemp("translator"), encoder_layers=1, decoder_layers=2)
 
 
-SENTENCES = sorted(models.sentences(40), key=len)[::6]
+SENTENCES = sorted(models.sentences(40), key=len)[::12]
 
 
 def test_translations_end_by_themselves(translator: Path) -> None:
@@ -197,7 +198,9 @@ def test_ctranslate2_gives_the_same_translations(translator: Path) -> None:
 # ---- from end to end
 
 
-def test_a_benchmark_from_end_to_end(tmp_path: Path) -> None:
+def test_a_benchmark_from_end_to_end(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setattr(schedulers, "CLIENTS", 4)
     words = ["schedulers", "--only", "hungry", "--padding", "left out", "--parts", "0.3", "--layers", "1"]
     assert main([*words, "--seconds", "2", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "schedulers.json").read_text())

@@ -315,10 +315,10 @@ def test_debug_shows_where(bart, inputs, tmp_path):
         call(tmp_path / "none", inputs, tmp_path / "out.txt", "--debug")
 
 
-def begun(words: list[Any], partial: Path, batches: int) -> subprocess.Popen[str]:
+def begun(python: str | Path, words: list[Any], partial: Path, batches: int) -> subprocess.Popen[str]:
     """A command in a process of its own, which has finished so many batches."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "fastgen_cli.generate", *map(str, words)],
+        [str(python), "-m", "fastgen_cli.generate", *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -332,7 +332,7 @@ def begun(words: list[Any], partial: Path, batches: int) -> subprocess.Popen[str
     return process
 
 
-def test_an_interrupted_and_a_killed_command_are_resumed_to_the_same_file(bart, tmp_path):
+def test_an_interrupted_and_a_killed_command_are_resumed_to_the_same_file(bart, tmp_path, programs):
     """In the middle of sampling with a worker process. What is replaced stays as it was until the run is complete."""
     source, out, report = tmp_path / "in.txt", tmp_path / "out.jsonl", tmp_path / "report.json"
     source.write_text("\n".join(["", "", *tiny.sentences(200)]) + "\n")
@@ -342,13 +342,13 @@ def test_an_interrupted_and_a_killed_command_are_resumed_to_the_same_file(bart, 
     options = ["--do-sample", "--max-new-tokens", "10", "--batch-size", "4", "--device", "cpu", "--quiet",
                "--detokenizer", "moses", "--workers"]  # fmt: skip
     words = [bart, source, out, *options, "1", "--overwrite", "--report", report]
-    process = begun(words, partial, 3)
+    process = begun(programs / "python", words, partial, 3)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert said.count("\n") == 1 and "to continue: " in said, said
     assert Path(f"{errors}.partial").read_text().count("\n") == 2
-    process = begun([*words, "--resume"], partial, partial.read_bytes().count(b'{"batch"') + 3)
+    process = begun(sys.executable, [*words, "--resume"], partial, partial.read_bytes().count(b'{"batch"') + 3)
     workers = psutil.Process(process.pid).children(recursive=True)
     assert workers
     process.kill()

@@ -7,10 +7,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +18,7 @@ import fastgen
 from fastgen.pipeline.quantizing import QuantizeOptions
 from fastgen.pipeline.quantizing import run as running
 from fastgen_cli.quantize import build_parser, main
+from tests.pipeline.children import finished, in_child
 
 FAST = ["--group-size", "16", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
 
@@ -113,6 +113,7 @@ def test_a_run(bart, pairs, tmp_path, capsys):
     assert last == f"fastgen-quantize: written to {out}, load it with {loads}"
     files = "config.json model.safetensors report.json report.png tokenizer.json generation_config.json".split()
     assert set(files) <= {path.name for path in out.iterdir()}
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 4
     assert (out / "generation_config.json").read_bytes() == (bart / "generation_config.json").read_bytes()
@@ -189,19 +190,16 @@ def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, one_line, monk
 def test_a_killed_run_is_continued(bart, pairs, tmp_path):
     """Killed when the first block is there; compared with a run that was not."""
     words = ["--calibration", str(pairs), "--quiet", *FAST]
-    command = [sys.executable, "-m", "fastgen_cli.quantize", str(bart)]
-    process = subprocess.Popen([*command, str(tmp_path / "out"), *words], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    block = tmp_path / "out.partial" / "block-0000.safetensors"
-    try:
-        while not block.exists() and process.poll() is None:
-            time.sleep(0.001)
-    finally:
-        process.send_signal(signal.SIGKILL)
-    status = process.wait()
+    block, out = tmp_path / "out.partial" / "block-0000.safetensors", tmp_path / "out"
+    child = in_child(lambda: call(bart, out, *words))
+    while not block.exists() and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    status = finished(child)
     if status != 0:  # otherwise it was done before it could be killed
         assert status == -signal.SIGKILL
-        assert block.exists() and not (tmp_path / "out").exists()
-        assert call(str(bart), tmp_path / "out", "--resume", *words) == 0
+        assert block.exists() and not out.exists()
+        assert call(bart, out, "--resume", *words) == 0
     assert call(bart, tmp_path / "whole", *words) == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,6 +27,22 @@ if VERSION is None and not os.environ.get("FASTGEN_REQUIRE_FAIRSEQ"):
 
 def pytest_report_header() -> str:
     return f"fairseq: {VERSION or 'not installed, its tests are left out'}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def options_are_parsed_once() -> Iterator[None]:
+    """FairSeq has Hydra parse 300 options for every command, nearly all of them defaults."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parse, parsed = OverridesParser.parse_override, dict[str, Any]()
+
+    def parse_once(parser: OverridesParser, text: str) -> Any:
+        if text not in parsed:
+            parsed[text] = parse(parser, text)
+        return parsed[text]
+
+    with mock.patch.object(OverridesParser, "parse_override", parse_once):
+        yield
 
 
 @pytest.fixture(autouse=True)

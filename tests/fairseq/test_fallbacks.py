@@ -47,8 +47,8 @@ def test_models_that_edit_have_a_generator_of_their_own():
     assert any(len(each[0]["tokens"]) > 2 for each in found) and fastgen.stats() == {}
 
 
-def generator_for_any(*members: Any, **options: Any) -> Any:
-    return SequenceGenerator(list(members), members[0].decoder.dictionary, beam_size=3, max_len_b=10, **options)
+def generator_for_any(*members: Any, max_len_b: int = 10, **options: Any) -> Any:
+    return SequenceGenerator(list(members), members[0].decoder.dictionary, beam_size=3, max_len_b=max_len_b, **options)
 
 
 class OtherAttention(MultiheadAttention):
@@ -210,12 +210,12 @@ def test_a_hook_that_is_missing_means_that_nothing_is_accelerated(monkeypatch):
 
 def test_a_generator_inside_a_generator():
     """A search that generates itself: what is not accelerated must not meet the K/V of the call around it."""
-    inner = generator_for_any(models.encoder_decoder(seed=1))
-    lstm = generator_for_any(models.lstm_model())
+    inner = generator_for_any(models.encoder_decoder(seed=1), max_len_b=3)
+    lstm = generator_for_any(models.lstm_model(), max_len_b=3)
     words = models.dictionary()
     model = models.encoder_decoder()
     model.decoder.set_beam_size(2)
-    same = SequenceGenerator([model], words, beam_size=2, max_len_b=10)
+    same = SequenceGenerator([model], words, beam_size=2, max_len_b=5)
     with fastgen.disabled():
         expected = same.generate([], models.sources(3))
 
@@ -231,7 +231,7 @@ def test_a_generator_inside_a_generator():
             [model],
             words,
             beam_size=2,
-            max_len_b=4,
+            max_len_b=2,
             search_strategy=search.PrefixConstrainedBeamSearch(words, allowed),
         ),
         models.sources(2),

@@ -62,7 +62,7 @@ def generator_for(members: list[Any], kind: Any = SequenceGenerator, **options: 
     words = members[0].decoder.dictionary
     for model in members:
         model.decoder.set_beam_size(options.get("beam_size", 1))
-    options = {"max_len_b": 20, **options}
+    options = {"max_len_b": 12, **options}
     make_search = options.pop("_search", None)
     if make_search is not None:
         options["search_strategy"] = make_search(words)

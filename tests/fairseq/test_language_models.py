@@ -48,7 +48,7 @@ def is_about_sources(name: str) -> bool:
 @pytest.mark.parametrize("option", [name for name in OPTIONS if not is_about_sources(name)])
 @pytest.mark.parametrize("name", models.LANGUAGE_MODELS)
 def test_hypotheses_are_the_same(runs, name, option):
-    options = {**OPTIONS[option], "max_len_b": 60}
+    options = {**OPTIONS[option], "max_len_b": 52}
     if option == "other end":
         options["eos"] = 63
     check_prefix(lambda: generator_for([pool(name)], **options), models.prefixes(4, 40))

@@ -97,9 +97,11 @@ def test_what_a_batch_takes(make, rows, width, options, device):
     """On a GPU (`--device cuda`) against `torch.cuda.max_memory_allocated`, with the captured step and without."""
     if device.type == "cuda":
         rows *= 64  # the workspaces of cuBLAS would be most of what a small batch takes
+    else:
+        options = {"new_tokens": 8, **options}
     for captured_step in ("auto", "never") if device.type == "cuda" else ("never",):
         with process_settings.changed(packed_weights="never", captured_step=captured_step):
-            model, generation = prepared(make, device, **{"new_tokens": 20, **options})
+            model, generation = prepared(make, device, **options)
             generate(model, generation, 1, 8)
             taken = allocated(lambda model=model, config=generation: generate(model, config, rows, width), device)
             planned = MemoryModel.of(model, generation).peak(rows, width)

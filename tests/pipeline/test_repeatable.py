@@ -55,9 +55,9 @@ EMBEDS = (embed_dataset, load_embedder, EmbedOptions)
 RUNS = {
     "beams": Run("bart", *GENERATES, {"generation": BEAMS, "workers": 0, "token_ids": True}, 100, 3),
     "samples": Run("gpt2", *GENERATES, {"generation": SAMPLED, "workers": 0, "token_ids": True}, 100, 2),
-    "means": Run("bert", *EMBEDS, "npy", {"normalize": True, "pooling": "mean"}, 400, 4),
-    "last tokens": Run("bert", *EMBEDS, "parquet", {"pooling": "lasttoken"}, 400, 3),
-    "labels": Run("bert", classify_dataset, load_classifier, ClassifyOptions, "csv", {"top_k": 2}, 400, 3),
+    "means": Run("bert", *EMBEDS, "npy", {"normalize": True, "pooling": "mean"}, 240, 4),
+    "last tokens": Run("bert", *EMBEDS, "parquet", {"pooling": "lasttoken"}, 240, 3),
+    "labels": Run("bert", classify_dataset, load_classifier, ClassifyOptions, "csv", {"top_k": 2}, 240, 3),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ from fairseq.data.encoders import gpt2_bpe_utils
 from fairseq_cli import generate as original_generate
 
 import fastgen
+from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import (
     BASE,
@@ -106,23 +108,14 @@ def _unscored(line: str) -> tuple[str, ...]:
 
 
 def test_results_path(world, tmp_path):
-    both(world, "--results-path", tmp_path / "one")
-    path = tmp_path / "one" / "generate-test.txt"
-    ours = lines(path.read_text())
-    with fastgen.disabled():
-        original_generate.main(
-            configuration(
-                commands._generation_parser,
-                world.data,
-                "--path",
-                world.model,
-                *BASE,
-                "--results-path",
-                tmp_path / "two",
-            )
-        )
-    assert ours == lines((tmp_path / "two" / "generate-test.txt").read_text())
-    assert len(ours) == 30 * 5 + 1
+    words = [world.data, "--path", world.model, *BASE, "--results-path", tmp_path]
+    cfg, found = configuration(commands._generation_parser, *words), []
+    for command in (original_generate.main, lambda cfg: pipeline.generate(cfg, 0)):
+        with fastgen.disabled():
+            command(copy.deepcopy(cfg))
+        found.append(lines((tmp_path / "generate-test.txt").read_text()))
+        (tmp_path / "generate-test.txt").unlink()
+    assert found[0] == found[1] and len(found[0]) == 30 * 5 + 1
 
 
 def test_unknown_words_replaced_by_those_of_the_text(world, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 
 import pytest
 
@@ -12,21 +13,33 @@ from fastgen.pipeline import PipelineError
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from fastgen_cli.generate import main as generate_any
-from tests.fairseq.commands.world import BASE, World, configuration, lines, one_line, printed
+from tests.fairseq.commands.world import BASE, configuration, lines, one_line, printed
+
+
+@pytest.fixture(scope="module")
+def expected(world) -> list[str]:
+    """The best output of every source, from the lines of the command that prints them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", sys.argv)
+        cfg = configuration(commands._generation_parser, world.data, "--path", world.model, *BASE)
+    text = printed(lambda: pipeline.generate(cfg, 0))
+    found = {int(line.split("\t")[0][2:]): line.split("\t")[2] for line in lines(text) if line.startswith("D-")}
+    assert len(found) == 30
+    return [found[number] for number in range(30)]
 
 
 class TestGenerateAnything:
     """`fastgen-generate` with files of FairSeq's."""
 
-    def test_a_data_directory(self, world, tmp_path, capfd):
+    def test_a_data_directory(self, world, expected, tmp_path, capfd):
         for name in ("out.txt", "out.jsonl"):
             assert generate_any([str(world.model), str(world.data), str(tmp_path / name), *BASE, "--nbest", "2"]) == 0
-        expected = self.expected(world)
         assert (tmp_path / "out.txt").read_text().splitlines() == expected
         records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert [record["text"] for record in records] == expected
         assert all(len(record["sequences"]) == len(record["scores"]) == 2 for record in records)
-        assert [record["reference"] for record in records][3].split()[0] == self.references(world)[3].split()[0]
+        reference = (world.folder / "test.en").read_text().splitlines()[3]
+        assert records[3]["reference"].split()[0] == reference.split()[0]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.txt"]
         said = capfd.readouterr().err
         assert "BLEU4 = " in said and said.splitlines()[-1].startswith("accelerated by FastGen: all ")
@@ -69,13 +82,13 @@ class TestGenerateAnything:
         assert len(found) == 16
         assert "fastgen-generate: broken" in capsys.readouterr().err
 
-    def test_a_text_with_the_dictionaries_beside_the_checkpoint(self, world, tmp_path, capfd):
+    def test_a_text_with_the_dictionaries_beside_the_checkpoint(self, world, expected, tmp_path, capfd):
         for path in (world.model, *world.data.glob("dict.*")):
             shutil.copy(path, tmp_path)
         model, output = str(tmp_path / world.model.name), tmp_path / "out.txt"
         words = [model, str(world.folder / "test.de"), str(output), "-s", "de", "-t", "en", *BASE]
         assert generate_any([word for word in words if word not in ("--num-workers", "0")]) == 0
-        assert output.read_text().splitlines() == self.expected(world)
+        assert output.read_text().splitlines() == expected
 
     def test_fairseqs_own_arguments(self, world, capfd):
         assert generate_any([str(world.data), "--path", str(world.model), *BASE]) == 0
@@ -125,17 +138,3 @@ class TestGenerateAnything:
         words = [str(world.model), str(world.folder / "test.de"), str(tmp_path / "out.txt"), "--cpu"]
         assert generate_any(words) == 2
         assert "no dict.*.txt beside" in one_line(capsys, "fastgen-generate")
-
-    def references(self, world: World) -> list[str]:
-        return (world.folder / "test.en").read_text().splitlines()
-
-    def expected(self, world: World) -> list[str]:
-        """The best output of every source, from the lines of the command that prints them."""
-        text = printed(
-            lambda: pipeline.generate(
-                configuration(commands._generation_parser, world.data, "--path", world.model, *BASE), 0
-            )
-        )
-        found = {int(line.split("\t")[0][2:]): line.split("\t")[2] for line in lines(text) if line.startswith("D-")}
-        assert len(found) == 30
-        return [found[number] for number in range(30)]

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -54,10 +53,10 @@ def test_interactive_with_constraints(world, tmp_path):
     assert sum(line.startswith("C-0") for line in ours) == 2
 
 
-def test_an_interactive_user_is_answered_before_the_next_question(world):
-    command = [sys.executable, "-m", "fastgen_cli.fairseq", "interactive", world.data, "--path", world.model, "--cpu"]
+def test_an_interactive_user_is_answered_before_the_next_question(world, programs):
+    command = [programs / "python", "-m", "fastgen_cli.fairseq", "interactive", world.data, "--path", world.model]
     with subprocess.Popen(
-        [*map(str, command), "--max-len-b", "5"],
+        [*map(str, command), "--cpu", "--max-len-b", "5"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

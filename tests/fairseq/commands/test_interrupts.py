@@ -67,7 +67,7 @@ def test_ctrl_c_during_start_up_is_one_line(world, name):
 
 
 @pytest.mark.parametrize("program", [commands.GENERATE, "fastgen-generate"])
-def test_an_interrupt_loses_no_finished_line(world, tmp_path, program):
+def test_an_interrupt_loses_no_finished_line(world, tmp_path, program, programs):
     """What the model had finished when it was interrupted is printed, every sentence of it to the last line."""
     options = [*BASE, "--gen-subset", "train", "--batch-size", 2, "--max-len-b", 100, "--min-len", 100]
     if program == "fastgen-generate":
@@ -76,7 +76,7 @@ def test_an_interrupt_loses_no_finished_line(world, tmp_path, program):
     else:
         results = tmp_path / "generate-train.txt"
         words = ["fastgen_cli.fairseq", "generate", world.data, "--path", world.model, "--results-path", tmp_path]
-    command = [sys.executable, "-m", *words, *options]
+    command = [programs / "python", "-m", *words, *options]
     with subprocess.Popen(
         [*map(str, command)],
         cwd=ROOT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import os
@@ -108,9 +109,9 @@ def both(world: World, *options: object, model: Path | None = None, workers: int
     words = [world.data, "--path", model or world.model, *BASE, *options]
     with fastgen.disabled():
         cfg = configuration(commands._generation_parser, *words)
+        own = copy.deepcopy(cfg)
         original = printed(lambda: original_generate.main(cfg))
-        cfg = configuration(commands._generation_parser, *words)
-        ours = printed(lambda: pipeline.generate(cfg, workers))
+        ours = printed(lambda: pipeline.generate(own, workers))
     return lines(original), lines(ours)
 
 
@@ -119,10 +120,11 @@ def both_interactive(world: World, source: Path, *options: object) -> tuple[list
     words = [world.data, "--path", world.model, "--input", source, "--max-len-b", 5, "--cpu", "--beam", 3, *options]
 
     def lines_of(run: Callable[[Any], object]) -> list[str]:
-        cfg = configuration(commands._interactive_parser, *words)
-        return [line for line in printed(lambda: run(cfg)).splitlines() if re.match(r"[A-VX-Z]-\d", line)]
+        given = copy.deepcopy(cfg)
+        return [line for line in printed(lambda: run(given)).splitlines() if re.match(r"[A-VX-Z]-\d", line)]
 
     with fastgen.disabled():
+        cfg = configuration(commands._interactive_parser, *words)
         return lines_of(original_interactive.main), lines_of(lambda cfg: pipeline.interact(cfg, 1))
 
 

@@ -26,8 +26,8 @@ def test_from_text_to_a_trained_model_to_its_output(tmp_path, capsys):
     preprocess_command.main(options.get_preprocessing_parser().parse_args(preprocess))
     train = [
         binary, *languages, "--task", "translation_prophetnet", "--arch", "ngram_transformer_prophet_base",
-        "--criterion", "ngram_language_loss", "--optimizer", "adam", "--lr", "0.003", "--max-sentences", "6",
-        "--max-update", "120", "--cpu", "--save-dir", saved, "--num-workers", "0", "--no-progress-bar",
+        "--criterion", "ngram_language_loss", "--optimizer", "adam", "--lr", "0.01", "--max-sentences", "6",
+        "--max-update", "70", "--cpu", "--save-dir", saved, "--num-workers", "0", "--no-progress-bar",
         "--no-epoch-checkpoints", "--dropout", "0", "--attention-dropout", "0", "--activation-dropout", "0",
         "--encoder-layers", "1", "--decoder-layers", "1", "--encoder-embed-dim", "32", "--decoder-embed-dim", "32",
         "--encoder-ffn-embed-dim", "64", "--decoder-ffn-embed-dim", "64", "--encoder-attention-heads", "4",

@@ -71,7 +71,7 @@ def test_the_scores_of_beam_search_are_those_of_the_plain_computation(strict):
     model = model_of(args, seed=1)
     reference = Reference(model.state_dict(), args, PAD)
     sample = sources(2, 7)
-    found = generator_for([model], beam_size=3, max_len_b=24).generate([], sample)
+    found = generator_for([model], beam_size=2, max_len_b=22).generate([], sample)
     assert max(len(hypothesis["tokens"]) for hypotheses in found for hypothesis in hypotheses) > 20
     for source, hypotheses in zip(rows(sample["net_input"]["src_tokens"]), found, strict=True):
         encoded = reference.encode(source)

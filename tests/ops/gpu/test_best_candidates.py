@@ -70,7 +70,7 @@ def check(operator, case, device):
 @given(case=cases)
 @example(case=PLAIN | {"vocabulary": 9000, "count": 8, "dtype": torch.float16})
 @example(case=PLAIN | {"vocabulary": 1, "count": 4})
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_kernel(case, device, kernels):
     check(best_continuations, case, device)
 
@@ -82,7 +82,7 @@ def test_reference(case, device):
 
 
 @given(case=cases)
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_ties_go_to_the_lower_beam_and_then_the_lower_token(case, device, kernels):
     """Scores of few different values, and no softmax: exact ties, whose order is defined."""
     scores, running, count = make(case, device)

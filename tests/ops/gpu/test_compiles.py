@@ -118,7 +118,7 @@ PRODUCTS = {
     "int8, 1 row": (torch.bfloat16, 1, 4096, 4096, 8),
     "int8, 64 rows": (torch.float16, 64, 4096, 4096, 8, 128),
     "int8, 16 rows, channels": (torch.bfloat16, 16, 4096, 4096, 8, 4096, "zeros", torch.bfloat16),
-    "int8, the output layer": (torch.bfloat16, 4, 128256, 4096, 8, 32),
+    "int8, the output layer": (torch.bfloat16, 4, 32064, 4096, 8, 32),
     "int4, 1 row, float32": (torch.float32, 1, 4096, 4096),
     "int4, 16 rows, float32": (torch.float32, 16, 4096, 4096, 4, 128, "zeros"),
     "int4, 64 rows, float32": (torch.float32, 64, 4096, 4096, 4, 32, "mins"),

@@ -82,13 +82,13 @@ def check(case, device, product):
 @example(case=PLAIN | {"rows": 2, "inputs": 4000, "outputs": 70, "form": "mins", "bits": 8})
 @example(case=PLAIN | {"rows": 2, "inputs": 3000, "outputs": 65, "form": "zeros", "group_size": 3000})
 @example(case=PLAIN | {"rows": 2, "inputs": 2000, "outputs": 65, "form": "mins", "group_size": 8})
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_kernel(case, device, kernels):
     check(case, device, operator.grouped_linear)
 
 
 @given(case=cases)
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_reference(case, device):
     check(case, device, operator.reference)
 
@@ -105,7 +105,7 @@ def test_more_rows_than_the_kernel_takes(served, device, monkeypatch):
 
 
 @given(case=cases, count=st.integers(0, 30))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_lines(case, count, device, kernels):
     weight, meant = weight_of(case, device)
     which = torch.randint(0, case["outputs"], (count,), generator=torch.Generator().manual_seed(count)).to(device)
@@ -129,7 +129,7 @@ def test_lines_that_are_not_there_are_seen(served, device, kernels, monkeypatch)
 
 
 @given(case=cases)
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_packing_loses_nothing(case):
     weight, _ = weight_of(case, "cpu")
     numbers, factors = operator.unpacked(weight)

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.pipeline.quantizing import evaluation, saving
 from fastgen.pipeline.quantizing import run as running
-from fastgen.pipeline.quantizing import saving
+from fastgen.quantization import report
 from tests.pipeline import tiny
 from tests.pipeline.quantizing.runs import saved
 from tests.quantization import tiny as families
+
+
+@pytest.fixture(autouse=True)
+def short_reports(monkeypatch):
+    """Speed is measured on few tokens, and no picture is drawn: that is most of the time of a run of a tiny model."""
+    monkeypatch.setattr(evaluation, "_SPEED", {**evaluation._SPEED, "max_new_tokens": 3, "min_new_tokens": 3})
+    monkeypatch.setattr(report, "png", lambda values: b"")
 
 
 @pytest.fixture(scope="session")
