@@ -26,7 +26,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
-from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
 from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
@@ -131,23 +131,17 @@ class Decoding:
         first = int(settings.current().captured_step != "always")
         if not self._must_pay or graph_cache.kept(self.model, self._key) is not None:
             return first
-        asked = self.certain_tokens, self.prompt.new_tokens
-        steps = self._ledger.starts_at(self._key, *asked)
-        if self._rows_may_idle:
-            others = graph_cache.others(self.model, self._key)
-            larger = self._ledger.with_more_rows(self._key, others, *asked, records=steps == 0)
-            if larger is not None:
-                self._key = larger
-                return first
+        asked = self._key, self.certain_tokens, self.prompt.new_tokens
+        if self._is_recorded():
+            first = 0
+        steps = self._ledger.starts_at(*asked, specializes=first == 0)
         if steps is None:
             raise DoesNotPay(lambda tokens: self._note(tokens, tokens))
         return max(steps, first)
 
-    @property
-    def _rows_may_idle(self) -> bool:
-        """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
-        is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
-        return not is_seen
+    def _is_recorded(self) -> bool:
+        """Whether there is a recording for any number of inputs."""
+        return any_batch.is_recorded(self.model, self._key, self._sizes())
 
     @property
     def certain_tokens(self) -> int:
@@ -160,8 +154,6 @@ class Decoding:
         """The call is over."""
         may_end = self.certain_tokens < self.prompt.new_tokens
         self._ledger.note_call(self.own_key, tokens, may_end, eager_steps)
-        if self._key.batch != self.own_key.batch:
-            self._ledger.note_idle(self.own_key, self._key, tokens)
 
     def _result(self, step: DecodeStep) -> Any:
         config, search = self.config, step.search
@@ -188,15 +180,19 @@ class Decoding:
         step.begin(prompt, self.fill(), **options)
         step.choose_first(prompt.logits, self.host)
         done, replays, begun = 1, 0, None
+        specializes = not step.is_captured and self._is_recorded()
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
+            if captures and self.model.device.type == "cpu":
+                any_batch.specialize(self.model, step)
             self._start(step, partial(step.verify, self.model, step.turns(self.host, done), captures))
             if begun is None:
-                begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
+                seconds = time.perf_counter() - start
+                begun = self._first_steps(step, was_kept, specializes, seconds, replays)
             else:
                 replays += 1
             if self._may_release(step):
@@ -208,7 +204,9 @@ class Decoding:
         self._note(done, done - 1 - replays)
         return step
 
-    def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
+    def _first_steps(
+        self, step: DecodeStep, was_kept: bool, specializes: bool, seconds: float, replays: int
+    ) -> tuple[int, float] | None:
         """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
 
         What the host does in a step, such as the user's code, says nothing of the next call's.
@@ -221,7 +219,7 @@ class Decoding:
         if not (step.key.sizes.new or step.parts.follows):
             graph_cache.bind(self.model, step)
         if not was_kept and is_measured:
-            self._ledger.recording = seconds
+            self._ledger.note_capture(seconds, specializes)
         return replays, time.perf_counter()
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
@@ -324,7 +322,7 @@ class Decoding:
     # ---- the key of the call
 
     def _batch(self, inputs: int) -> int:
-        """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
+        """Inputs that the step is made for. On the CPU a row that idles is not free."""
         if graph.is_recorded(self.model.device):
             return inputs
         return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))

@@ -29,6 +29,7 @@ from fastgen.optimizer.transformers.models import attention_functions
 # each power of two of its slots, and each kind of options.
 MOST, MOST_PASSES = 24, 32
 MOST_ON_GPU = 8
+MOST_SYMBOLIC = 12
 MOST_OF_MEMORY = 0.25
 # States of a model.
 _MOST_STATES = 4
@@ -62,6 +63,7 @@ class _OfModel:
     ledger: Ledger
     steps: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)
+    symbolic: OrderedDict[Key, Any] = field(default_factory=OrderedDict)  # recorded for any number of inputs
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
     former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
 
@@ -153,6 +155,29 @@ def refuse(model: Any, key: Hashable, reason: str) -> None:
             cached.refused[key] = reason
 
 
+def symbolic(model: Any, key: Key, make: Callable[[], Any]) -> Any:
+    """What was recorded for keys like this one of any number of inputs, or what `make` makes; None if there is nothing."""
+    with _lock:
+        cached = _of(model)
+        of_any = _of_any_batch(key)
+        if of_any in cached.symbolic:
+            cached.symbolic.move_to_end(of_any)
+            return cached.symbolic[of_any]
+    made = make()
+    with _lock:
+        if _models.get(model) is cached:
+            cached.symbolic[of_any] = made
+            while len(cached.symbolic) > MOST_SYMBOLIC:
+                cached.symbolic.popitem(last=False)
+    return made
+
+
+def has_symbolic(model: Any, key: Key) -> bool:
+    """Whether there is something recorded for keys like this one of any number of inputs."""
+    cached = _models.get(model)
+    return cached is not None and cached.symbolic.get(_of_any_batch(key)) is not None
+
+
 def bind(model: Any, step: Any) -> None:
     """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
     with _lock:
@@ -182,13 +207,6 @@ def kept(model: Any, key: Hashable) -> Any:
     """What is kept under this key, or None: to look at what it was measured to take; others may take it."""
     cached = _models.get(model)
     return None if cached is None else cached.steps.get(key)
-
-
-def others(model: Any, key: Key) -> list[Key]:
-    """The keys of steps for other numbers of inputs."""
-    cached = _models.get(model)
-    kept = () if cached is None else tuple(cached.steps)
-    return [other for other in kept if isinstance(other, Key) and _of_any_batch(other) == _of_any_batch(key)]
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:

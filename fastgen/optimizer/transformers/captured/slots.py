@@ -23,7 +23,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
@@ -158,7 +158,9 @@ class Slots:
         if settings.current().captured_step == "always":
             self._captures_from = 0
             return
-        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens)
+        room = Sizes(0, 0, 0, 0) if self._step is None else self._step.sizes
+        specializes = any_batch.is_recorded(self._model, self._key, room)
+        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens, specializes)
         if starts is not None:
             self._captures_from = min(self._captures_from, self._steps + starts)
 
@@ -233,8 +235,11 @@ class Slots:
         return self._over(step)
 
     def _verify(self, step: DecodeStep, turns: list[Turn]) -> None:
+        captures = self._steps >= self._captures_from
         try:
-            step.verify(self._model, turns, self._steps >= self._captures_from)
+            if captures:
+                any_batch.specialize(self._model, step)
+            step.verify(self._model, turns, captures)
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
