@@ -48,7 +48,7 @@ class Program:
         self.follows = False
         if prepared is not None:
             with torch._C._InferenceMode(True):
-                self._take(prepared)
+                self.take(prepared)
 
     def capture(self, function: Callable[[], object]) -> None:
         """Records what `function` does. What it writes is undone.
@@ -57,9 +57,10 @@ class Program:
             RuntimeError: it does what cannot be captured on a GPU.
         """
         with torch._C._InferenceMode(True):
-            self._take(Prepared.of(record(function)[0], self._memory))
+            self.take(Prepared.of(record(function)[0], self._memory))
 
-    def _take(self, prepared: Prepared) -> None:
+    def take(self, prepared: Prepared) -> None:
+        """Executes this from now on."""
         compiler = _Compiler(prepared, self._growing)
         self._calls, self._chunks = panel_ops.Calls(compiler.calls()), prepared.chunks
         self.follows = compiler.follows
@@ -90,7 +91,7 @@ class Prepared:
         storages: by number: memory that operations use; not that of results.
         places: of the storages that the recording makes itself: the chunk, and where it begins there, in bytes.
         read, written: the numbers of those that operations read, or write to.
-        constants: the numbers of storages whose contents are the same in each replay: the recording has made them.
+        constants: what has made those storages whose contents are the same in each replay, in its order.
         follows: whether it goes on with buffers that have got other memory, where that is known.
     """
 
@@ -99,19 +100,20 @@ class Prepared:
     places: dict[int, tuple[arena.Chunk, int]]
     read: frozenset[int]
     written: frozenset[int]
-    constants: frozenset[int] = frozenset()
+    constants: Sequence[Operation] = ()
     follows: bool | None = None
 
     @staticmethod
     def of(recording: Recording, memory: arena.Arena) -> Prepared:
         """Raises RuntimeError where the recording is not whole, or there is too little memory."""
         _check_that_all_is_written(recording)
-        made = recording.made | recording.host_values
         recording = graph_passes.run(recording)
         groups = _grouped(recording.operations)
         read = frozenset(storage for each in recording.operations for storage in each.used)
         written = frozenset(storage for each in recording.operations for storage in each.made | each.in_place)
-        return Prepared(groups, recording.storages, memory.place(_lifetimes(recording, groups)), read, written, made - recording.made)
+        return Prepared(
+            groups, recording.storages, memory.place(_lifetimes(recording, groups)), read, written, recording.constants
+        )
 
     @property
     def operations(self) -> Iterator[Operation]:

@@ -7,10 +7,11 @@ of the batch, and the recording for another number of inputs is the same with th
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from fastgen.decoding.captured.program import Prepared, Program
+from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import Constant, Operation, TensorRef
 
@@ -100,11 +102,15 @@ class SymbolicRecording:
         # What is in buffers, other steps have elsewhere.
         kept = [None if at in self._buffer_at else storage for at, storage in enumerate(prepared.storages)]
         self._prepared = replace(prepared, storages=kept)
-        self._scaled = {id(each): _scaled_constants(each, batch) for each in prepared.operations}
+        self._of_constants = {storage for each in prepared.constants for storage in each.made}
+        self._scaled = {id(each): _scaled_arguments(each, batch) for each in self._all()}
         self._check()
 
+    def _all(self) -> Iterator[Operation]:
+        return itertools.chain(self._prepared.constants, self._prepared.operations)
+
     def _check(self) -> None:
-        for each in self._prepared.operations:
+        for each in self._all():
             for ref in (*each.args, *each.outputs):
                 if isinstance(ref, TensorRef) and ref.storage not in self._growing:
                     self._mapped(ref, 1, 1, self._prepared.storages, {})
@@ -118,10 +124,14 @@ class SymbolicRecording:
             buffers: those of the step, by the same names.
         """
         assert inputs <= self._batch, "memory was planned for the batch that was recorded"
+        self._check_buffers(buffers, batch)
         storages = list(self._prepared.storages)
         for number, at in self._buffer_at.items():
             storages[number] = buffers[at].untyped_storage()
-        self._check_buffers(buffers, batch)
+
+        for number in self._of_constants:
+            size = _scale(storages[number].nbytes(), self._batch, inputs)
+            storages[number] = torch.empty(size, dtype=torch.uint8).untyped_storage()
 
         def of(ref: Any) -> Any:
             return self._mapped(ref, inputs, batch, storages, buffers) if isinstance(ref, TensorRef) else ref
@@ -133,6 +143,9 @@ class SymbolicRecording:
             outputs = [of(ref) for ref in operation.outputs]
             return Operation(operation.function, args, operation.structure, outputs, operation.in_place)
 
+        with torch._C._InferenceMode(True):
+            for each in self._prepared.constants:
+                _execute(specialized(each), storages)
         groups = [[specialized(each) for each in group] for group in self._prepared.groups]
         prepared = replace(self._prepared, groups=groups, storages=storages, follows=self.follows)
         return Program(growing=growing, prepared=prepared)
@@ -142,8 +155,8 @@ class SymbolicRecording:
         growing = {self._buffer_at[storage] for storage in self._growing}
         for at, shape in self._shapes.items():
             expected = tuple(_scale(size, self._batch, batch) for size in shape)
-            there = tuple(buffers[at].shape) if at in buffers else ()
-            if len(there) != len(shape) or (at not in growing and there != expected):
+            there = tuple(buffers[at].shape) if at in buffers else None
+            if there is None or len(there) != len(shape) or (at not in growing and there != expected):
                 raise NotSymbolic(f"{at[1:]} is {there} in place of {expected}")
 
     def _mapped(
@@ -156,9 +169,7 @@ class SymbolicRecording:
             whole = buffer if len(ref.size) == buffer.dim() else buffer.flatten(0, 1)
             return TensorRef.of(storage, whole[: _scale(ref.size[0], prime, inputs)])
         sizes = tuple(_scale(size, prime, inputs) for size in ref.size)
-        if storage in self._prepared.constants:  # which are what they are
-            return replace(ref, size=sizes)
-        if storage in self._prepared.places:
+        if storage in self._prepared.places or storage in self._of_constants:
             batch = inputs
         elif storage not in self._buffer_at:
             if sizes != ref.size and inputs != prime:
@@ -183,7 +194,22 @@ def _scale(size: int, prime: int, batch: int) -> int:
     return size if size % prime else size // prime * batch
 
 
-def _scaled_constants(operation: Operation, prime: int) -> list[int]:
+def _execute(operation: Operation, storages: Sequence[Any]) -> None:
+    """Computes a constant."""
+    of = partial(_tensor, storages)
+    args, kwargs = tree_unflatten([of(arg) for arg in operation.args], operation.structure)
+    results = tensors_in(operation.function(*args, **kwargs))
+    for ref, result in zip(operation.outputs, results, strict=True):
+        of(ref).copy_(result)
+
+
+def _tensor(storages: Sequence[Any], arg: Any) -> Any:
+    if isinstance(arg, TensorRef):
+        return torch.empty(0, dtype=arg.dtype).set_(storages[arg.storage], arg.offset, arg.size, arg.stride)
+    return arg.value
+
+
+def _scaled_arguments(operation: Operation, prime: int) -> list[int]:
     """Which of the arguments are sizes that are multiples of the batch."""
     places = range(len(operation.args))
     args, kwargs = tree_unflatten(list(places), operation.structure)
@@ -198,4 +224,6 @@ def _scaled_constants(operation: Operation, prime: int) -> list[int]:
 @cache
 def _sizes_in(function: Any) -> frozenset[str]:
     """The names of an operator's arguments that are sizes."""
+    if function.overloadpacket is torch.ops.aten.arange:
+        return frozenset(("start", "end"))
     return frozenset(re.findall(r"SymInt(?:\[\d*\])?\?? (\w+)", str(function._schema)))

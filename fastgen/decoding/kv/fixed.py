@@ -25,8 +25,8 @@ class FixedKV(KVCache):
     that is added to the scores is always read: the model may have learned it, as T5's.
 
     Attributes:
-        says_nothing_new: one bool, whether masks say what the lengths say; empty as long as nobody knows. All views have
-            the same list.
+        says_nothing_new: one bool, whether masks say what the lengths say; empty as long as nobody knows. All views
+            have the same list.
         starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
         prefix_capacity, length: positions of the prefix, and of both.
         width: positions of a step that are stored, and that a mask tells apart.

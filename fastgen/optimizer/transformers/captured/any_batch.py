@@ -71,7 +71,7 @@ class SymbolicStep:
         self._recordings = []
         with torch._C._InferenceMode(True):
             for run, _ in step.pieces(model):
-                prepared = Prepared.of(record(graph.capturable(run))[0], arena)
+                prepared = Prepared.of(record(graph.capturable(run), undoes=False)[0], arena)
                 self._recordings.append(SymbolicRecording(prepared, batch, buffers, growing))
         self._answers = set(step.buffers.bounds.answers)
 
@@ -89,7 +89,7 @@ class SymbolicStep:
 
 
 def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
-    """None where the step says too little of other numbers of inputs, or of larger buffers, if it is to follow these."""
+    """None where the step says too little of other numbers of inputs; or of other sizes, if it is to follow."""
     if follows and not _may_follow(step):
         return None
     for _, batch in zip(range(_TRIES), primes(step.key.batch, _sizes_of(model, step, follows)), strict=False):

@@ -156,7 +156,7 @@ def refuse(model: Any, key: Hashable, reason: str) -> None:
 
 
 def symbolic(model: Any, key: Key, make: Callable[[], Any]) -> Any:
-    """What was recorded for keys like this one of any number of inputs, or what `make` makes; None if there is nothing."""
+    """What was recorded for keys like this one, for any number of inputs, or what `make` makes; None for nothing."""
     with _lock:
         cached = _of(model)
         of_any = _of_any_batch(key)
