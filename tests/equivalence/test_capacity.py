@@ -73,7 +73,6 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Programs:
         return record(*args, **options)
 
     monkeypatch.setattr(program, "record", counted)
-    monkeypatch.setattr(any_batch, "record", counted)
     return found
 
 

@@ -57,7 +57,7 @@ class Program:
             RuntimeError: it does what cannot be captured on a GPU.
         """
         with torch._C._InferenceMode(True):
-            self.take(Prepared.of(record(function)[0], self._memory))
+            self.take(prepared(function, self._memory))
 
     def take(self, prepared: Prepared) -> None:
         """Executes this from now on."""
@@ -74,6 +74,15 @@ class Program:
     def calls(self, planned: bool) -> Sequence[Callable[[], object]]:
         """What the next replay executes: operators one by one, or with plans in the place of several."""
         return self._calls.now(planned)
+
+
+def prepared(function: Callable[[], object], memory: arena.Arena = memory, undoes: bool = True) -> Prepared:
+    """What a function does; `undoes` as of `record`.
+
+    Raises:
+        RuntimeError: it does what cannot be captured on a GPU, or there is too little memory.
+    """
+    return Prepared.of(record(function, undoes)[0], memory)
 
 
 # Of their forms with `out`, the one copies twice, and the other one changes no type.

@@ -100,7 +100,7 @@ class SymbolicRecording:
         grow = (lambda storage: False) if growing is None else growing.has
         self._growing = {at for at in self._buffer_at if grow(prepared.storages[at])}
         # What is in buffers, other steps have elsewhere.
-        kept = [None if at in self._buffer_at else storage for at, storage in enumerate(prepared.storages)]
+        kept: list[Any] = [None if at in self._buffer_at else storage for at, storage in enumerate(prepared.storages)]
         self._prepared = replace(prepared, storages=kept)
         self._of_constants = {storage for each in prepared.constants for storage in each.made}
         self._scaled = {id(each): _scaled_arguments(each, batch) for each in self._all()}

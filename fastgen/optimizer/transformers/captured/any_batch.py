@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from fastgen import interrupts
-from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.program import Prepared, Program
-from fastgen.decoding.captured.program import memory as arena
-from fastgen.decoding.captured.recording import record
+from fastgen.decoding.captured import graph, program
+from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_batch import NotSymbolic, SymbolicRecording, primes, tensors_of
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.key import Key
@@ -30,9 +28,14 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 _TRIES = 2
 
 
-def specialize(model: Any, step: DecodeStep) -> None:
-    """Has a plain step that is not captured yet run what was recorded for any number of inputs, if that serves it."""
-    if step.is_captured or not is_symbolic(step.key):
+def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> None:
+    """Has a plain step run what was recorded for any number of inputs, if that serves it.
+
+    Args:
+        inputs: the first ones, of which something is to be computed; None for all.
+    """
+    part, inputs = step.parts[1], inputs or step.key.batch
+    if not is_symbolic(step.key) or part.use(inputs) or (part.is_captured and not part.is_specialized):
         return
     if not (step.forward.is_watched or is_recorded(model, step.key, step.sizes)):
         step.watch(model)
@@ -40,7 +43,7 @@ def specialize(model: Any, step: DecodeStep) -> None:
         found = graph_cache.symbolic(model, key, partial(_recorded, model, step, follows))
         if found is not None:
             with contextlib.suppress(NotSymbolic):  # it is recorded for itself then
-                step.take(model, found.specialize(step, step.key.batch))
+                part.specialize(inputs, found.specialize(step, inputs), step.pieces(model))
             return
 
 
@@ -71,8 +74,8 @@ class SymbolicStep:
         self._recordings = []
         with torch._C._InferenceMode(True):
             for run, _ in step.pieces(model):
-                prepared = Prepared.of(record(graph.capturable(run), undoes=False)[0], arena)
-                self._recordings.append(SymbolicRecording(prepared, batch, buffers, growing))
+                made = program.prepared(graph.capturable(run), undoes=False)
+                self._recordings.append(SymbolicRecording(made, batch, buffers, growing))
         self._answers = set(step.buffers.bounds.answers)
 
     def specialize(self, step: DecodeStep, inputs: int) -> list[Program]:

@@ -34,6 +34,8 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 
 # Seconds that steps wait for captured steps of other threads.
 PATIENCE = 10.0
+# Numbers of places that steps compute something of, between a power of two and the next.
+_STEPS_OF_PLACES = 8
 
 
 @contextlib.contextmanager
@@ -222,6 +224,8 @@ class Slots:
         if self.failure is not None:
             raise self.failure
         if len(self._over(step)) < len(self.taken):
+            if step.parts[1].is_specialized:
+                self._close_ranks(step)
             for slot in self.taken.values():
                 self._draw(step, slot)
             turns = self._turns(step) if self._key.waits_for_host else []
@@ -238,12 +242,29 @@ class Slots:
         captures = self._steps >= self._captures_from
         try:
             if captures:
-                any_batch.specialize(self._model, step)
+                any_batch.specialize(self._model, step, self._computed(step))
             step.verify(self._model, turns, captures)
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
+
+    def _computed(self, step: DecodeStep) -> int:
+        """Of how many places something is computed: of those that are taken, and of few others, as each number of them
+        takes time once.
+        """
+        count = len(self.taken)
+        every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
+        return min(-(-count // every) * every, step.key.batch)
+
+    def _close_ranks(self, step: DecodeStep) -> None:
+        """Has inputs take the first places: of those behind, nothing is computed."""
+        for target in range(len(self.taken)):
+            if target not in self.taken:
+                source = max(self.taken)
+                step.move(source, target)
+                self.taken[target] = self.taken.pop(source)
+                self.taken[target].place = target
 
     def _over(self, step: DecodeStep) -> list[Slot]:
         """Those that are over, which go on no more."""

@@ -16,7 +16,6 @@ from fastgen import releases
 from fastgen.decoding import layer_forms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
-from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.symbolic_length import Ranges
@@ -324,11 +323,6 @@ class DecodeStep:
             self.watch(model)
         self.parts.run(1, partial(self.pieces, model), self._cache, turns, captures=captures)
 
-    def take(self, model: Any, programs: Sequence[Program]) -> None:
-        """Takes programs of the pieces in place of a capture."""
-        pieces = zip(programs, self.pieces(model), strict=True)
-        self.parts[1].made = [(program, then) for program, (_, then) in pieces]
-
     def materialized(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim].
 
@@ -393,6 +387,11 @@ class DecodeStep:
         inputs = slice(place, place + 1)
         self.search.leave(inputs)
         self.buffers.leave(inputs)
+
+    def move(self, source: int, target: int) -> None:
+        """Has an input go on at another place, which is free."""
+        self.move_in(self, source, target)
+        self.leave(source)
 
     def move_in(self, other: DecodeStep, source: int, target: int) -> None:
         """Has an input go on here, at `target`, that is at `source` in `other`, of the same sizes."""
