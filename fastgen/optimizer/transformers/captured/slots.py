@@ -73,6 +73,7 @@ class Slots:
         self._eos, self._fill = decoding.prompt.eos, decoding.fill()
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
+        self._places = 0  # that the last step has computed
         self.taken: dict[int, Slot] = {}
         self.failure: Exception | None = None
         self._longest = 0  # prompt, in positions
@@ -243,6 +244,7 @@ class Slots:
         try:
             if captures:
                 any_batch.specialize(self._model, step, self._computed(step))
+            self._places = self._computed(step) if step.parts[1].is_specialized else self._key.batch
             step.verify(self._model, turns, captures)
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error)):
@@ -326,8 +328,8 @@ class Slots:
 
     @property
     def slots(self) -> int:
-        """Rows of the step."""
-        return self._key.rows
+        """Rows that the last step has computed."""
+        return self._places * self._key.per_input
 
 
 def key_of(decoding: EnteringDecoding) -> Key:
