@@ -185,6 +185,18 @@ def test_one_recording_for_any_number_of_inputs(family: Any, options: dict[str, 
     assert programs.recorded == 1 and len(programs) == 4
 
 
+@every
+@ways
+def test_all_memory_of_a_step_is_found(family: Any, way: dict[str, Any], programs: Programs) -> None:
+    """What a recording shares with other steps are weights: of anything else these have their own."""
+    model, _ = build(family, CPU)
+    check(model, of_length(family, 2, LONG), {**way, "max_new_tokens": 20})
+    weights = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+    cached = graph_cache._models[model].symbolic
+    found = [recording for step in cached.values() if step is not None for recording in step.recordings]
+    assert found and {storage._cdata for recording in found for storage in recording.shared} <= weights
+
+
 def test_the_bits_are_those_of_a_recording_for_so_many_inputs(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ class Prepared:
         groups: its operations, products with one input together, in the order in which they are executed.
         storages: by number: memory that operations use; not that of results.
         places: of the storages that the recording makes itself: the chunk, and where it begins there, in bytes.
+        made: the numbers of storages that the recording makes itself.
         read, written: the numbers of those that operations read, or write to.
         constants: what has made those storages whose contents are the same in each replay, in its order.
         follows: whether it goes on with buffers that have got other memory, where that is known.
@@ -107,6 +108,7 @@ class Prepared:
     groups: list[list[Operation]]
     storages: list[torch.UntypedStorage]
     places: dict[int, tuple[arena.Chunk, int]]
+    made: frozenset[int]
     read: frozenset[int]
     written: frozenset[int]
     constants: Sequence[Operation] = ()
@@ -118,10 +120,14 @@ class Prepared:
         _check_that_all_is_written(recording)
         recording = graph_passes.run(recording)
         groups = _grouped(recording.operations)
-        read = frozenset(storage for each in recording.operations for storage in each.used)
-        written = frozenset(storage for each in recording.operations for storage in each.made | each.in_place)
         return Prepared(
-            groups, recording.storages, memory.place(_lifetimes(recording, groups)), read, written, recording.constants
+            groups,
+            recording.storages,
+            places=memory.place(_lifetimes(recording, groups)),
+            made=frozenset(recording.made),
+            read=frozenset(storage for each in recording.operations for storage in each.used),
+            written=frozenset(storage for each in recording.operations for storage in each.made | each.in_place),
+            constants=recording.constants,
         )
 
     @property

@@ -103,6 +103,10 @@ class SymbolicRecording:
         kept: list[Any] = [None if at in self._buffer_at else storage for at, storage in enumerate(prepared.storages)]
         self._prepared = replace(prepared, storages=kept)
         self._of_constants = {storage for each in prepared.constants for storage in each.made}
+        own = self._buffer_at.keys() | prepared.made | self._of_constants
+        self._shared = set(range(len(prepared.storages))) - own
+        if prepared.written & self._shared:
+            raise NotSymbolic("it writes to memory that is not the step's own")
         self._scaled = {id(each): _scaled_arguments(each, batch) for each in self._all()}
         self._check()
 
@@ -112,10 +116,18 @@ class SymbolicRecording:
     def _check(self) -> None:
         for each in self._all():
             for ref in (*each.args, *each.outputs):
+                if isinstance(ref, Constant) and isinstance(ref.value, Tensor):
+                    raise NotSymbolic("a tensor without an address of its own")
                 if isinstance(ref, TensorRef) and ref.storage not in self._growing:
                     self._mapped(ref, 1, 1, self._prepared.storages, {})
-                elif isinstance(ref, Constant) and isinstance(ref.value, Tensor):
-                    raise NotSymbolic("a tensor without an address of its own")
+                    if ref.storage in self._shared and any(size and size % self._batch == 0 for size in ref.size):
+                        raise NotSymbolic(f"a tensor of {ref.size} that is not the step's own")
+
+    @property
+    def shared(self) -> list[torch.UntypedStorage]:
+        """What is read of memory that is not the step's own: of weights."""
+        used = frozenset[int]().union(*(each.used for each in self._all()))
+        return [self._prepared.storages[number] for number in used & self._shared]
 
     def specialize(self, buffers: Mapping[str, Tensor], batch: int, inputs: int, growing: Growing | None) -> Program:
         """The program for the first `inputs` of a step, which has these buffers for `batch` inputs.
@@ -164,26 +176,25 @@ class SymbolicRecording:
     ) -> TensorRef:
         """The tensor of so many inputs, where a buffer has `batch`."""
         prime, storage = self._batch, ref.storage
+        if storage in self._shared:
+            return ref
         if storage in self._growing:  # whole, or with its first two dimensions as one
             buffer = buffers[self._buffer_at[storage]]
             whole = buffer if len(ref.size) == buffer.dim() else buffer.flatten(0, 1)
             return TensorRef.of(storage, whole[: _scale(ref.size[0], prime, inputs)])
         sizes = tuple(_scale(size, prime, inputs) for size in ref.size)
-        if storage in self._prepared.places or storage in self._of_constants:
+        if storage not in self._buffer_at:
             batch = inputs
-        elif storage not in self._buffer_at:
-            if sizes != ref.size and inputs != prime:
-                raise NotSymbolic(f"a tensor of {ref.size} that is not the step's own")
-            return ref
         strides = tuple(_scale(stride, prime, batch) for stride in ref.stride)
-        return TensorRef(storage, ref.dtype, sizes, strides, self._offset(ref, batch))
+        offset = self._offset(ref, batch) if ref.offset else 0
+        return TensorRef(storage, ref.dtype, sizes, strides, offset)
 
     def _offset(self, ref: TensorRef, batch: int) -> int:
         """Where the tensor begins: a number of rows from the beginning, or somewhere in the first row."""
         prime = self._batch
         rows = [stride for size, stride in zip(ref.size, ref.stride, strict=True) if size % prime == 0 and stride]
         is_in_row = bool(rows) and ref.offset < min(rows)
-        if not ref.offset or (is_in_row and not any(stride % prime == 0 for stride in ref.stride if stride)):
+        if is_in_row and not any(stride % prime == 0 for stride in ref.stride if stride):
             return ref.offset
         if ref.offset % prime or not (rows or any(stride % prime == 0 for stride in ref.stride if stride)):
             raise NotSymbolic(f"a tensor that begins at {ref.offset} of memory for {prime} inputs")

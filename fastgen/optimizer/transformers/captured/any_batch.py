@@ -63,7 +63,11 @@ def is_symbolic(key: Key) -> bool:
 
 
 class SymbolicStep:
-    """What was recorded of the pieces of a step."""
+    """What was recorded of the pieces of a step.
+
+    Attributes:
+        recordings: of each piece.
+    """
 
     def __init__(self, model: Any, like: DecodeStep, batch: int, follows: bool) -> None:
         """Raises NotSymbolic, or whatever the step does that cannot be captured."""
@@ -71,11 +75,11 @@ class SymbolicStep:
         step = like.of_batch(batch, _sizes(like, follows))
         step.buffers.begin_capture()
         buffers, growing = _tensors_of(step), step.buffers.growing if follows else None
-        self._recordings = []
+        self.recordings = []
         with torch._C._InferenceMode(True):
             for run, _ in step.pieces(model):
                 made = program.prepared(graph.capturable(run), undoes=False)
-                self._recordings.append(SymbolicRecording(made, batch, buffers, growing))
+                self.recordings.append(SymbolicRecording(made, batch, buffers, growing))
         self._answers = set(step.buffers.bounds.answers)
 
     def specialize(self, step: DecodeStep, inputs: int) -> list[Program]:
@@ -85,7 +89,7 @@ class SymbolicStep:
         if not step.buffers.bounds.accept(self._answers):
             raise NotSymbolic("a model that was told that its cache cannot be as long")
         buffers, growing = _tensors_of(step), step.buffers.growing
-        found = [each.specialize(buffers, step.key.batch, inputs, growing) for each in self._recordings]
+        found = [each.specialize(buffers, step.key.batch, inputs, growing) for each in self.recordings]
         step.buffers.put_masks(self._masks)
         step.forward.is_watched = True
         return found
