@@ -58,10 +58,14 @@ class CapturedPart:
         """Whether what was captured is for a number of inputs, and may be for others, too."""
         return bool(self._by_inputs)
 
+    def has(self, inputs: int) -> bool:
+        """Whether something was specialized for so many inputs."""
+        return inputs in self._by_inputs
+
     def use(self, inputs: int) -> bool:
         """Replays what was specialized for so many inputs from now on; whether there is such."""
         self.made = self._by_inputs.get(inputs, self.made)
-        return inputs in self._by_inputs
+        return self.has(inputs)
 
     def specialize(self, inputs: int, programs: Iterable[Program], pieces: Iterable[Piece]) -> None:
         """Takes programs of its pieces for so many inputs in place of a capture."""

@@ -27,6 +27,7 @@ from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
 from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
@@ -63,6 +64,7 @@ class Decoding:
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
         self._has_released = False
+        self._compacted: Compaction | None = None  # where inputs have left the step
         criteria = arguments["stopping_criteria"]
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
@@ -160,7 +162,7 @@ class Decoding:
         if bool(search.has_nan):
             raise ValueError(NOT_NUMBERS)
         count = slice(self.prompt.inputs), self._count
-        sequences = search.results(*count)
+        sequences = search.results(*count) if self._compacted is None else self._compacted.results(step)
         if not config.return_dict_in_generate:
             return sequences
         if self._call.returns_cache:
@@ -181,28 +183,40 @@ class Decoding:
         step.choose_first(prompt.logits, self.host)
         done, replays, begun = 1, 0, None
         specializes = not step.is_captured and self._is_recorded()
+        compaction = self._compaction()
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
-            if captures and self.model.device.type == "cpu":
-                any_batch.specialize(self.model, step)
+            if (captures or step.is_captured) and graph.is_recorded(step.device):
+                any_batch.specialize(self.model, step, None if compaction is None else compaction.places)
             self._start(step, partial(step.verify, self.model, step.turns(self.host, done), captures))
+            seconds = time.perf_counter() - start
             if begun is None:
-                seconds = time.perf_counter() - start
                 begun = self._first_steps(step, was_kept, specializes, seconds, replays)
             else:
                 replays += 1
+                if compaction is not None:
+                    compaction.after(step, seconds)
             if self._may_release(step):
                 self._release()
             done += 1
-        if begun is not None and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
+        self._compacted = compaction if compaction is not None and compaction.has_begun else None
+        is_whole = begun is not None and self._compacted is None
+        if begun is not None and is_whole and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
             step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
             self._ledger.replayed[step.key.rows] = min(step.seconds_of_calls)
         self._note(done, done - 1 - replays)
         return step
+
+    def _compaction(self) -> Compaction | None:
+        """Where it changes nothing that anybody sees: draws, what is returned of every step, other rows."""
+        is_seen = self._key.samples or self._key.waits_for_host or self.config.return_dict_in_generate
+        if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
+            return None
+        return Compaction(self.model, self._ledger, self.prompt.inputs, self._count, self.fill())
 
     def _first_steps(
         self, step: DecodeStep, was_kept: bool, specializes: bool, seconds: float, replays: int

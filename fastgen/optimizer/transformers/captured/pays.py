@@ -140,6 +140,11 @@ class Ledger:
         else:
             self.recording = seconds
 
+    @property
+    def specializing(self) -> float:
+        """Seconds that it takes to specialize a step for another number of inputs, where one was recorded."""
+        return self._specializing or PART_OF_SPECIALIZING * (self.recording or 0.0)
+
     def note_eager(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long that was not replayed. Others may have had the processors meanwhile."""
         self.eager[rows] = min(self.eager.get(rows, seconds), seconds)
@@ -177,9 +182,7 @@ class Ledger:
         known = self.eager.keys() & self.replayed.keys()
         if self.recording is None or not known:
             return STEPS * (PART_OF_SPECIALIZING if specializes else 1)
-        seconds = self.recording
-        if specializes:
-            seconds = self._specializing or PART_OF_SPECIALIZING * self.recording
+        seconds = self.specializing if specializes else self.recording
         nearest = min(known, key=lambda other: abs(other - rows))
         saved = self.eager[nearest] - self.replayed[nearest]
         return min(max(seconds / saved, LEAST_STEPS), MOST_STEPS) if saved > 0 else MOST_STEPS

@@ -242,7 +242,7 @@ class Slots:
     def _verify(self, step: DecodeStep, turns: list[Turn]) -> None:
         captures = self._steps >= self._captures_from
         try:
-            if captures:
+            if captures or step.is_captured:
                 any_batch.specialize(self._model, step, self._computed(step))
             self._places = self._computed(step) if step.parts[1].is_specialized else self._key.batch
             step.verify(self._model, turns, captures)
