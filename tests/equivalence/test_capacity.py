@@ -185,6 +185,15 @@ def test_one_recording_for_any_number_of_inputs(family: Any, options: dict[str, 
     assert programs.recorded == 1 and len(programs) == 4
 
 
+def test_more_inputs_than_what_was_recorded_has_room_for(programs: Programs) -> None:
+    """Another recording serves them all."""
+    model, _ = build(FAMILIES[3], CPU)
+    for inputs, recorded in ((2, 1), (20, 2), (3, 2), (33, 2)):
+        check(model, of_length(FAMILIES[3], inputs, SHORT), {"max_new_tokens": 8, "do_sample": False, "num_beams": 2})
+        assert programs.recorded == recorded
+    assert captures() == 4, reasons()
+
+
 @every
 @ways
 def test_all_memory_of_a_step_is_found(family: Any, way: dict[str, Any], programs: Programs) -> None:

@@ -37,10 +37,8 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> None:
     part, inputs = step.parts[1], inputs or step.key.batch
     if not is_symbolic(step.key) or part.use(inputs) or (part.is_captured and not part.is_specialized):
         return
-    if not (step.forward.is_watched or is_recorded(model, step.key, step.sizes)):
-        step.watch(model)
     for follows, key in zip((True, False), _keys(step.key, step.sizes), strict=True):
-        found = graph_cache.symbolic(model, key, partial(_recorded, model, step, follows))
+        found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))
         if found is not None:
             with contextlib.suppress(NotSymbolic):  # it is recorded for itself then
                 part.specialize(inputs, found.specialize(step, inputs), step.pieces(model))
@@ -67,11 +65,12 @@ class SymbolicStep:
 
     Attributes:
         recordings: of each piece.
+        most: inputs that it serves.
     """
 
     def __init__(self, model: Any, like: DecodeStep, batch: int, follows: bool) -> None:
         """Raises NotSymbolic, or whatever the step does that cannot be captured."""
-        self._masks = _masks_of(like)
+        self.most, self._masks = batch, _masks_of(like)
         step = like.of_batch(batch, _sizes(like, follows))
         step.buffers.begin_capture()
         buffers, growing = _tensors_of(step), step.buffers.growing if follows else None
@@ -97,6 +96,8 @@ class SymbolicStep:
 
 def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
     """None where the step says too little of other numbers of inputs; or of other sizes, if it is to follow."""
+    if not step.forward.is_watched:
+        step.watch(model)
     if follows and not _may_follow(step):
         return None
     for _, batch in zip(range(_TRIES), primes(step.key.batch, _sizes_of(model, step, follows)), strict=False):

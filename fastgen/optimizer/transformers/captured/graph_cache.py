@@ -155,14 +155,15 @@ def refuse(model: Any, key: Hashable, reason: str) -> None:
             cached.refused[key] = reason
 
 
-def symbolic(model: Any, key: Key, make: Callable[[], Any]) -> Any:
-    """What was recorded for keys like this one, for any number of inputs, or what `make` makes; None for nothing."""
+def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
+    """What was recorded for keys like this one, for so many inputs at least, or what `make` makes; or None."""
     with _lock:
         cached = _of(model)
         of_any = _of_any_batch(key)
-        if of_any in cached.symbolic:
+        found = cached.symbolic.get(of_any)
+        if of_any in cached.symbolic and (found is None or inputs <= found.most):
             cached.symbolic.move_to_end(of_any)
-            return cached.symbolic[of_any]
+            return found
     made = make()
     with _lock:
         if _models.get(model) is cached:
