@@ -225,13 +225,14 @@ class Slots:
         if self.failure is not None:
             raise self.failure
         if len(self._over(step)) < len(self.taken):
-            if step.parts[1].is_specialized:
+            captures = self._steps >= self._captures_from
+            if (captures or step.is_captured) and any_batch.is_symbolic(step.key):
                 self._close_ranks(step)
             for slot in self.taken.values():
                 self._draw(step, slot)
             turns = self._turns(step) if self._key.waits_for_host else []
             with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
-                self._verify(step, turns)
+                self._verify(step, turns, captures)
             self._steps += 1
             self._check_numbers(step)
             for slot in self.taken.values():
@@ -239,8 +240,7 @@ class Slots:
                 self._stream(step, slot)
         return self._over(step)
 
-    def _verify(self, step: DecodeStep, turns: list[Turn]) -> None:
-        captures = self._steps >= self._captures_from
+    def _verify(self, step: DecodeStep, turns: list[Turn], captures: bool) -> None:
         try:
             if captures or step.is_captured:
                 any_batch.specialize(self._model, step, self._computed(step))
@@ -255,7 +255,7 @@ class Slots:
         """Of how many places something is computed: of those that are taken, and of few others, as each number of them
         takes time once.
         """
-        count = len(self.taken)
+        count = max(self.taken) + 1
         every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
         return min(-(-count // every) * every, step.key.batch)
 
