@@ -377,6 +377,7 @@ def test_weights_that_are_written_in_a_pause(llama: Any) -> None:
 def test_nothing_is_computed_of_slots_that_are_empty(model: Any, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs that go on take the places of those that are over, in the middle of a step of many."""
     monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
+    monkeypatch.setattr(Ledger, "specializing", 0.0)
     executor = ContinuousBatches(model, 8 * beams)
     prompts = PROMPTS + PROMPTS[:2]
     requests = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.part import CapturedPart
-from fastgen.optimizer.transformers.captured import compaction
+from fastgen.optimizer.transformers.captured import any_batch, compaction
 from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import FAMILIES, build, captures, every, need_programs, reasons, record_from
@@ -34,6 +34,7 @@ def inputs_of_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compaction, "_FEW_ROWS", 1)
     monkeypatch.setattr(compaction, "_EVERY", 1)
     monkeypatch.setattr(compaction, "_MOVE", 0.0)
+    monkeypatch.setattr(compaction, "_RECORDINGS", 0)
     monkeypatch.setattr(Ledger, "specializing", 0.0)
     found: list[int] = []
     use = CapturedPart.use
@@ -69,12 +70,14 @@ def test_nobody_leaves_where_that_is_seen(inputs_of_programs: list[int]) -> None
 
 def step_of(left: list[bool], monkeypatch: pytest.MonkeyPatch, known: bool) -> tuple[Compaction, Any, list[int]]:
     """A compaction of a step in which these go on, and after how many steps inputs have left."""
-    part = mock.Mock(is_specialized=True, has=lambda inputs: known)
+    part = mock.Mock(smallest=lambda inputs: inputs if known else None)
     step = mock.Mock(parts={1: part}, key=mock.Mock(per_input=4))
     step.search.unfinished = torch.tensor(left).unsqueeze(1)
     ledger = Ledger()
     monkeypatch.setattr(Ledger, "specializing", 0.5)
-    made = Compaction(None, ledger, len(left), 1, 0)
+    monkeypatch.setattr(any_batch, "is_symbolic", lambda key: True)
+    monkeypatch.setattr(any_batch, "is_recorded", lambda *asked: True)
+    made = Compaction(None, step.key, ledger, len(left), 1, 0)
     moved: list[int] = []
     monkeypatch.setattr(made, "_compact", lambda *_: moved.append(made._steps))
     return made, step, moved

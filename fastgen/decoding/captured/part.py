@@ -53,22 +53,26 @@ class CapturedPart:
         self.made = []
         self._by_inputs = {}
 
+    # ---- programs for numbers of inputs
+
     @property
     def is_specialized(self) -> bool:
-        """Whether what was captured is for a number of inputs, and may be for others, too."""
+        """Whether what is replayed may be for fewer inputs than all."""
         return bool(self._by_inputs)
 
-    def has(self, inputs: int) -> bool:
-        """Whether something was specialized for so many inputs."""
-        return inputs in self._by_inputs
+    def smallest(self, inputs: int) -> int | None:
+        """The smallest number of inputs, so many at least, that there are programs for; None for none."""
+        return min((number for number in self._by_inputs if number >= inputs), default=None)
 
     def use(self, inputs: int) -> bool:
-        """Replays what was specialized for so many inputs from now on; whether there is such."""
+        """Replays what is there for so many inputs from now on; whether there is such."""
         self.made = self._by_inputs.get(inputs, self.made)
-        return self.has(inputs)
+        return inputs in self._by_inputs
 
-    def specialize(self, inputs: int, programs: Iterable[Program], pieces: Iterable[Piece]) -> None:
-        """Takes programs of its pieces for so many inputs in place of a capture."""
+    def specialize(self, inputs: int, batch: int, programs: Iterable[Program], pieces: Iterable[Piece]) -> None:
+        """Takes programs of its pieces for the first inputs, of all in the batch, in place of a capture."""
+        if self.made and not self._by_inputs:  # it was captured
+            self._by_inputs[batch] = self.made
         self._by_inputs[inputs] = [(program, then) for program, (_, then) in zip(programs, pieces, strict=True)]
         self.use(inputs)
 

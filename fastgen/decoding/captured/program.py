@@ -76,13 +76,15 @@ class Program:
         return self._calls.now(planned)
 
 
-def prepared(function: Callable[[], object], memory: arena.Arena = memory, undoes: bool = True) -> Prepared:
-    """What a function does; `undoes` as of `record`.
+def prepared(
+    function: Callable[[], object], memory: arena.Arena = memory, scratch: frozenset[int] = frozenset()
+) -> Prepared:
+    """What a function does; `scratch` as of `record`.
 
     Raises:
         RuntimeError: it does what cannot be captured on a GPU, or there is too little memory.
     """
-    return Prepared.of(record(function, undoes)[0], memory)
+    return Prepared.of(record(function, scratch)[0], memory)
 
 
 # Of their forms with `out`, the one copies twice, and the other one changes no type.
@@ -101,6 +103,7 @@ class Prepared:
         places: of the storages that the recording makes itself: the chunk, and where it begins there, in bytes.
         made: the numbers of storages that the recording makes itself.
         read, written: the numbers of those that operations read, or write to.
+        host_values: the numbers of those that hold values of the host's.
         constants: what has made those storages whose contents are the same in each replay, in its order.
         follows: whether it goes on with buffers that have got other memory, where that is known.
     """
@@ -111,6 +114,7 @@ class Prepared:
     made: frozenset[int]
     read: frozenset[int]
     written: frozenset[int]
+    host_values: frozenset[int] = frozenset()
     constants: Sequence[Operation] = ()
     follows: bool | None = None
 
@@ -118,6 +122,7 @@ class Prepared:
     def of(recording: Recording, memory: arena.Arena) -> Prepared:
         """Raises RuntimeError where the recording is not whole, or there is too little memory."""
         _check_that_all_is_written(recording)
+        host_values = frozenset(recording.host_values)
         recording = graph_passes.run(recording)
         groups = _grouped(recording.operations)
         return Prepared(
@@ -127,6 +132,7 @@ class Prepared:
             made=frozenset(recording.made),
             read=frozenset(storage for each in recording.operations for storage in each.used),
             written=frozenset(storage for each in recording.operations for storage in each.made | each.in_place),
+            host_values=host_values,
             constants=recording.constants,
         )
 

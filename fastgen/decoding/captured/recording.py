@@ -40,11 +40,11 @@ _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from
 _CHOOSING = frozenset({torch.where, Tensor.where})
 
 
-def record(function: Callable[[], Any], undoes: bool = True) -> tuple[Recording, Any]:
+def record(function: Callable[[], Any], scratch: frozenset[int] = frozenset()) -> tuple[Recording, Any]:
     """Calls `function` once, and undoes what it has written to memory that was there before.
 
     Args:
-        undoes: where it writes to nothing that is used afterwards, that takes time for nothing.
+        scratch: addresses of storage objects whose contents nobody needs: what is written there is not undone.
 
     Returns:
         The recording, and what `function` returned.
@@ -52,7 +52,7 @@ def record(function: Callable[[], Any], undoes: bool = True) -> tuple[Recording,
     Raises:
         RuntimeError: it does what cannot be captured on a GPU. Whatever it raises is passed on; memory is put back.
     """
-    recorder = _Recorder(undoes)
+    recorder = _Recorder(scratch)
     with interrupts.undoing(recorder.put_back), _modes_put_back(), _captures(), _HostAccess(), recorder:
         return recorder.recording, function()
 
@@ -133,9 +133,9 @@ class _HostAccess(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, undoes: bool) -> None:
+    def __init__(self, scratch: frozenset[int]) -> None:
         super().__init__()
-        self.recording, self._undoes = Recording(), undoes
+        self.recording, self._scratch = Recording(), scratch
         self._numbers: dict[int, int] = {}  # of storages, by address of the storage object
         self._saved: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
 
         changed = _written(func, args, kwargs)
-        if not self._undoes:
+        if self._scratch and all(tensor.untyped_storage()._cdata in self._scratch for tensor in changed):
             pass
         elif func is kv_write.OPERATOR and not self._numbers_of(changed) & (self.recording.made | self._saved):
             self._undo.append(kv_write.undo(*args[2:]))  # K and V are large

@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.arena import Arena
-from fastgen.decoding.captured.program import Prepared, Program
-from fastgen.decoding.captured.recording import record
-from fastgen.decoding.captured.symbolic_batch import NotSymbolic, SymbolicRecording, primes, tensors_of
+from fastgen.decoding.captured.program import Program, prepared
+from fastgen.decoding.captured.symbolic_batch import (
+    DoesNotFollow,
+    NotSymbolic,
+    Recorded,
+    SymbolicRecording,
+    batches,
+    tensors_of,
+)
 from fastgen.decoding.kv.exchange import Growing
 
-PRIME, HEADS, DIM = 17, 3, 4
+BOTH, HEADS, DIM = (13, 17), 3, 4
 WEIGHT = torch.randn(HEADS * DIM, HEADS * DIM)
 Buffers = dict[str, Tensor]
 
@@ -30,8 +36,11 @@ def buffers_for(batch: int) -> Buffers:
 
 
 def symbolic(function: Callable[[Buffers], object]) -> SymbolicRecording:
-    own = buffers_for(PRIME)
-    return SymbolicRecording(Prepared.of(record(lambda: function(own))[0], Arena()), PRIME, own, None)
+    recorded = []
+    for batch in BOTH:
+        own = buffers_for(batch)
+        recorded.append(Recorded(prepared(lambda own=own: function(own), Arena()), batch, own, None))  # type: ignore[misc]
+    return SymbolicRecording(*recorded)
 
 
 def product(own: Buffers) -> None:
@@ -59,7 +68,7 @@ def made(own: Buffers) -> None:
     own["out"].copy_(larger.sum(dim=1))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 16, PRIME])
+@pytest.mark.parametrize("batch", [1, 2, 5, 16, 17])
 @pytest.mark.parametrize("function", [product, by_head, by_place, made])
 def test_what_is_specialized_does_what_was_recorded(function: Callable[[Buffers], None], batch: int) -> None:
     own, expected = buffers_for(batch), buffers_for(batch)
@@ -95,18 +104,55 @@ def test_random_numbers_are_those_of_a_recording() -> None:
     assert torch.equal(own["out"], torch.empty(6, HEADS * DIM).exponential_())
 
 
+def numbers(own: Buffers) -> None:
+    """Sizes and numbers that are no multiples of the batch, and some that a batch of those that were recorded has."""
+    rows = len(own["x"])
+    last = own["x"].new_full((rows + 1, 34), rows - 1).clamp(max=rows)
+    best = torch.cat([own["x"], own["x"], own["x"][:, :2]], dim=1).topk(17, dim=1).values
+    own["out"].copy_(last[1:, :12] + best[:, 5:17])
+
+
+def test_numbers_that_follow_the_batch() -> None:
+    for batch in (1, 2, 6, 17):
+        own, expected = buffers_for(batch), buffers_for(batch)
+        symbolic(numbers).specialize(own, batch, batch, None).replay()
+        numbers(expected)
+        assert torch.equal(own["out"], expected["out"])
+
+
 def test_what_says_too_little_is_refused() -> None:
-    of_rows = torch.randn(PRIME * 2)  # not the step's own
+    weight = torch.randn(HEADS * DIM)
 
     def with_another(own: Buffers) -> None:
-        own["out"].copy_(own["x"] + of_rows.unsqueeze(1))
+        own["out"].copy_(own["x"] + torch.randn_like(own["x"][:, :1]) + others[len(own["x"])].unsqueeze(1))
 
-    def one_row(own: Buffers) -> None:
-        own["out"].copy_(own["x"].cumsum(0)[3])
+    def of_a_part(own: Buffers) -> None:
+        own["out"].copy_(own["x"] * (1.0 / len(own["x"])))
 
-    for function in (with_another, one_row):
-        with pytest.raises(NotSymbolic):
+    def more_for_many(own: Buffers) -> None:
+        own["out"].copy_(own["x"].relu() if len(own["x"]) > 30 else own["x"].relu().neg())
+
+    def writes_elsewhere(own: Buffers) -> None:
+        weight.copy_(own["x"].sum(dim=0))
+
+    def squares(own: Buffers) -> None:
+        own["out"].copy_((own["x"] @ own["x"].t()).flatten().new_ones(len(own["x"]), 1))
+        own["flag"].copy_((own["x"] @ own["x"].t()).flatten().all())
+
+    others = {2 * batch: torch.randn(2 * batch) for batch in BOTH}  # not the steps' own
+    before = weight.clone()
+    for function in (with_another, of_a_part, more_for_many, writes_elsewhere, squares):
+        try:
             symbolic(function)
+        except NotSymbolic:
+            continue
+        pytest.fail(function.__name__)
+    assert torch.equal(weight, before)
+
+
+def test_there_is_room_for_so_many_inputs() -> None:
+    with pytest.raises(NotSymbolic):
+        symbolic(product).specialize(buffers_for(18), 18, 18, None)
 
 
 def test_another_step_must_have_the_same_parts() -> None:
@@ -124,31 +170,34 @@ def test_another_step_must_have_the_same_parts() -> None:
         found.specialize(missing, 2, 2, None)
 
 
-def test_primes_divide_no_size() -> None:
-    assert next(primes(3, frozenset({64, 49152}))) == 17
-    assert next(primes(3, frozenset({34, 57}))) == 23
-    assert next(primes(40, frozenset({134}))) == 71
-    assert not list(primes(10_000, frozenset()))
+def test_no_size_is_a_multiple_of_what_is_recorded() -> None:
+    assert next(batches(3, [64, 49152])) == (13, 17)
+    assert next(batches(3, [26, 0])) == (11, 19)
+    assert next(batches(40, [122])) == (59, 71)
+    assert not list(batches(10_000, []))
 
 
 def test_buffers_that_grow_may_have_any_size() -> None:
     """A view of the first rows goes where the buffer goes."""
-    written = {}
-    for batch in (PRIME, 4):
+
+    def made(batch: int) -> tuple[Buffers, Growing]:
         growing = Growing()
-        parts = {name: torch.zeros(batch, 2, size, 3) for name, size in (("keys", 40), ("values", 40))}
-        parts |= {"new": torch.randn(batch, 2, 3), "at": torch.full((batch,), 7)}
+        parts = {name: torch.zeros(batch, 2, 40, 3) for name in ("keys", "values")}
         growing.add(parts["keys"], parts["values"])
-        written[batch] = parts, growing
+        return parts | {"new": torch.randn(batch, 2, 3), "at": torch.full((batch,), 7)}, growing
 
     def writes(own: Buffers) -> None:
         torch.ops.fastgen.kv_write(own["new"] * 2, own["new"], own["keys"], own["values"], own["at"])
 
-    own, growing = written[PRIME]
-    found = SymbolicRecording(Prepared.of(record(lambda: writes(own))[0], Arena()), PRIME, own, growing)
-    own, growing = written[4]
+    def recorded(function: Callable[[Buffers], None], batch: int) -> Recorded:
+        own, growing = made(batch)
+        growing.lengths = frozenset((40,))
+        return Recorded(prepared(lambda: function(own), Arena()), batch, own, growing)
+
+    found = SymbolicRecording(*(recorded(writes, batch) for batch in BOTH))
+    own, growing = made(4)
     program = found.specialize(own, 4, 3, growing)
-    assert program.follows
+    assert found.follows and program.follows
     program.replay()
     assert torch.equal(own["keys"][:3, :, 7], own["new"][:3] * 2) and not own["keys"][3].any()
     for name in ("keys", "values"):
@@ -156,6 +205,12 @@ def test_buffers_that_grow_may_have_any_size() -> None:
     own["at"].fill_(80)
     program.replay()
     assert torch.equal(own["values"][:3, :, 80], own["new"][:3]) and not own["values"][3].any()
+
+    def reads(own: Buffers) -> None:
+        own["new"].copy_(own["keys"].sum(dim=2))
+
+    with pytest.raises(DoesNotFollow):
+        SymbolicRecording(*(recorded(reads, batch) for batch in BOTH))
 
 
 def test_tensors_are_found_by_where_they_are() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastgen.optimizer.transformers.captured import any_batch
+from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
@@ -20,6 +21,8 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 _FEW_ROWS = 8
 # Steps from one look at what has finished to the next.
 _EVERY = 4
+# One for any number of inputs takes the time of so many for one number.
+_RECORDINGS = 2
 # What moving an input takes, in steps.
 _MOVE = 1.0
 
@@ -33,11 +36,12 @@ class Compaction:
         fill: what stands behind the end of a sequence.
     """
 
-    def __init__(self, model: Any, ledger: Ledger, inputs: int, count: int, fill: int) -> None:
+    def __init__(self, model: Any, key: Key, ledger: Ledger, inputs: int, count: int, fill: int) -> None:
         self._model, self._ledger, self._count, self._fill = model, ledger, count, fill
         self._order = list(range(inputs))  # the input of each place
         self._finished: dict[int, Tensor] = {}
         self._steps, self._lost = 0, 0.0
+        self._is_over = not any_batch.is_symbolic(key)  # nobody leaves any more
 
     @property
     def places(self) -> int:
@@ -53,7 +57,7 @@ class Compaction:
         """To be asked behind each replay, which took so long: has inputs leave where that pays."""
         self._steps += 1
         places = len(self._order)
-        if self._steps % _EVERY or places == 1 or not step.parts[1].is_specialized:
+        if self._steps % _EVERY or places == 1 or self._is_over:
             return
         goes_on = step.search.unfinished[:places].any(dim=1).tolist()
         left = sum(goes_on)
@@ -63,8 +67,9 @@ class Compaction:
             return
         self._lost += _EVERY * saved * seconds
         cost = _MOVE * seconds * (places - left)
-        if not step.parts[1].has(left):
-            cost += self._ledger.specializing
+        if step.parts[1].smallest(left) != left:
+            is_recorded = any_batch.is_recorded(self._model, step.key, step.sizes)
+            cost += self._ledger.specializing if is_recorded else _RECORDINGS * (self._ledger.recording or 0.0)
         if self._lost >= cost:
             self._compact(step, goes_on)
 
@@ -82,7 +87,7 @@ class Compaction:
             step.leave(place)
         del self._order[left:]
         self._lost = 0.0
-        any_batch.specialize(self._model, step, left)
+        self._is_over = not any_batch.specialize(self._model, step, left)
 
     def results(self, step: DecodeStep) -> Tensor:
         """The sequences of all inputs, [inputs * count, length of the longest]."""

@@ -182,19 +182,17 @@ class Decoding:
         step.begin(prompt, self.fill(), **options)
         step.choose_first(prompt.logits, self.host)
         done, replays, begun = 1, 0, None
-        specializes = not step.is_captured and self._is_recorded()
-        compaction = self._compaction()
+        is_recorded, compaction = not step.is_captured and self._is_recorded(), self._compaction()
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
-            if (captures or step.is_captured) and graph.is_recorded(step.device):
-                any_batch.specialize(self.model, step, None if compaction is None else compaction.places)
-            self._start(step, partial(step.verify, self.model, step.turns(self.host, done), captures))
+            self._start(step, partial(self._verify, step, done, captures, compaction))
             seconds = time.perf_counter() - start
             if begun is None:
+                specializes = is_recorded and step.parts[1].is_specialized
                 begun = self._first_steps(step, was_kept, specializes, seconds, replays)
             else:
                 replays += 1
@@ -211,12 +209,17 @@ class Decoding:
         self._note(done, done - 1 - replays)
         return step
 
+    def _verify(self, step: DecodeStep, done: int, captures: bool, compaction: Compaction | None) -> None:
+        if (captures or step.is_captured) and graph.is_recorded(step.device):
+            any_batch.specialize(self.model, step, None if compaction is None else compaction.places)
+        step.verify(self.model, step.turns(self.host, done), captures)
+
     def _compaction(self) -> Compaction | None:
         """Where it changes nothing that anybody sees: draws, what is returned of every step, other rows."""
         is_seen = self._key.samples or self._key.waits_for_host or self.config.return_dict_in_generate
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
             return None
-        return Compaction(self.model, self._ledger, self.prompt.inputs, self._count, self.fill())
+        return Compaction(self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill())
 
     def _first_steps(
         self, step: DecodeStep, was_kept: bool, specializes: bool, seconds: float, replays: int

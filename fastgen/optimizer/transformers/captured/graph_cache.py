@@ -21,6 +21,7 @@ from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.models import attention_functions
 
 # Steps of all models together; and passes of the encoder of one, of which each is of one shape. A step has the K/V of a
@@ -64,6 +65,7 @@ class _OfModel:
     steps: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)
     symbolic: OrderedDict[Key, Any] = field(default_factory=OrderedDict)  # recorded for any number of inputs
+    batches: dict[Key, int] = field(default_factory=dict)  # of steps of a key, of any sizes; 0 for several numbers
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
     former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
 
@@ -175,8 +177,25 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
 
 def has_symbolic(model: Any, key: Key) -> bool:
     """Whether there is something recorded for keys like this one of any number of inputs."""
-    cached = _models.get(model)
-    return cached is not None and cached.symbolic.get(_of_any_batch(key)) is not None
+    with _lock:
+        cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
+        if cached is None or cached.symbolic.get(_of_any_batch(key)) is None:
+            return False
+        try:
+            return _of(model).symbolic.get(_of_any_batch(key)) is not None
+        except CannotBeCaptured:
+            return False
+
+
+def note_batch(model: Any, key: Key) -> bool:
+    """A step of this key is to be captured; whether such steps were asked for with several numbers of inputs."""
+    with _lock:
+        cached = _of(model)
+        caches.limit(cached.batches)
+        of_any = replace(key, batch=0, sizes=Sizes(0, 0, 0, 0))
+        if cached.batches.setdefault(of_any, key.batch) != key.batch:
+            cached.batches[of_any] = 0
+        return cached.batches[of_any] == 0
 
 
 def bind(model: Any, step: Any) -> None:
@@ -229,7 +248,7 @@ def drop(model: Any) -> None:
 def drop_all() -> bool:
     """Frees the steps that are not in use; says whether there were any."""
     with _lock:
-        found = any(cached.steps for cached in _all())
+        found = any(cached.steps or cached.symbolic for cached in _all())
         for cached in _models.values():
             cached.ledger.forget()  # what was recorded has to pay again
         _models.clear()

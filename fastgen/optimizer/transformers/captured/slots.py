@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -73,7 +74,8 @@ class Slots:
         self._eos, self._fill = decoding.prompt.eos, decoding.fill()
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
-        self._places = 0  # that the last step has computed
+        self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
+        self._lost = 0.0  # seconds of idle rows, for want of a program for fewer
         self.taken: dict[int, Slot] = {}
         self.failure: Exception | None = None
         self._longest = 0  # prompt, in positions
@@ -242,22 +244,28 @@ class Slots:
 
     def _verify(self, step: DecodeStep, turns: list[Turn], captures: bool) -> None:
         try:
-            if captures or step.is_captured:
-                any_batch.specialize(self._model, step, self._computed(step))
-            self._places = self._computed(step) if step.parts[1].is_specialized else self._key.batch
+            self._places = self._specialize(step) if captures or step.is_captured else step.key.batch
+            begin = time.perf_counter()
             step.verify(self._model, turns, captures)
+            self._seconds = time.perf_counter() - begin
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
 
-    def _computed(self, step: DecodeStep) -> int:
-        """Of how many places something is computed: of those that are taken, and of few others, as each number of them
-        takes time once.
+    def _specialize(self, step: DecodeStep) -> int:
+        """Has as few places computed as pays; how many.
+
+        A program for fewer places takes time once: there is one once idle rows have cost as much.
         """
-        count = max(self.taken) + 1
+        part, batch, count = step.parts[1], step.key.batch, max(self.taken) + 1
         every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
-        return min(-(-count // every) * every, step.key.batch)
+        wanted, there = min(-(-count // every) * every, batch), part.smallest(count)
+        if there is None or there > wanted:
+            self._lost += 0 if there is None else (1 - wanted / there) * self._seconds
+            if there is None or self._lost >= self._ledger.specializing:
+                there, self._lost = wanted, 0.0
+        return there if any_batch.specialize(self._model, step, there) else batch
 
     def _close_ranks(self, step: DecodeStep) -> None:
         """Has inputs take the first places: of those behind, nothing is computed."""
