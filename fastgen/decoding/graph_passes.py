@@ -40,6 +40,7 @@ def run(recording: Recording) -> Recording:
     operations = [_selected(each) for each in recording.operations if not each.is_allocation]
     constants = _constants(operations)
     found.made = recording.made - constants
+    found.constants = [each for each in operations if each.made and each.made <= constants]
     operations = [each for each in operations if not each.made or not each.made <= constants]
     operations = _with_own_attention(_without_copies(operations), recording)
     found.operations = _needed(lm_head_pass.with_greedy_heads(_with_biases(operations)), found.made)

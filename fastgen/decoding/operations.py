@@ -107,6 +107,7 @@ class Recording:
         storages: by number: memory that operations use.
         made: the numbers of those that operations have made.
         host_values: the numbers of those that hold host values.
+        constants: operations whose results are the same in each replay, in their order, where a pass has found them.
     """
 
     def __init__(self) -> None:
@@ -114,6 +115,7 @@ class Recording:
         self.storages: list[torch.UntypedStorage] = []
         self.made: set[int] = set()
         self.host_values: set[int] = set()
+        self.constants: list[Operation] = []
 
 
 @cache

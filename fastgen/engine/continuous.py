@@ -324,8 +324,9 @@ class ContinuousBatches:
 
     def _stepped(self, step: Slots) -> list[Slot]:
         """Those that are over behind a decode step."""
+        over = step.advance()
         self.counts.update(steps=1, row_steps=step.slots, busy_row_steps=step.rows)
-        return step.advance()
+        return over
 
     def _step_between(self) -> None:
         """Between two chunks of a prefill: steps that are captured do not meet the call that prefills.

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
+from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import (
     PROMPTS,
@@ -385,3 +386,20 @@ def test_weights_that_are_written_in_a_pause(llama: Any) -> None:
             llama.get_input_embeddings().weight.data.mul_(-1.0)
         for prompt in prompts:
             assert torch.equal(engine.submit(prompt).result(WAIT), alone(llama, prompt))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_nothing_is_computed_of_slots_that_are_empty(model: Any, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that go on take the places of those that are over, in the middle of a step of many."""
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
+    monkeypatch.setattr(Ledger, "specializing", 0.0)
+    executor = ContinuousBatches(model, 8 * beams)
+    prompts = PROMPTS + PROMPTS[:2]
+    requests = [
+        request  # the first ones end first
+        for place, prompt in enumerate(prompts)
+        for request in requests_for(model, [prompt], 8 * beams, num_beams=beams, max_new_tokens=6 + 4 * place)
+    ]
+    run(executor, requests, at_once=8)
+    assert_as_alone(model, requests, prompts)
+    assert executor.counts["busy_row_steps"] >= 0.9 * executor.counts["row_steps"]

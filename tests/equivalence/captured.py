@@ -30,7 +30,7 @@ BY_RELEASE = {"gpt-bigcode", "deepseek-v3"}
 
 def record_from(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Recording a step pays from so many steps on."""
-    monkeypatch.setattr(pays.Ledger, "_repaid_by", lambda self, rows: steps)
+    monkeypatch.setattr(pays.Ledger, "_repaid_by", lambda self, rows, specializes: steps)
     monkeypatch.setattr(pays, "ASKED_FOR", steps)
 
 
@@ -104,7 +104,7 @@ def on_the_cpu():
         mock.patch.object(settings, "_current", dataclasses.replace(settings._current, packed_weights="never")),
         mock.patch.object(operators, "is_interpreted", lambda: False),
         mock.patch.object(loop, "_check_on_cpu", lambda *call: None),
-        mock.patch.object(pays.Ledger, "_repaid_by", lambda self, rows: 0),
+        mock.patch.object(pays.Ledger, "_repaid_by", lambda self, rows, specializes: 0),
         mock.patch.object(graph, "unavailable", lambda device: None),
         mock.patch.object(graph, "new", lambda device, growing: graph.Graph(device)),
         mock.patch.object(graph, "is_recorded", lambda device: False),

@@ -122,7 +122,7 @@ def test_samples_and_the_random_state(family: Any, beams: int, case: str, monkey
         monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 1)
         monkeypatch.setattr(sizes, "_NEW_ON_CPU", (1, 3))
     elif case == "fails":
-        monkeypatch.setattr(program, "record", lambda function: (function(), 1 / 0))
+        monkeypatch.setattr(program, "record", lambda function, scratch: (function(), 1 / 0))
         wanted = 0
     elif case == "fails to plan":
         monkeypatch.setattr(program, "_lifetimes", lambda *arguments: 1 / 0)

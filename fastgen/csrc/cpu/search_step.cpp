@@ -365,8 +365,11 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
                   "search_step: numbers must be [width + 1, rows]");
   STD_TORCH_CHECK(width >= 0, "search_step: a width below zero");
-  const int64_t rows = numbers.size(1), all = numbers.numel();
-  int64_t* number = checked<int64_t>(numbers, {numbers.size(0), rows}, "numbers");
+  // The numbers of the first rows of a table for more of them, which is the distance from one number of a row to the next.
+  const int64_t rows = numbers.size(1), each_row = numbers.size(0), apart = numbers.stride(0);
+  STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Long && (numbers.stride(1) == 1 || rows == 1) && apart >= rows,
+                  "search_step: wrong shape, type or layout of numbers");
+  int64_t* number = static_cast<int64_t*>(numbers.mutable_data_ptr());
   const int64_t* count = checked<const int64_t>(taken, {rows}, "taken");
   int64_t* longest = checked<int64_t>(seen, {}, "seen");
   std::vector<int64_t> parent;  // a copy: what is used has been checked
@@ -393,12 +396,15 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
   const auto all_below = [](const int64_t* numbers, int64_t some) {
     return std::all_of(numbers, numbers + some, [](int64_t each) { return each >= -kFarthest && each <= kFarthest; });
   };
-  bool fit = all_below(&stored, 1) && all_below(&width, 1) && all_below(number, all) && all_below(count, rows);
+  bool fit = all_below(&stored, 1) && all_below(&width, 1) && all_below(count, rows);
+  for (int64_t i = 0; i < each_row; ++i) fit = fit && all_below(number + i * apart, rows);
   for (const Tensor& each : positions) fit = fit && all_below(static_cast<const int64_t*>(each.const_data_ptr()), rows);
   STD_TORCH_CHECK(fit, "search_step: a position or a count beyond ", kFarthest);
 
   const int64_t longest_before = *std::max_element(number, number + rows);
-  for (int64_t i = 0; i < all; ++i) number[i] += count[i % rows];
+  for (int64_t i = 0; i < each_row; ++i) {
+    for (int64_t row = 0; row < rows; ++row) number[i * apart + row] += count[row];
+  }
   const int64_t longest_now = *std::max_element(number, number + rows);
   *longest = stored + longest_now;
   // Behind what any row has reached, each position lies in the row itself.

@@ -32,6 +32,7 @@ class CapturedPart:
     def __init__(self, device: torch.device, growing: Growing | None = None, warm_ups: int = 0) -> None:
         self._device, self._growing, self._warm_ups = device, growing, warm_ups
         self.made: list[tuple[graph.Graph | Program, Then]] = []
+        self._by_inputs: dict[int, list[tuple[graph.Graph | Program, Then]]] = {}
 
     @property
     def is_captured(self) -> bool:
@@ -45,11 +46,35 @@ class CapturedPart:
     @property
     def follows(self) -> bool:
         """Whether it goes on when the buffers get other memory."""
-        return all(made.follows for made, _ in self.made)
+        return all(made.follows for pieces in (self.made, *self._by_inputs.values()) for made, _ in pieces)
 
     def drop(self) -> None:
         """Forgets what was captured."""
         self.made = []
+        self._by_inputs = {}
+
+    # ---- programs for numbers of inputs
+
+    @property
+    def is_specialized(self) -> bool:
+        """Whether what is replayed may be for fewer inputs than all."""
+        return bool(self._by_inputs)
+
+    def smallest(self, inputs: int) -> int | None:
+        """The smallest number of inputs, so many at least, that there are programs for; None for none."""
+        return min((number for number in self._by_inputs if number >= inputs), default=None)
+
+    def use(self, inputs: int) -> bool:
+        """Replays what is there for so many inputs from now on; whether there is such."""
+        self.made = self._by_inputs.get(inputs, self.made)
+        return inputs in self._by_inputs
+
+    def specialize(self, inputs: int, batch: int, programs: Iterable[Program], pieces: Iterable[Piece]) -> None:
+        """Takes programs of its pieces for the first inputs, of all in the batch, in place of a capture."""
+        if self.made and not self._by_inputs:  # it was captured
+            self._by_inputs[batch] = self.made
+        self._by_inputs[inputs] = [(program, then) for program, (_, then) in zip(programs, pieces, strict=True)]
+        self.use(inputs)
 
     def run(self, pieces: Iterable[Piece], *given: Any) -> None:
         """Runs it as it is. What the host does behind a piece gets `given`."""

@@ -10,7 +10,8 @@ operators one call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,15 +33,22 @@ memory = arena.Arena()
 class Program:
     """Records a function, and executes it again. Has the methods of `fastgen.decoding.captured.graph.Graph`.
 
+    With a `Prepared`, it is there without a capture.
+
     Attributes:
         follows: once it is captured, whether it goes on with buffers of `growing` that have got other memory.
     """
 
-    def __init__(self, memory: arena.Arena = memory, growing: Growing | None = None) -> None:
+    def __init__(
+        self, memory: arena.Arena = memory, growing: Growing | None = None, prepared: Prepared | None = None
+    ) -> None:
         self._memory, self._growing = memory, growing
         self._calls = panel_ops.Calls()
         self._chunks: set[arena.Chunk] = set()
         self.follows = False
+        if prepared is not None:
+            with torch._C._InferenceMode(True):
+                self.take(prepared)
 
     def capture(self, function: Callable[[], object]) -> None:
         """Records what `function` does. What it writes is undone.
@@ -49,9 +57,13 @@ class Program:
             RuntimeError: it does what cannot be captured on a GPU.
         """
         with torch._C._InferenceMode(True):
-            compiler = _Compiler(record(function)[0], self._memory, self._growing)
-            self._calls, self._chunks = panel_ops.Calls(compiler.calls()), compiler.chunks
-            self.follows = compiler.follows
+            self.take(prepared(function, self._memory))
+
+    def take(self, prepared: Prepared) -> None:
+        """Executes this from now on."""
+        compiler = _Compiler(prepared, self._growing)
+        self._calls, self._chunks = panel_ops.Calls(compiler.calls()), prepared.chunks
+        self.follows = compiler.follows
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
@@ -64,27 +76,88 @@ class Program:
         return self._calls.now(planned)
 
 
+def prepared(
+    function: Callable[[], object], memory: arena.Arena = memory, scratch: frozenset[int] = frozenset()
+) -> Prepared:
+    """What a function does; `scratch` as of `record`.
+
+    Raises:
+        RuntimeError: it does what cannot be captured on a GPU, or there is too little memory.
+    """
+    return Prepared.of(record(function, scratch)[0], memory)
+
+
 # Of their forms with `out`, the one copies twice, and the other one changes no type.
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 # What an operator becomes: what it does to small tensors, a linear op, or a call.
 _Work = list[elementwise.Instruction] | linear_ops.AnyLinearOp | Callable[[], object]
 
 
-class _Compiler:
-    """From a recording to calls."""
+@dataclass(frozen=True)
+class Prepared:
+    """A recording behind the graph passes, with its memory planned.
 
-    def __init__(self, recording: Recording, memory: arena.Arena, growing: Growing | None) -> None:
+    Attributes:
+        groups: its operations, products with one input together, in the order in which they are executed.
+        storages: by number: memory that operations use; not that of results.
+        places: of the storages that the recording makes itself: the chunk, and where it begins there, in bytes.
+        made: the numbers of storages that the recording makes itself.
+        read, written: the numbers of those that operations read, or write to.
+        host_values: the numbers of those that hold values of the host's.
+        constants: what has made those storages whose contents are the same in each replay, in its order.
+        follows: whether it goes on with buffers that have got other memory, where that is known.
+    """
+
+    groups: list[list[Operation]]
+    storages: list[torch.UntypedStorage]
+    places: dict[int, tuple[arena.Chunk, int]]
+    made: frozenset[int]
+    read: frozenset[int]
+    written: frozenset[int]
+    host_values: frozenset[int] = frozenset()
+    constants: Sequence[Operation] = ()
+    follows: bool | None = None
+
+    @staticmethod
+    def of(recording: Recording, memory: arena.Arena) -> Prepared:
+        """Raises RuntimeError where the recording is not whole, or there is too little memory."""
         _check_that_all_is_written(recording)
+        host_values = frozenset(recording.host_values)
         recording = graph_passes.run(recording)
+        groups = _grouped(recording.operations)
+        return Prepared(
+            groups,
+            recording.storages,
+            places=memory.place(_lifetimes(recording, groups)),
+            made=frozenset(recording.made),
+            read=frozenset(storage for each in recording.operations for storage in each.used),
+            written=frozenset(storage for each in recording.operations for storage in each.made | each.in_place),
+            host_values=host_values,
+            constants=recording.constants,
+        )
+
+    @property
+    def operations(self) -> Iterator[Operation]:
+        return itertools.chain.from_iterable(self.groups)
+
+    @property
+    def chunks(self) -> set[arena.Chunk]:
+        """What the results lie in."""
+        return {chunk for chunk, _ in self.places.values()}
+
+
+class _Compiler:
+    """From a prepared recording to calls."""
+
+    def __init__(self, prepared: Prepared, growing: Growing | None) -> None:
         self._growing = growing
-        self.follows = growing is not None and growing.serves(recording.operations, recording.storages)
-        self._groups = _grouped(recording.operations)
-        self._read = frozenset(storage for each in recording.operations for storage in each.used)
-        self._written = frozenset(storage for each in recording.operations for storage in each.made | each.in_place)
-        self._storages = recording.storages
+        known = prepared.follows
+        self.follows = growing is not None and (
+            growing.serves(prepared.operations, prepared.storages) if known is None else known
+        )
+        self._groups, self._storages, self._places = prepared.groups, prepared.storages, prepared.places
+        self._read, self._written = prepared.read, prepared.written
         self._heads: dict[int, lm_head.GreedyHead] = {}
-        self._places = memory.place(_lifetimes(recording, self._groups))
-        self.chunks = {chunk for chunk, _ in self._places.values()}
 
     def calls(self) -> list[Callable[[], object] | panel_ops.PanelOps]:
         """Small elementwise operators that follow one another are one call, and so are the products of a group."""

@@ -27,6 +27,8 @@ from fastgen.ops import kv_write
 
 _aten = torch.ops.aten
 
+# Products of two matrices: most of the time of a step.
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 # Results whose size, or a decision of the host's that, only the device knows.
 _WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _INDEXING = frozenset({_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
@@ -38,8 +40,11 @@ _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from
 _CHOOSING = frozenset({torch.where, Tensor.where})
 
 
-def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
+def record(function: Callable[[], Any], scratch: frozenset[int] = frozenset()) -> tuple[Recording, Any]:
     """Calls `function` once, and undoes what it has written to memory that was there before.
+
+    Args:
+        scratch: addresses of storage objects whose contents nobody needs: what is written there is not undone.
 
     Returns:
         The recording, and what `function` returned.
@@ -47,7 +52,7 @@ def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
     Raises:
         RuntimeError: it does what cannot be captured on a GPU. Whatever it raises is passed on; memory is put back.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(scratch)
     with interrupts.undoing(recorder.put_back), _modes_put_back(), _captures(), _HostAccess(), recorder:
         return recorder.recording, function()
 
@@ -128,9 +133,9 @@ class _HostAccess(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, scratch: frozenset[int]) -> None:
         super().__init__()
-        self.recording = Recording()
+        self.recording, self._scratch = Recording(), scratch
         self._numbers: dict[int, int] = {}  # of storages, by address of the storage object
         self._saved: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
@@ -160,7 +165,9 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
 
         changed = _written(func, args, kwargs)
-        if func is kv_write.OPERATOR and not self._numbers_of(changed) & (self.recording.made | self._saved):
+        if self._scratch and all(tensor.untyped_storage()._cdata in self._scratch for tensor in changed):
+            pass
+        elif func is kv_write.OPERATOR and not self._numbers_of(changed) & (self.recording.made | self._saved):
             self._undo.append(kv_write.undo(*args[2:]))  # K and V are large
         else:
             for written in changed:
@@ -174,7 +181,7 @@ class _Recorder(TorchDispatchMode):
         else:  # which takes a good part of the time
             flat, structure = list(args), _structure(len(args))
         refs = [self._ref(arg) for arg in flat]
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs, arguments)
         outputs = [self._allocate(tensor) for tensor in tensors_in(result)]
         # What changes only how a tensor is laid out is in the args of those that follow.
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
@@ -182,6 +189,13 @@ class _Recorder(TorchDispatchMode):
             in_place = frozenset(self._numbers_of(changed))
             self.recording.operations.append(Operation(func, refs, structure, outputs, in_place))
         return result
+
+    def _result(self, func: Any, args: tuple, kwargs: dict, arguments: list[Tensor]) -> Any:
+        """What the operator returns. Nobody looks at the numbers of a product with memory that was there before."""
+        if func in _PRODUCTS and not kwargs and not self._numbers_of(arguments) <= self.recording.made:
+            x, weight = args[-2:]
+            return x.new_zeros(x.shape[0], weight.shape[1])
+        return func(*args, **kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -36,8 +36,8 @@ class Growing:
     def __init__(self) -> None:
         self.lengths: frozenset[int] = frozenset()
         self._buffers: dict[int, Tensor] = {}  # by the address of their storage
-        # What programs have of a buffer: itself, or its rows with the first two dimensions as one.
-        self._views: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        # What programs have of a buffer: itself, or its rows with the first two dimensions as one; and how many.
+        self._views: dict[int, list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
     def add(self, *buffers: Tensor) -> None:
         """Buffers that `exchange` may give other memory."""
@@ -52,11 +52,15 @@ class Growing:
         del self._buffers[before]
         with torch._C._InferenceMode(True):  # which views of programs are made in
             _point(buffer, new)
-            views = [(view, folded) for view, folded in self._views.pop(before, ()) if view() is not None]
-            for view, folded in views:
-                _point(view(), new.flatten(0, 1) if folded else new)
+            views = [each for each in self._views.pop(before, ()) if each[0]() is not None]
+            for view, folded, rows in views:
+                _point(view(), (new.flatten(0, 1) if folded else new)[:rows])
         self._buffers[_address(buffer)] = buffer
         self._views[_address(buffer)] = views
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is the memory of one of the buffers."""
+        return storage._cdata in self._buffers
 
     def serves(self, operations: Iterable[Operation], storages: Sequence[torch.UntypedStorage]) -> bool:
         """Whether a program of these operations does the same with larger buffers."""
@@ -68,9 +72,9 @@ class Growing:
 
     def note(self, view: Tensor, storage: torch.UntypedStorage) -> None:
         """`view` is what a program that `serves` has of this storage; it follows the buffer, if there is one."""
-        folded = self._folded(storage, TensorRef.of(0, view))
+        folded = self._folded(storage, TensorRef.of(0, view), is_whole=False)
         if folded is not None:
-            self._views.setdefault(storage._cdata, []).append((weakref.ref(view), folded))
+            self._views.setdefault(storage._cdata, []).append((weakref.ref(view), folded, view.shape[0]))
 
     def _is_free(self, operation: Operation, storages: Sequence[torch.UntypedStorage]) -> bool:
         for arg in (*operation.args, *operation.outputs):
@@ -90,13 +94,17 @@ class Growing:
             size >= length >= LEAST_LENGTH and size % length == 0 for size in ref.size for length in self.lengths
         )
 
-    def _folded(self, storage: torch.UntypedStorage, ref: TensorRef) -> int | None:
-        """0 if a tensor is a whole buffer, 1 if it is one with its first two dimensions as one; None otherwise."""
+    def _folded(self, storage: torch.UntypedStorage, ref: TensorRef, is_whole: bool = True) -> int | None:
+        """0 if a tensor is a whole buffer, 1 if it is one with its first two dimensions as one; None otherwise.
+
+        Where it need not be whole, it may be the first rows of these.
+        """
         buffer = self._buffers.get(storage._cdata)
         if buffer is None:
             return None
         for folded, view in enumerate((buffer, buffer.flatten(0, 1) if buffer.dim() > 1 else buffer)):
-            if (ref.size, ref.stride, ref.offset) == (tuple(view.shape), view.stride(), view.storage_offset()):
+            size = tuple(view.shape) if is_whole else (*ref.size[:1], *view.shape[1:])
+            if (ref.size, ref.stride, ref.offset) == (size, view.stride(), view.storage_offset()):
                 return folded
         return None
 

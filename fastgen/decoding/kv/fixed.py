@@ -25,6 +25,8 @@ class FixedKV(KVCache):
     that is added to the scores is always read: the model may have learned it, as T5's.
 
     Attributes:
+        says_nothing_new: one bool, whether masks say what the lengths say; empty as long as nobody knows. All views
+            have the same list.
         starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
         prefix_capacity, length: positions of the prefix, and of both.
         width: positions of a step that are stored, and that a mask tells apart.
@@ -52,8 +54,7 @@ class FixedKV(KVCache):
         self.length = prefix_capacity + (state.capacity if has_suffix else 0)
         self.width = state.width if has_suffix else 1
         self.host_may_wait = False
-        # Whether masks say what the lengths say, once that is known; one list for all views.
-        self._says_nothing_new: list[bool] = []
+        self.says_nothing_new: list[bool] = []
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
         self.ends = torch.zeros_like(self.starts)
 
@@ -153,7 +154,7 @@ class FixedKV(KVCache):
         pairs = zip(self.prefix, other.prefix, strict=True)
         for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
             old.copy_(new[inputs])
-        self._says_nothing_new[:] = other._says_nothing_new or self._says_nothing_new
+        self.says_nothing_new[:] = other.says_nothing_new or self.says_nothing_new
         written, new_written = self._state.max_length(), other._state.max_length()
         for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
             old[:, :, :new_written] = new[:, :, :new_written][rows]
@@ -175,7 +176,7 @@ class FixedKV(KVCache):
             rows[target, :, :, :new_written] = new_rows[source, :, :, :new_written]
         for bound, new in ((self.starts, other.starts), (self.ends, other.ends)):
             bound[target] = new[source]
-        self._says_nothing_new[:] = other._says_nothing_new or self._says_nothing_new
+        self.says_nothing_new[:] = other.says_nothing_new or self.says_nothing_new
 
     def leave(self, inputs: slice) -> None:
         """Nothing counts of these inputs until others are loaded."""
@@ -308,8 +309,8 @@ class FixedKV(KVCache):
             mask = mask[(None,) * (4 - mask.dim())]
         if self.host_may_wait:
             # A mask that is left out because everything counts is made all the same where the host may not look at it.
-            self._says_nothing_new[:] = [mask is None or self._equals_lengths(mask)]
-        return None if self._says_nothing_new == [True] else mask
+            self.says_nothing_new[:] = [mask is None or self._equals_lengths(mask)]
+        return None if self.says_nothing_new == [True] else mask
 
     def _equals_lengths(self, mask: Tensor) -> bool:
         rows, _, queries, length = mask.shape

@@ -41,7 +41,14 @@ class SymbolicLength(Tensor):
     def move(self, low: int, high: int) -> bool:
         """Takes other bounds; says whether all that it has answered so far is still true."""
         self.low, self.high = low, high
-        return all(self._answer(compare, other) is answer for compare, other, answer in self.answers)
+        return self.accept(self.answers)
+
+    def accept(self, answers: set[tuple[Any, int, bool]]) -> bool:
+        """Whether these answers are true of it, too: then they are its own from now on."""
+        are_true = all(self._answer(compare, other) is answer for compare, other, answer in answers)
+        if are_true:
+            self.answers |= answers
+        return are_true
 
     def _answer(self, compare: Callable[[int, int], bool], other: int) -> bool | None:
         """What the bounds say of a comparison; None if they leave it open."""

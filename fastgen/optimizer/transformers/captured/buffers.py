@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,8 +62,13 @@ class StepBuffers:
         self._lengths: tuple[list[int], list[int]] = ([], [])  # positions that the prefill has stored in each layer
 
     @property
+    def layers(self) -> list[FixedKV]:
+        """Of self-attention, then of cross-attention."""
+        return [*self.own, *self.cross]
+
+    @property
     def nbytes(self) -> int:
-        return sum(kv.nbytes for kv in (*self.own, *self.cross)) + sum(each.nbytes for each in self.inputs.values())
+        return sum(kv.nbytes for kv in self.layers) + sum(each.nbytes for each in self.inputs.values())
 
     @property
     def rows(self) -> int:
@@ -119,6 +124,16 @@ class StepBuffers:
         """`cache_length`, with what the sizes say of it."""
         return SymbolicLength.of(cache_length, self.sizes.cached, self.sizes.cached + self.sizes.new)
 
+    def put_masks(self, say_nothing_new: Sequence[Sequence[bool]]) -> None:
+        """Takes over what is known of the masks of each of `layers`."""
+        for kv, says in zip(self.layers, say_nothing_new, strict=True):
+            kv.says_nothing_new[:] = says
+
+    def like(self, other: StepBuffers) -> None:
+        """Is told what the model is told of `other`, whose buffers may be larger: for a recording."""
+        self.put_masks([kv.says_nothing_new for kv in other.layers])
+        self.bounds.move(other.bounds.low, other.bounds.high)
+
     # ---- sizes
 
     def make_room(self, needed: Sizes) -> bool:
@@ -158,15 +173,10 @@ class StepBuffers:
         """What the model is told from now on, what is captured depends on."""
         self.bounds.answers.clear()
         if self.growing is not None:
-            self.growing.lengths = self._lengths_in_positions()
-
-    def _lengths_in_positions(self) -> frozenset[int]:
-        """What a program must have in nothing but the buffers that grow."""
-        prompt, cached, new, source = self.sizes
-        suffix = self.position.capacity
-        found = (prompt, cached, new, source, suffix, prompt + new, cached + new, cached + suffix, new + 2)
-        exact = {size for size in self._key.sizes if size}
-        return frozenset(size for size in found if size >= LEAST_LENGTH) - exact
+            # What a program must have in nothing but the buffers that grow.
+            exact = {size for size in self._key.sizes if size}
+            lengths = self._key.lengths(self.sizes)
+            self.growing.lengths = frozenset(size for size in lengths if size >= LEAST_LENGTH) - exact
 
     # ---- a call
 

@@ -50,6 +50,7 @@ class Choice:
         record: Callable[[Tensor, int], None] | None = None,
     ) -> None:
         self._search, self._processors, self._record = search, processors, record
+        self.vocabulary = vocabulary
         self.host_work = HostWork(key, vocabulary, search)
 
     def pieces(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Piece]:

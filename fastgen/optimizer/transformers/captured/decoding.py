@@ -26,7 +26,8 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
-from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
 from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
@@ -63,6 +64,7 @@ class Decoding:
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
         self._has_released = False
+        self._compacted: Compaction | None = None  # where inputs have left the step
         criteria = arguments["stopping_criteria"]
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
@@ -131,23 +133,17 @@ class Decoding:
         first = int(settings.current().captured_step != "always")
         if not self._must_pay or graph_cache.kept(self.model, self._key) is not None:
             return first
-        asked = self.certain_tokens, self.prompt.new_tokens
-        steps = self._ledger.starts_at(self._key, *asked)
-        if self._rows_may_idle:
-            others = graph_cache.others(self.model, self._key)
-            larger = self._ledger.with_more_rows(self._key, others, *asked, records=steps == 0)
-            if larger is not None:
-                self._key = larger
-                return first
+        asked = self._key, self.certain_tokens, self.prompt.new_tokens
+        if self._is_recorded():
+            first = 0
+        steps = self._ledger.starts_at(*asked, specializes=first == 0)
         if steps is None:
             raise DoesNotPay(lambda tokens: self._note(tokens, tokens))
         return max(steps, first)
 
-    @property
-    def _rows_may_idle(self) -> bool:
-        """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
-        is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
-        return not is_seen
+    def _is_recorded(self) -> bool:
+        """Whether there is a recording for any number of inputs."""
+        return any_batch.is_recorded(self.model, self._key, self._sizes())
 
     @property
     def certain_tokens(self) -> int:
@@ -160,15 +156,13 @@ class Decoding:
         """The call is over."""
         may_end = self.certain_tokens < self.prompt.new_tokens
         self._ledger.note_call(self.own_key, tokens, may_end, eager_steps)
-        if self._key.batch != self.own_key.batch:
-            self._ledger.note_idle(self.own_key, self._key, tokens)
 
     def _result(self, step: DecodeStep) -> Any:
         config, search = self.config, step.search
         if bool(search.has_nan):
             raise ValueError(NOT_NUMBERS)
         count = slice(self.prompt.inputs), self._count
-        sequences = search.results(*count)
+        sequences = search.results(*count) if self._compacted is None else self._compacted.results(step)
         if not config.return_dict_in_generate:
             return sequences
         if self._call.returns_cache:
@@ -188,27 +182,48 @@ class Decoding:
         step.begin(prompt, self.fill(), **options)
         step.choose_first(prompt.logits, self.host)
         done, replays, begun = 1, 0, None
+        is_recorded, compaction = not step.is_captured and self._is_recorded(), self._compaction()
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
-            self._start(step, partial(step.verify, self.model, step.turns(self.host, done), captures))
+            self._start(step, partial(self._verify, step, done, captures, compaction))
+            seconds = time.perf_counter() - start
             if begun is None:
-                begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
+                specializes = is_recorded and step.parts[1].is_specialized
+                begun = self._first_steps(step, was_kept, specializes, seconds, replays)
             else:
                 replays += 1
+                if compaction is not None:
+                    compaction.after(step, seconds)
             if self._may_release(step):
                 self._release()
             done += 1
-        if begun is not None and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
+        self._compacted = compaction if compaction is not None and compaction.has_begun else None
+        is_whole = begun is not None and self._compacted is None
+        if begun is not None and is_whole and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
             step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
             self._ledger.replayed[step.key.rows] = min(step.seconds_of_calls)
         self._note(done, done - 1 - replays)
         return step
 
-    def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
+    def _verify(self, step: DecodeStep, done: int, captures: bool, compaction: Compaction | None) -> None:
+        if (captures or step.is_captured) and graph.is_recorded(step.device):
+            any_batch.specialize(self.model, step, None if compaction is None else compaction.places)
+        step.verify(self.model, step.turns(self.host, done), captures)
+
+    def _compaction(self) -> Compaction | None:
+        """Where it changes nothing that anybody sees: draws, what is returned of every step, other rows."""
+        is_seen = self._key.samples or self._key.waits_for_host or self.config.return_dict_in_generate
+        if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
+            return None
+        return Compaction(self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill())
+
+    def _first_steps(
+        self, step: DecodeStep, was_kept: bool, specializes: bool, seconds: float, replays: int
+    ) -> tuple[int, float] | None:
         """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
 
         What the host does in a step, such as the user's code, says nothing of the next call's.
@@ -221,7 +236,7 @@ class Decoding:
         if not (step.key.sizes.new or step.parts.follows):
             graph_cache.bind(self.model, step)
         if not was_kept and is_measured:
-            self._ledger.recording = seconds
+            self._ledger.note_capture(seconds, specializes)
         return replays, time.perf_counter()
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
@@ -324,7 +339,7 @@ class Decoding:
     # ---- the key of the call
 
     def _batch(self, inputs: int) -> int:
-        """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
+        """Inputs that the step is made for. On the CPU a row that idles is not free."""
         if graph.is_recorded(self.model.device):
             return inputs
         return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))

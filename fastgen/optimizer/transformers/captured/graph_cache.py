@@ -21,6 +21,7 @@ from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.models import attention_functions
 
 # Steps of all models together; and passes of the encoder of one, of which each is of one shape. A step has the K/V of a
@@ -29,6 +30,7 @@ from fastgen.optimizer.transformers.models import attention_functions
 # each power of two of its slots, and each kind of options.
 MOST, MOST_PASSES = 24, 32
 MOST_ON_GPU = 8
+MOST_SYMBOLIC = 12
 MOST_OF_MEMORY = 0.25
 # States of a model.
 _MOST_STATES = 4
@@ -62,6 +64,8 @@ class _OfModel:
     ledger: Ledger
     steps: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)
+    symbolic: OrderedDict[Key, Any] = field(default_factory=OrderedDict)  # recorded for any number of inputs
+    batches: dict[Key, int] = field(default_factory=dict)  # of steps of a key, of any sizes; 0 for several numbers
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
     former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
 
@@ -153,6 +157,47 @@ def refuse(model: Any, key: Hashable, reason: str) -> None:
             cached.refused[key] = reason
 
 
+def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
+    """What was recorded for keys like this one, for so many inputs at least, or what `make` makes; or None."""
+    with _lock:
+        cached = _of(model)
+        of_any = _of_any_batch(key)
+        found = cached.symbolic.get(of_any)
+        if of_any in cached.symbolic and (found is None or inputs <= found.most):
+            cached.symbolic.move_to_end(of_any)
+            return found
+    made = make()
+    with _lock:
+        if _models.get(model) is cached:
+            cached.symbolic[of_any] = made
+            while len(cached.symbolic) > MOST_SYMBOLIC:
+                cached.symbolic.popitem(last=False)
+    return made
+
+
+def has_symbolic(model: Any, key: Key) -> bool:
+    """Whether there is something recorded for keys like this one of any number of inputs."""
+    with _lock:
+        cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
+        if cached is None or cached.symbolic.get(_of_any_batch(key)) is None:
+            return False
+        try:
+            return _of(model).symbolic.get(_of_any_batch(key)) is not None
+        except CannotBeCaptured:
+            return False
+
+
+def note_batch(model: Any, key: Key) -> bool:
+    """A step of this key is to be captured; whether such steps were asked for with several numbers of inputs."""
+    with _lock:
+        cached = _of(model)
+        caches.limit(cached.batches)
+        of_any = replace(key, batch=0, sizes=Sizes(0, 0, 0, 0))
+        if cached.batches.setdefault(of_any, key.batch) != key.batch:
+            cached.batches[of_any] = 0
+        return cached.batches[of_any] == 0
+
+
 def bind(model: Any, step: Any) -> None:
     """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
     with _lock:
@@ -184,13 +229,6 @@ def kept(model: Any, key: Hashable) -> Any:
     return None if cached is None else cached.steps.get(key)
 
 
-def others(model: Any, key: Key) -> list[Key]:
-    """The keys of steps for other numbers of inputs."""
-    cached = _models.get(model)
-    kept = () if cached is None else tuple(cached.steps)
-    return [other for other in kept if isinstance(other, Key) and _of_any_batch(other) == _of_any_batch(key)]
-
-
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
     """Frees the steps of a model that will not be asked for any more."""
     with _lock:
@@ -210,7 +248,7 @@ def drop(model: Any) -> None:
 def drop_all() -> bool:
     """Frees the steps that are not in use; says whether there were any."""
     with _lock:
-        found = any(cached.steps for cached in _all())
+        found = any(cached.steps or cached.symbolic for cached in _all())
         for cached in _models.values():
             cached.ledger.forget()  # what was recorded has to pay again
         _models.clear()

@@ -74,6 +74,12 @@ class Key:
         """Whether an input is a mask of the sequences, and not of what the encoder has read."""
         return name == ("attention_mask" if self.encoder is None else "decoder_attention_mask")
 
+    def lengths(self, sizes: Sizes) -> tuple[int, ...]:
+        """What is as long as positions, of a step with buffers of these sizes."""
+        prompt, cached, new, source = sizes
+        suffix = new + self.width - 1
+        return prompt, cached, new, source, suffix, prompt + new, cached + new, cached + suffix, new + 2
+
     @property
     def has_own_lengths(self) -> bool:
         """Whether the model computes positions from a length of each row: it may have none behind a row's limit."""

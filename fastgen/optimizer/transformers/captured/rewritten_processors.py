@@ -7,6 +7,7 @@ copies from the host, or has a shape or a branch that depends on values.
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_left
 from collections.abc import Callable
@@ -54,7 +55,12 @@ class CapturedProcessor:
     """A logits processor that can be captured.
 
     What differs between the processors of one signature is in buffers, which `refresh` fills.
+
+    Attributes:
+        reads_tokens: what it does has the length of the sequences' buffer in it.
     """
+
+    reads_tokens = False
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         """`scores`, [rows, vocabulary] in float32, of what may continue the sequences, processed; maybe in place."""
@@ -66,6 +72,10 @@ class CapturedProcessor:
         False if they do not fit into the buffers that are there; then nothing has been changed.
         """
         return not data
+
+    def of_batch(self, batch: int) -> CapturedProcessor:
+        """One for so many inputs that a recording cannot tell from this one; it may share what has no rows."""
+        return self
 
 
 class _Number:
@@ -177,8 +187,17 @@ class _Buffer:
 
     def __init__(self, bucket: Bucket, per_input: int, *width: int, fill: int) -> None:
         self._rows = None if bucket.inputs is None else bucket.inputs * per_input
+        self._per_input = per_input
         self._device, self._width, self._fill = bucket.device, width, fill
         self.tensor: Any = None  # until `refill`
+
+    def of_batch(self, batch: int) -> _Buffer:
+        """One for so many inputs, of as many values if this one has any."""
+        other = copy.copy(self)
+        other._rows = batch * self._per_input
+        if self.tensor is not None:
+            other.tensor = self.tensor.new_full((other._rows, *self.tensor.shape[1:]), self._fill)
+        return other
 
     def refill(self, values: Tensor) -> bool:
         """Whether `values` fit, which are then in the buffer, at its beginning."""
@@ -211,6 +230,8 @@ class RepetitionPenalty(CapturedProcessor):
 
     ROWS = "rows"  # how much of the prompt is left out is a number of each row
 
+    reads_tokens = True
+
     def __init__(self, bucket: Bucket, ignored: int | str | None) -> None:
         self._penalty, self._ignored = _Number(bucket), ignored
         self._ignored_rows = _Buffer(bucket, bucket.per_input, fill=0)
@@ -234,6 +255,11 @@ class RepetitionPenalty(CapturedProcessor):
         self._penalty.fill(penalty)
         return True
 
+    def of_batch(self, batch: int) -> RepetitionPenalty:
+        other = copy.copy(self)
+        other._ignored_rows = self._ignored_rows.of_batch(batch)
+        return other
+
 
 def encoder_tokens(processor: Any) -> Tensor:
     """The tokens of the encoder's input, [inputs, length], as the library or FastGen has kept them."""
@@ -251,6 +277,11 @@ class _EncoderTokens(CapturedProcessor):
 
     def refresh(self, tokens: Tensor, *data: Any) -> bool:
         return self._encoder.refill(tokens)
+
+    def of_batch(self, batch: int) -> _EncoderTokens:
+        other = copy.copy(self)
+        other._encoder = self._encoder.of_batch(batch)
+        return other
 
 
 class EncoderRepetitionPenalty(_EncoderTokens):
@@ -309,6 +340,8 @@ class LengthPenalty(_OfTokens):
 
 class NoRepeatNGram(CapturedProcessor):
     # The -1 in front of a sequence are in no n-gram that one of its tokens begins or would complete.
+    reads_tokens = True
+
     def __init__(self, bucket: Bucket, n: int) -> None:
         self._n = n
 
@@ -318,6 +351,8 @@ class NoRepeatNGram(CapturedProcessor):
 
 class EncoderNoRepeatNGram(_EncoderTokens):
     # Nor are those behind the encoder's tokens: an n-gram that has one of them ends with one, and that is no token.
+    reads_tokens = True
+
     def __init__(self, bucket: Bucket, width: int, n: int) -> None:
         super().__init__(bucket, width)
         self._n = n
@@ -334,6 +369,8 @@ class SequenceBias(CapturedProcessor):
         biases: each sequence, of at least one token, and its number, in the order in which the library adds them up.
         more: by how much a running sequence must be longer than what comes before the last token of one of `biases`.
     """
+
+    reads_tokens = True
 
     def __init__(self, bucket: Bucket, biases: tuple[tuple[tuple[int, ...], float], ...], more: int) -> None:
         def constant(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
@@ -34,6 +35,8 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 
 # Seconds that steps wait for captured steps of other threads.
 PATIENCE = 10.0
+# Numbers of places that steps compute something of, between a power of two and the next.
+_STEPS_OF_PLACES = 8
 
 
 @contextlib.contextmanager
@@ -71,6 +74,8 @@ class Slots:
         self._eos, self._fill = decoding.prompt.eos, decoding.fill()
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
+        self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
+        self._lost = 0.0  # seconds of idle rows, for want of a program for fewer
         self.taken: dict[int, Slot] = {}
         self.failure: Exception | None = None
         self._longest = 0  # prompt, in positions
@@ -158,7 +163,9 @@ class Slots:
         if settings.current().captured_step == "always":
             self._captures_from = 0
             return
-        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens)
+        room = Sizes(0, 0, 0, 0) if self._step is None else self._step.sizes
+        specializes = any_batch.is_recorded(self._model, self._key, room)
+        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens, specializes)
         if starts is not None:
             self._captures_from = min(self._captures_from, self._steps + starts)
 
@@ -220,11 +227,14 @@ class Slots:
         if self.failure is not None:
             raise self.failure
         if len(self._over(step)) < len(self.taken):
+            captures = self._steps >= self._captures_from
+            if (captures or step.is_captured) and any_batch.is_symbolic(step.key):
+                self._close_ranks(step)
             for slot in self.taken.values():
                 self._draw(step, slot)
             turns = self._turns(step) if self._key.waits_for_host else []
             with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
-                self._verify(step, turns)
+                self._verify(step, turns, captures)
             self._steps += 1
             self._check_numbers(step)
             for slot in self.taken.values():
@@ -232,13 +242,39 @@ class Slots:
                 self._stream(step, slot)
         return self._over(step)
 
-    def _verify(self, step: DecodeStep, turns: list[Turn]) -> None:
+    def _verify(self, step: DecodeStep, turns: list[Turn], captures: bool) -> None:
         try:
-            step.verify(self._model, turns, self._steps >= self._captures_from)
+            self._places = self._specialize(step) if captures or step.is_captured else step.key.batch
+            begin = time.perf_counter()
+            step.verify(self._model, turns, captures)
+            self._seconds = time.perf_counter() - begin
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
+
+    def _specialize(self, step: DecodeStep) -> int:
+        """Has as few places computed as pays; how many.
+
+        A program for fewer places takes time once: there is one once idle rows have cost as much.
+        """
+        part, batch, count = step.parts[1], step.key.batch, max(self.taken) + 1
+        every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
+        wanted, there = min(-(-count // every) * every, batch), part.smallest(count)
+        if there is None or there > wanted:
+            self._lost += 0 if there is None else (1 - wanted / there) * self._seconds
+            if there is None or self._lost >= self._ledger.specializing:
+                there, self._lost = wanted, 0.0
+        return there if any_batch.specialize(self._model, step, there) else batch
+
+    def _close_ranks(self, step: DecodeStep) -> None:
+        """Has inputs take the first places: of those behind, nothing is computed."""
+        for target in range(len(self.taken)):
+            if target not in self.taken:
+                source = max(self.taken)
+                step.move(source, target)
+                self.taken[target] = self.taken.pop(source)
+                self.taken[target].place = target
 
     def _over(self, step: DecodeStep) -> list[Slot]:
         """Those that are over, which go on no more."""
@@ -300,8 +336,8 @@ class Slots:
 
     @property
     def slots(self) -> int:
-        """Rows of the step."""
-        return self._key.rows
+        """Rows that the last step has computed."""
+        return self._places * self._key.per_input
 
 
 def key_of(decoding: EnteringDecoding) -> Key:

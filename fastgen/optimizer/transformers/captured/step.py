@@ -49,7 +49,7 @@ class Forward:
     def __init__(self, key: Key, prompt: Prompt, buffers: StepBuffers, search: Search) -> None:
         self._key, self._buffers, self._search = key, buffers, search
         # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
-        self._nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
+        self.nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
         self.is_watched = self.is_eager = self._watches = False
         self._logits: Tensor | None = None  # while it is watched
 
@@ -109,7 +109,7 @@ class Forward:
             found["logits_to_keep"] = width
         if self._key.encoder is not None:
             kind_of_output, size = self._key.encoder
-            states = self._nothing.expand(self._key.rows, self._buffers.sizes.source, size)
+            states = self.nothing.expand(self._key.rows, self._buffers.sizes.source, size)
             found["encoder_outputs"] = kind_of_output(last_hidden_state=states)
         return found
 
@@ -282,6 +282,33 @@ class DecodeStep:
         """To be called after each token: whether the search is known to be over."""
         return self.flag.is_set()
 
+    def of_batch(self, batch: int, sizes: Sizes) -> DecodeStep:
+        """A step for so many inputs that the model cannot tell from this one, to be recorded: nothing runs on it."""
+        buffers = self.buffers
+        prompt = Prompt(
+            tokens=self.search.tokens.new_empty(0, 0),
+            new_tokens=1,
+            cached=0,
+            own=[kv.prefix for kv in buffers.own],
+            cross=[kv.prefix for kv in buffers.cross],
+            span=(buffers.own[0].starts, buffers.own[0].ends),
+            cross_span=None,
+            tensors=buffers.inputs,
+            logits=self.forward.nothing.new_empty(0, self.choice.vocabulary),
+        )
+        processors = None if self.processors is None else [each.of_batch(batch) for each in self.processors]
+        step = DecodeStep(replace(self.key, batch=batch), prompt, processors, sizes)
+        step.choice.host_work.take_over(self.choice.host_work)
+        if self.search.noise is not None:
+            step.search.noise = torch.ones(step.key.rows, prompt.logits.shape[-1])
+        step.forward.is_watched = True
+        step.buffers.like(buffers)
+        return step
+
+    def pieces(self, model: Any) -> list[Piece]:
+        """Those of a plain step, with what the host does behind each."""
+        return self.choice.pieces(partial(self._logits, model), self._advance)
+
     def verify(self, model: Any, turns: Sequence[Turn], captures: bool = True) -> None:
         """Starts the step for the next token. With a draft, `drafting.verify` stands for it.
 
@@ -294,8 +321,7 @@ class DecodeStep:
         """
         if captures and not self.forward.is_watched and graph.is_recorded(self.device):
             self.watch(model)
-        pieces = partial(self.choice.pieces, partial(self._logits, model), self._advance)
-        self.parts.run(1, pieces, self._cache, turns, captures=captures)
+        self.parts.run(1, partial(self.pieces, model), self._cache, turns, captures=captures)
 
     def materialized(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim].
@@ -361,6 +387,11 @@ class DecodeStep:
         inputs = slice(place, place + 1)
         self.search.leave(inputs)
         self.buffers.leave(inputs)
+
+    def move(self, source: int, target: int) -> None:
+        """Has an input go on at another place, which is free."""
+        self.move_in(self, source, target)
+        self.leave(source)
 
     def move_in(self, other: DecodeStep, source: int, target: int) -> None:
         """Has an input go on here, at `target`, that is at `source` in `other`, of the same sizes."""

@@ -1,0 +1,306 @@
+"""A recording whose batch size is a symbol: recorded for two numbers of inputs, specialized for any.
+
+What is recorded is numbers: a tensor of [6, 64] may be one of 6 rows, or of 6 heads. So the same function is recorded
+for two numbers of inputs. Each size, stride, offset and argument is a line through what it is in the two: one that is
+the same in both does not depend on the batch. Where anything else differs, there is no such recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from fastgen.decoding.captured.program import Prepared, Program
+from fastgen.decoding.captured.recording import tensors_in
+from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.operations import Constant, Operation, TensorRef
+
+# Numbers of inputs to record for: primes, so that few sizes are multiples of them. The last one is the most.
+_BATCHES = ((13, 17), (11, 19), (61, 67), (59, 71), (251, 257), (241, 263))
+# What depends on the batch may be less than a multiple of it by so many: by the first row or the last one.
+_MOST_LESS = 2
+# Objects of these packages are looked through for a step's memory.
+_OWN_PACKAGES = ("fastgen.", "transformers.generation.")
+
+
+class NotSymbolic(Exception):
+    """What was recorded says too little of other numbers of inputs."""
+
+
+class DoesNotFollow(NotSymbolic):
+    """How long buffers that may grow are is a part of what was recorded."""
+
+
+def batches(inputs: int, lengths: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Two numbers of inputs to record for, the larger one at least `inputs`, of which no length is a multiple."""
+    known = [length for length in lengths if length]
+    for both in _BATCHES:
+        if inputs <= both[1] and all(length % batch for length in known for batch in both):
+            yield both
+
+
+def tensors_of(*roots: Any) -> dict[str, Tensor]:
+    """The tensors that objects of FastGen's hold, by where they hold them: alike for objects that were made alike."""
+    found: dict[str, Tensor] = {}
+    _walk(roots, "", found, set())
+    return found
+
+
+def _walk(each: Any, path: str, found: dict[str, Tensor], seen: set[int]) -> None:
+    if isinstance(each, Tensor):
+        found[path] = each
+        return
+    if isinstance(each, (tuple, list)):
+        parts: Iterable[tuple[Any, Any]] = enumerate(each)
+    elif isinstance(each, dict):
+        parts = each.items()
+    elif type(each).__module__.startswith(_OWN_PACKAGES) and not isinstance(each, (Growing, type)):
+        parts = getattr(each, "__dict__", {}).items()
+    else:
+        return
+    if id(each) not in seen:
+        seen.add(id(each))
+        for name, part in parts:
+            _walk(part, f"{path}.{name}", found, seen)
+
+
+class Recorded(NamedTuple):
+    """What was recorded for a number of inputs.
+
+    Attributes:
+        prepared: behind the graph passes.
+        batch: the number of inputs.
+        buffers: tensors of the step that was recorded (`tensors_of`), which another one has others for.
+        growing: those of the buffers that may grow; None where all have one size.
+    """
+
+    prepared: Prepared
+    batch: int
+    buffers: Mapping[str, Tensor]
+    growing: Growing | None
+
+
+class _Line(NamedTuple):
+    """A number that depends on the batch."""
+
+    constant: int
+    factor: int
+
+    def at(self, batch: int) -> int:
+        return self.constant + self.factor * batch
+
+
+@dataclass(frozen=True)
+class _SymbolicRef:
+    """A tensor of any number of inputs: as `TensorRef`."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[_Line, ...]
+    stride: tuple[_Line, ...]
+    offset: _Line
+
+    def at(self, inputs: int, batch: int) -> TensorRef:
+        """That of so many inputs, in memory for `batch`."""
+        sizes = tuple(size.at(inputs) for size in self.size)
+        strides = tuple(stride.at(batch) for stride in self.stride)
+        return TensorRef(self.storage, self.dtype, sizes, strides, self.offset.at(batch))
+
+
+class SymbolicRecording:
+    """What was recorded for two numbers of inputs.
+
+    Attributes:
+        most: inputs that it serves.
+        follows: whether programs go on with buffers that have got other memory.
+
+    Raises:
+        NotSymbolic: it holds for these two numbers alone.
+    """
+
+    def __init__(self, smaller: Recorded, larger: Recorded) -> None:
+        for each in (smaller, larger):
+            if each.growing is not None and not each.growing.serves(each.prepared.operations, each.prepared.storages):
+                raise DoesNotFollow("sizes of buffers that may grow are a part of what was recorded")
+        self._batches, self.most, self.follows = (smaller.batch, larger.batch), larger.batch, larger.growing is not None
+        one, other = smaller.prepared, larger.prepared
+        self._buffer_at = _buffers_at(larger)  # by number of its storage, which of the buffers
+        if self._buffer_at != _buffers_at(smaller) or one.made != other.made:
+            raise NotSymbolic("other memory for other inputs")
+        self._growing = {
+            at for at in self._buffer_at if larger.growing is not None and larger.growing.has(other.storages[at])
+        }
+        self._shapes = {
+            name: self._lines(smaller.buffers[name].shape, larger.buffers[name].shape)
+            for at, name in self._buffer_at.items()
+            if at not in self._growing
+        }
+        self._of_constants = {
+            at: self._line(one.storages[at].nbytes(), other.storages[at].nbytes())
+            for each in other.constants
+            for at in each.made
+        }
+        own = self._buffer_at.keys() | other.made | self._of_constants.keys()
+        self._shared = self._shared_by(one, other, own)
+        nothing = torch.empty(0, dtype=torch.uint8).untyped_storage()  # in place of memory of the recording's own
+        shared = [storage if at in self._shared else nothing for at, storage in enumerate(other.storages)]
+        self._prepared = replace(other, groups=[], constants=(), storages=shared, follows=self.follows)
+        try:
+            self._constants = [self._operation(*both) for both in zip(one.constants, other.constants, strict=True)]
+            self._groups = [
+                [self._operation(*both) for both in zip(*groups, strict=True)]
+                for groups in zip(one.groups, other.groups, strict=True)
+            ]
+        except ValueError:
+            raise NotSymbolic("other operations for other inputs") from None
+
+    # ---- what the two have in common
+
+    def _line(self, small: int, large: int) -> _Line:
+        (first, last), more = self._batches, large - small
+        if more % (last - first):
+            raise NotSymbolic(f"{small} of {first} inputs, and {large} of {last}")
+        factor = more // (last - first)
+        constant = small - factor * first
+        if constant * factor < -_MOST_LESS * factor**2:  # through a parabola
+            raise NotSymbolic(f"{small} of {first} inputs, and {large} of {last}")
+        return _Line(constant, factor)
+
+    def _lines(self, small: Sequence[int], large: Sequence[int]) -> tuple[_Line, ...]:
+        if len(small) != len(large):
+            raise NotSymbolic("other dimensions for other inputs")
+        return tuple(map(self._line, small, large))
+
+    def _shared_by(self, one: Prepared, other: Prepared, own: Set[int]) -> set[int]:
+        """The storages of both that are not the steps' own: weights, and what was frozen."""
+        found = set()
+        for at in frozenset[int]().union(*(each.used | each.made | each.in_place for each in other.operations)) - own:
+            same = one.storages[at]._cdata == other.storages[at]._cdata
+            is_frozen = at in one.host_values & other.host_values
+            if not same and not (is_frozen and one.storages[at].tolist() == other.storages[at].tolist()):
+                raise NotSymbolic("memory that is not the step's own, and not the model's")
+            found.add(at)
+        if other.written & found:
+            raise NotSymbolic("it writes to memory that is not the step's own")
+        return found
+
+    def _operation(self, one: Operation, other: Operation) -> Operation:
+        """With symbolic references and numbers in the place of those that depend on the batch."""
+        if one.function is not other.function or one.structure != other.structure or one.in_place != other.in_place:
+            raise NotSymbolic("other operations for other inputs")
+        args: list[Any] = [self._argument(*both) for both in zip(one.args, other.args, strict=True)]
+        outputs: list[Any] = [self._argument(*both) for both in zip(one.outputs, other.outputs, strict=True)]
+        return Operation(other.function, args, other.structure, outputs, other.in_place)
+
+    def _argument(self, one: Any, other: Any) -> Any:
+        if isinstance(one, TensorRef) and isinstance(other, TensorRef):
+            return self._ref(one, other)
+        if isinstance(one, Constant) and isinstance(other, Constant):
+            if isinstance(other.value, Tensor):
+                raise NotSymbolic("a tensor without an address of its own")
+            numbers = one.value, other.value
+            if numbers[0] != numbers[1] and all(type(number) is int for number in numbers):
+                return self._line(*numbers)
+            if _is_same(*numbers):
+                return other
+        elif one is None and other is None:
+            return None
+        raise NotSymbolic(f"{one} in place of {other}")
+
+    def _ref(self, one: TensorRef, other: TensorRef) -> Any:
+        if one.storage != other.storage or one.dtype is not other.dtype:
+            raise NotSymbolic("other tensors for other inputs")
+        size, stride = self._lines(one.size, other.size), self._lines(one.stride, other.stride)
+        offset, storage = self._line(one.offset, other.offset), other.storage
+        if storage in self._growing:  # whole, or with its first two dimensions as one
+            return _SymbolicRef(storage, other.dtype, size, (), offset)
+        lines = (*size, *stride, offset)
+        if not any(line.factor for line in lines):
+            return other
+        if storage in self._shared:
+            grows = zip(size, other.stride, strict=True)
+            if any(line.factor for line in (*stride, offset)) or any(line.factor and apart for line, apart in grows):
+                raise NotSymbolic(f"a tensor of {other.size} that is not the step's own")
+        return _SymbolicRef(storage, other.dtype, size, stride, offset)
+
+    # ---- what it is for a number of inputs
+
+    def specialize(self, buffers: Mapping[str, Tensor], batch: int, inputs: int, growing: Growing | None) -> Program:
+        """The program for the first `inputs` of a step, which has these buffers for `batch` inputs.
+
+        Args:
+            buffers: those of the step, by the same names.
+            growing: those of them that may grow, where it `follows`.
+
+        Raises:
+            NotSymbolic: there are too many inputs, or the step has other buffers.
+        """
+        if inputs > self.most:
+            raise NotSymbolic(f"there is room for {self.most} inputs")
+        for name, shape in self._shapes.items():
+            if name not in buffers or tuple(buffers[name].shape) != tuple(line.at(batch) for line in shape):
+                raise NotSymbolic(f"a step of other parts: {name[1:]}")
+        storages: list[Any] = list(self._prepared.storages)
+        for at, name in self._buffer_at.items():
+            storages[at] = buffers[name].untyped_storage()
+        for at, size in self._of_constants.items():
+            storages[at] = torch.empty(size.at(inputs), dtype=torch.uint8).untyped_storage()
+
+        def of(arg: Any) -> Any:
+            if isinstance(arg, _SymbolicRef):
+                return self._specialized(arg, inputs, batch, buffers)
+            return Constant(arg.at(inputs)) if isinstance(arg, _Line) else arg
+
+        def specialized(each: Operation) -> Operation:
+            outputs = list(map(of, each.outputs))
+            return Operation(each.function, list(map(of, each.args)), each.structure, outputs, each.in_place)
+
+        with torch._C._InferenceMode(True):
+            for each in self._constants:
+                _execute(specialized(each), storages)
+        groups = [[specialized(each) for each in group] for group in self._groups]
+        return Program(growing=growing, prepared=replace(self._prepared, groups=groups, storages=storages))
+
+    def _specialized(self, ref: _SymbolicRef, inputs: int, batch: int, buffers: Mapping[str, Tensor]) -> TensorRef:
+        if ref.storage in self._growing:
+            buffer = buffers[self._buffer_at[ref.storage]]
+            whole = buffer if len(ref.size) == buffer.dim() else buffer.flatten(0, 1)
+            return TensorRef.of(ref.storage, whole[: ref.size[0].at(inputs)] if whole.dim() else whole)
+        return ref.at(inputs, batch if ref.storage in self._buffer_at else inputs)
+
+
+def _buffers_at(recorded: Recorded) -> dict[int, str]:
+    """By number of its storage, which of the buffers it is."""
+    number = {storage._cdata: at for at, storage in enumerate(recorded.prepared.storages)}
+    found: dict[int, str] = {}
+    for name, buffer in recorded.buffers.items():
+        if (at := number.get(buffer.untyped_storage()._cdata)) is not None:
+            found.setdefault(at, name)
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))  # NaN, too
+
+
+def _execute(operation: Operation, storages: Sequence[Any]) -> None:
+    """Computes a constant."""
+    of = partial(_tensor, storages)
+    args, kwargs = tree_unflatten([of(arg) for arg in operation.args], operation.structure)
+    results = tensors_in(operation.function(*args, **kwargs))
+    for ref, result in zip(operation.outputs, results, strict=True):
+        of(ref).copy_(result)
+
+
+def _tensor(storages: Sequence[Any], arg: Any) -> Any:
+    if isinstance(arg, TensorRef):
+        if not storages[arg.storage].nbytes():  # only what it looks like counts
+            return torch.empty_strided(arg.size, arg.stride, dtype=arg.dtype)
+        return torch.empty(0, dtype=arg.dtype).set_(storages[arg.storage], arg.offset, arg.size, arg.stride)
+    return arg.value

@@ -1,0 +1,176 @@
+"""Decode steps for any number of inputs from one recording: of steps that nothing runs on.
+
+What is recorded for two numbers of inputs is specialized for the number of a call
+(`fastgen.decoding.captured.symbolic_batch`). Where all calls have one number of inputs, a step is recorded for itself.
+Buffers that grow may have any size, so those of the recorded steps are as small as they may be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import interrupts
+from fastgen.decoding.captured import graph, program
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.captured.symbolic_batch import (
+    DoesNotFollow,
+    NotSymbolic,
+    Recorded,
+    SymbolicRecording,
+    batches,
+    tensors_of,
+)
+from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.step import DecodeStep
+
+# A size that is made on the way may be that of a buffer.
+_TRIES = 2
+
+
+def is_symbolic(key: Key) -> bool:
+    """Whether one recording may serve any number of inputs."""
+    return key.draft is None and key.width == 1
+
+
+def is_recorded(model: Any, key: Key, room: Sizes) -> bool:
+    """Whether there is such a recording, for steps of this key with buffers of these sizes."""
+    return is_symbolic(key) and any(graph_cache.has_symbolic(model, each) for each, _ in _kinds(key, room))
+
+
+def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
+    """Has a plain step run a program for its first inputs, made from what is recorded for any number of them.
+
+    Without one it is recorded for itself. So it is, too, where only steps of this number of inputs were ever asked for.
+
+    Args:
+        inputs: those of which something is to be computed; None for all.
+
+    Returns:
+        whether there is such a program.
+    """
+    part, batch = step.parts[1], step.key.batch
+    inputs = inputs or batch
+    if not is_symbolic(step.key) or part.use(inputs):
+        return is_symbolic(step.key)
+    is_one_of_many = graph_cache.note_batch(model, step.key)
+    is_for_all = inputs == batch and not part.is_specialized
+    if is_for_all and (part.is_captured or not (is_one_of_many or step.key.slots)):
+        return False
+    for key, follows in _kinds(step.key, step.sizes):
+        found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))
+        if found is not None:
+            programs = found.specialize(step, inputs)
+            if programs is not None:
+                part.specialize(inputs, batch, programs, step.pieces(model))
+                return True
+    if part.is_specialized and not part.use(batch):
+        part.drop()  # what is there is for fewer inputs
+    return False
+
+
+def _kinds(key: Key, room: Sizes) -> list[tuple[Key, bool]]:
+    """The keys of what is recorded, and whether it goes on with larger buffers; if not, it is for one size."""
+    of_size = replace(key, sizes=room), False
+    return [of_size] if key.sizes.new else [(key, True), of_size]
+
+
+class SymbolicStep:
+    """What was recorded of the pieces of a step.
+
+    Attributes:
+        most: inputs that it serves.
+
+    Args:
+        like: a step of the key that has been watched.
+        both: the numbers of inputs to record for.
+        follows: larger buffers are to make no difference.
+
+    Raises:
+        NotSymbolic: it says too little of other numbers of inputs.
+    """
+
+    def __init__(self, model: Any, like: DecodeStep, both: tuple[int, int], follows: bool) -> None:
+        self._masks = _masks_of(like)
+        steps = [like.of_batch(batch, _sizes(like, follows)) for batch in both]
+        with torch._C._InferenceMode(True):
+            recorded = [_record(model, step, follows) for step in steps]
+        self._recordings = [SymbolicRecording(*pieces) for pieces in zip(*recorded, strict=True)]
+        self.most = both[1]
+        self._answers = set(steps[1].buffers.bounds.answers)
+        if steps[0].buffers.bounds.answers != self._answers:
+            raise NotSymbolic("other answers for other inputs")
+
+    def specialize(self, step: DecodeStep, inputs: int) -> list[Program] | None:
+        """The programs of the pieces, for the first `inputs` of a step; None where it has none."""
+        if step.forward.is_watched and _masks_of(step) != self._masks:
+            return None
+        if not step.buffers.bounds.accept(self._answers):  # the model was told that its cache cannot be as long
+            return None
+        buffers, growing = _tensors_of(step), step.buffers.growing
+        try:
+            found = [each.specialize(buffers, step.key.batch, inputs, growing) for each in self._recordings]
+        except NotSymbolic:
+            return None
+        step.buffers.put_masks(self._masks)
+        step.forward.is_watched = True
+        return found
+
+
+def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
+    """What each piece does."""
+    step.buffers.begin_capture()
+    buffers, growing = _tensors_of(step), step.buffers.growing if follows else None
+    scratch = frozenset(buffer.untyped_storage()._cdata for buffer in buffers.values())
+    pieces = (program.prepared(graph.capturable(run), scratch=scratch) for run, _ in step.pieces(model))
+    return [Recorded(prepared, step.key.batch, buffers, growing) for prepared in pieces]
+
+
+def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
+    """None where the step says too little of other numbers of inputs, or of other sizes, if it is to follow."""
+    if not step.forward.is_watched:
+        step.watch(model)
+    if follows and not _may_follow(step):
+        return None
+    for both in islice(batches(step.key.batch, step.key.lengths(_sizes(step, follows))), _TRIES):
+        try:
+            return SymbolicStep(model, step, both, follows)
+        except DoesNotFollow:
+            return None
+        except NotSymbolic:
+            continue
+        except Exception as error:  # recorded for itself, the step says why it cannot be
+            interrupts.pass_on(error)
+            return None
+    return None
+
+
+def _may_follow(step: DecodeStep) -> bool:
+    """Whether what is recorded may have nothing in it of how long buffers that grow are: no mask, and no tokens."""
+    reads_masks = any(False in says for says in _masks_of(step))
+    processors = step.processors or ()
+    return not reads_masks and not any(each.reads_tokens for each in processors)
+
+
+def _sizes(step: DecodeStep, follows: bool) -> Sizes:
+    """Those of the buffers of what is recorded: as small as they may be, where these may be any."""
+    exact, have = step.key.sizes, step.sizes
+    if not follows:
+        return have
+    least = sizes.rounded(Sizes(1, 1, 1, min(have.source, 1)), may_pad=not exact.prompt, on_gpu=False)
+    return Sizes(*map(max, least, exact)) if exact.prompt else least
+
+
+def _masks_of(step: DecodeStep) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple(kv.says_nothing_new) for kv in step.buffers.layers)
+
+
+def _tensors_of(step: DecodeStep) -> dict[str, Tensor]:
+    return tensors_of(step.buffers, step.search, step.choice, step.forward, step.flag)
