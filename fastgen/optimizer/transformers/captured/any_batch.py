@@ -1,7 +1,7 @@
 """Decode steps for any number of inputs from one recording: of steps that nothing runs on.
 
 What is recorded for two numbers of inputs is specialized for the number of a call
-(`fastgen.decoding.captured.symbolic_batch`). Where all calls have one number of inputs, a step is recorded for itself.
+(`fastgen.decoding.captured.symbolic_batch`): of the slots that are taken, or of the inputs of a call that go on.
 Buffers that grow may have any size, so those of the recorded steps are as small as they may be.
 """
 
@@ -48,7 +48,7 @@ def is_recorded(model: Any, key: Key, room: Sizes) -> bool:
 def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
     """Has a plain step run a program for its first inputs, made from what is recorded for any number of them.
 
-    Without one it is recorded for itself. So it is, too, where only steps of this number of inputs were ever asked for.
+    Without one it is recorded for itself. So is a step without slots, as long as all of its inputs go on.
 
     Args:
         inputs: those of which something is to be computed; None for all.
@@ -60,9 +60,7 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
     inputs = inputs or batch
     if not is_symbolic(step.key) or part.use(inputs):
         return is_symbolic(step.key)
-    is_one_of_many = graph_cache.note_batch(model, step.key)
-    is_for_all = inputs == batch and not part.is_specialized
-    if is_for_all and (part.is_captured or not (is_one_of_many or step.key.slots)):
+    if inputs == batch and not part.is_specialized and (part.is_captured or not step.key.slots):
         return False
     for key, follows in _kinds(step.key, step.sizes):
         found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))

@@ -44,9 +44,9 @@ class Compaction:
         self._is_over = not any_batch.is_symbolic(key)  # nobody leaves any more
 
     @property
-    def places(self) -> int:
-        """Of the inputs that are left: the first ones."""
-        return len(self._order)
+    def places(self) -> int | None:
+        """The first ones, of the inputs that are left; None as long as all are."""
+        return len(self._order) if self.has_begun else None
 
     @property
     def has_begun(self) -> bool:

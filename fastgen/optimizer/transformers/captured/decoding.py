@@ -133,17 +133,23 @@ class Decoding:
         first = int(settings.current().captured_step != "always")
         if not self._must_pay or graph_cache.kept(self.model, self._key) is not None:
             return first
-        asked = self._key, self.certain_tokens, self.prompt.new_tokens
-        if self._is_recorded():
-            first = 0
-        steps = self._ledger.starts_at(*asked, specializes=first == 0)
+        asked = self.certain_tokens, self.prompt.new_tokens
+        steps = self._ledger.starts_at(self._key, *asked)
+        if self._rows_may_idle:
+            others = graph_cache.others(self.model, self._key)
+            larger = self._ledger.with_more_rows(self._key, others, *asked, records=steps == 0)
+            if larger is not None:
+                self._key = larger
+                return first
         if steps is None:
             raise DoesNotPay(lambda tokens: self._note(tokens, tokens))
         return max(steps, first)
 
-    def _is_recorded(self) -> bool:
-        """Whether there is a recording for any number of inputs."""
-        return any_batch.is_recorded(self.model, self._key, self._sizes())
+    @property
+    def _rows_may_idle(self) -> bool:
+        """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
+        is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
+        return not is_seen
 
     @property
     def certain_tokens(self) -> int:
@@ -156,6 +162,8 @@ class Decoding:
         """The call is over."""
         may_end = self.certain_tokens < self.prompt.new_tokens
         self._ledger.note_call(self.own_key, tokens, may_end, eager_steps)
+        if self._key.batch != self.own_key.batch:
+            self._ledger.note_idle(self.own_key, self._key, tokens)
 
     def _result(self, step: DecodeStep) -> Any:
         config, search = self.config, step.search
@@ -182,7 +190,7 @@ class Decoding:
         step.begin(prompt, self.fill(), **options)
         step.choose_first(prompt.logits, self.host)
         done, replays, begun = 1, 0, None
-        is_recorded, compaction = not step.is_captured and self._is_recorded(), self._compaction()
+        compaction = self._compaction()
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
@@ -192,8 +200,7 @@ class Decoding:
             self._start(step, partial(self._verify, step, done, captures, compaction))
             seconds = time.perf_counter() - start
             if begun is None:
-                specializes = is_recorded and step.parts[1].is_specialized
-                begun = self._first_steps(step, was_kept, specializes, seconds, replays)
+                begun = self._first_steps(step, was_kept, seconds, replays)
             else:
                 replays += 1
                 if compaction is not None:
@@ -221,9 +228,7 @@ class Decoding:
             return None
         return Compaction(self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill())
 
-    def _first_steps(
-        self, step: DecodeStep, was_kept: bool, specializes: bool, seconds: float, replays: int
-    ) -> tuple[int, float] | None:
+    def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
         """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
 
         What the host does in a step, such as the user's code, says nothing of the next call's.
@@ -236,7 +241,7 @@ class Decoding:
         if not (step.key.sizes.new or step.parts.follows):
             graph_cache.bind(self.model, step)
         if not was_kept and is_measured:
-            self._ledger.note_capture(seconds, specializes)
+            self._ledger.recording = seconds
         return replays, time.perf_counter()
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:

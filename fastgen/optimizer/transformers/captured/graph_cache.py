@@ -21,7 +21,6 @@ from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.models import attention_functions
 
 # Steps of all models together; and passes of the encoder of one, of which each is of one shape. A step has the K/V of a
@@ -65,7 +64,6 @@ class _OfModel:
     steps: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)
     symbolic: OrderedDict[Key, Any] = field(default_factory=OrderedDict)  # recorded for any number of inputs
-    batches: dict[Key, int] = field(default_factory=dict)  # of steps of a key, of any sizes; 0 for several numbers
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
     former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
 
@@ -187,17 +185,6 @@ def has_symbolic(model: Any, key: Key) -> bool:
             return False
 
 
-def note_batch(model: Any, key: Key) -> bool:
-    """A step of this key is to be captured; whether such steps were asked for with several numbers of inputs."""
-    with _lock:
-        cached = _of(model)
-        caches.limit(cached.batches)
-        of_any = replace(key, batch=0, sizes=Sizes(0, 0, 0, 0))
-        if cached.batches.setdefault(of_any, key.batch) != key.batch:
-            cached.batches[of_any] = 0
-        return cached.batches[of_any] == 0
-
-
 def bind(model: Any, step: Any) -> None:
     """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
     with _lock:
@@ -227,6 +214,13 @@ def kept(model: Any, key: Hashable) -> Any:
     """What is kept under this key, or None: to look at what it was measured to take; others may take it."""
     cached = _models.get(model)
     return None if cached is None else cached.steps.get(key)
+
+
+def others(model: Any, key: Key) -> list[Key]:
+    """The keys of steps for other numbers of inputs."""
+    cached = _models.get(model)
+    kept = () if cached is None else tuple(cached.steps)
+    return [other for other in kept if isinstance(other, Key) and _of_any_batch(other) == _of_any_batch(key)]
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:

@@ -5,14 +5,14 @@ records when what is left of it repays that. One that may end at any token is ex
 where nothing is known, or others were too short, it first shows that it goes on. Where all calls are short, one of them
 pays for the rest, once there were many.
 
-What recording costs and what a step saves is measured on the way, in whole steps; and what specializing costs, where
-there is a recording for any number of inputs.
+What recording costs and what a step saves is measured on the way, in whole steps. A step for more rows is there before
+one for these rows: until the rows that idle have cost as much as a recording, it does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ PASSES = 64
 ASKED_FOR, STEPS_OF_A_CALL = settings.RECORDING_PAYS_FROM, settings.STEPS_OF_A_CALL
 # So many steps repay a recording, as long as nothing has been measured, and at the least.
 STEPS, LEAST_STEPS = 24, 6
-# What specializing a recording takes of the time of making one, as long as nothing has been measured.
+# What specializing a recording takes of the time of making one.
 PART_OF_SPECIALIZING = 0.25
 # At the most: a measurement may have been disturbed, and another recording brings another one.
 MOST_STEPS = 16 * STEPS
@@ -90,7 +90,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self.recording: float | None = None
-        self._specializing: float | None = None
         self.eager: dict[int, float] = {}
         self.replayed: dict[int, float] = {}
         self._keys: dict[Hashable, _OfKey] = {}
@@ -127,23 +126,47 @@ class Ledger:
         """Tokens of a call that may end at any of them."""
         return min(most, self._tokens) if self._tokens is not None else 0
 
+    def with_more_rows(self, key: Key, others: Iterable[Key], certain: int, most: int, *, records: bool) -> Key | None:
+        """The key among these whose step does for a call of `key`: with the fewest rows that idle.
+
+        Args:
+            others: of steps that are there, and differ in nothing but the number of inputs.
+            certain, most: as of `starts_at`.
+            records: a step of `key` would be recorded at once otherwise.
+        """
+        larger = min(
+            (other for other in others if other.batch > key.batch), key=lambda other: other.batch, default=None
+        )
+        if larger is None or larger.rows not in self.replayed or self.recording is None:
+            return None
+        if records:
+            steps = max(certain, self._expected(most))
+            lost = self._of_key(key).lost + steps * self._idle(key.rows, larger.rows)
+            return larger if lost < self.recording else None
+        eager = self.eager.get(min(self.eager, key=lambda rows: abs(rows - key.rows), default=0))
+        return larger if eager is not None and self.replayed[larger.rows] < eager else None
+
+    def note_idle(self, key: Key, larger: Key, steps: int) -> None:
+        """A call of `key` has made so many steps of `larger`."""
+        self.lose(key, steps * self._idle(key.rows, larger.rows))
+
     def lose(self, key: Hashable, seconds: float) -> float:
         """A call has lost so many seconds for want of a recording of this key. Returns those of all calls."""
         known = self._of_key(key)
         known.lost += seconds
         return known.lost
 
-    def note_capture(self, seconds: float, specializes: bool) -> None:
-        """A step was captured in so many seconds: recorded, or specialized from what is recorded for any batch."""
-        if specializes:
-            self._specializing = seconds
-        else:
-            self.recording = seconds
+    def _idle(self, rows: int, larger: int) -> float:
+        """Seconds that the rows more take in a step: at the most, as a step reads all weights whatever its rows."""
+        fewer = (known for known in self.replayed if known <= rows)
+        known = max(fewer, default=None)
+        alone = self.replayed[larger] * rows / larger if known is None else self.replayed[known]
+        return max(self.replayed[larger] - alone, 0.0)
 
     @property
     def specializing(self) -> float:
         """Seconds that it takes to specialize a step for another number of inputs, where one was recorded."""
-        return self._specializing or PART_OF_SPECIALIZING * (self.recording or 0.0)
+        return PART_OF_SPECIALIZING * (self.recording or 0.0)
 
     def note_eager(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long that was not replayed. Others may have had the processors meanwhile."""

@@ -24,7 +24,7 @@ KEY = Key(
     batch=1, per_input=1, sizes=Sizes(0, 0, 0, 0), width=1, encoder=None, source_in_front=False, early_stopping=None,
     samples=False, ends=4, processors=(), has_criteria=False, kept=(), tensors=(), constants=(), kv=(), windows=(),
 )  # fmt: skip
-FOUR = replace(KEY, batch=4)
+FOUR, EIGHT = replace(KEY, batch=4), replace(KEY, batch=8)
 
 
 def measured(recording: float = 1.0, eager: float = 0.1, replayed: float = 0.05) -> Ledger:
@@ -87,15 +87,40 @@ def test_one_of_many_short_calls_pays_for_the_rest() -> None:
     assert ledger.starts_at(KEY, certain=12, most=12) is None
 
 
-def test_specializing_pays_earlier_than_recording() -> None:
-    """It is taken for a part of a recording, and then for what it was measured to take: 0.5 s are 10 steps here."""
+@pytest.mark.parametrize("replayed, found", [(0.06, FOUR), (0.11, None)])
+def test_rows_idle_where_no_step_would_be_recorded(replayed: float, found: Key | None) -> None:
+    """A step of four inputs is better than one of the library's for one, if it is faster."""
     ledger = measured()
+    ledger.replayed[4] = replayed
+    assert ledger.with_more_rows(KEY, [FOUR], certain=5, most=5, records=False) == found
+
+
+def test_specializing_pays_earlier_than_recording() -> None:
+    """It is taken for a quarter of a recording: 0.25 s are 5 steps here, and a call has to have the least."""
+    ledger = measured()
+    assert ledger.specializing == 0.25
     assert ledger.starts_at(KEY, certain=LEAST_STEPS, most=LEAST_STEPS, specializes=True) == 0
-    ledger.note_capture(0.5, specializes=True)
-    assert ledger.starts_at(KEY, certain=10, most=10, specializes=True) == 0
-    assert ledger.starts_at(KEY, certain=9, most=9, specializes=True) is None
     assert ledger.starts_at(KEY, certain=19, most=19) is None
     assert Ledger().starts_at(KEY, certain=STEPS // 4, most=STEPS, specializes=True) == 0
+
+
+def test_rows_idle_until_that_has_cost_a_recording() -> None:
+    ledger = measured()
+    ledger.replayed[4] = 0.06  # 10 ms more than one row takes
+    asked = {"certain": 30, "most": 30, "records": True}
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) == FOUR
+    ledger.note_idle(KEY, FOUR, steps=60)
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) == FOUR
+    ledger.note_idle(KEY, FOUR, steps=30)
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) is None
+    ledger.forget(KEY)
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) == FOUR
+
+
+def test_a_step_of_fewer_rows_or_of_unknown_cost_is_not_taken() -> None:
+    ledger = measured()
+    assert ledger.with_more_rows(FOUR, [KEY], certain=30, most=30, records=True) is None
+    assert ledger.with_more_rows(KEY, [FOUR], certain=30, most=30, records=True) is None
 
 
 @pytest.mark.parametrize(
