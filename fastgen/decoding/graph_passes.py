@@ -137,7 +137,7 @@ def _own_attention(operation: Operation, used: frozenset[int], recording: Record
 def _as_row(ref: TensorRef, recording: Recording) -> torch.Tensor | None:
     """[batch, heads, length, dim] as [heads, tokens, dim] in the same memory; None where it does not lie so."""
     storage = recording.storages[ref.storage]
-    return packed_attention.as_row(torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.size, ref.stride))
+    return packed_attention.as_row(ref.of_storage(storage))
 
 
 def _with_biases(operations: list[Operation]) -> list[Operation]:

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.decoding.operations import Operation, TensorRef
+from fastgen.decoding.operations import PRODUCTS, Operation, TensorRef
 from fastgen.decoding.panel_ops import PanelOp, PanelOps, has_panels
 from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose, grouped
 from fastgen.ops.linear.choose import GEMM, Kernel
 
-# Torch's operators of linear layers.
-OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _GROUPED = grouped.OPERATOR
 
 
@@ -50,7 +48,7 @@ AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
 
 def input_of(operation: Operation) -> Any:
     """Where the input of a linear op lies; None for any other operator."""
-    if operation.function in OPERATORS:
+    if operation.function in PRODUCTS:
         return operation.args[-2]
     return operation.args[0] if operation.function is _GROUPED else None
 
@@ -66,7 +64,7 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
     if operation.function is _GROUPED:
         x, *parts, order, bias, _, bits, group_size, rotated, floats = args
         return GroupedLinearOp(result, x, tuple(parts), order, bias, (bits, group_size, rotated, floats))
-    if operation.function not in OPERATORS:
+    if operation.function not in PRODUCTS:
         return None
     x, weight, bias = args[-2], args[-1].t(), args[0] if len(args) == 3 else None
     op, ref = linear_op(result, x, weight, bias), operation.args[-1]

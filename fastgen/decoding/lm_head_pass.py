@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch.utils._pytree import tree_structure
 
-from fastgen.decoding.operations import Constant, Operation, TensorRef
+from fastgen.decoding.operations import PRODUCTS, Constant, Operation, TensorRef
 from fastgen.ops import no_repeat_ngram  # noqa: F401  (the operator)
 from fastgen.ops.approximate_logits import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
 
 _aten = torch.ops.aten
-_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 _BAN_NGRAMS = torch.ops.fastgen.no_repeat_ngram_.default
 _TOP_TWO_OF_TENSOR = torch.ops.fastgen.top_two_out.default
 
@@ -27,7 +26,7 @@ _TOP_TWO_OF_TENSOR = torch.ops.fastgen.top_two_out.default
 def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
     """The operations, with `APPROXIMATE_LOGITS`, and `ARGMAX` or `TOP_TWO`, in place of greedy LM heads."""
     index = {id(each): number for number, each in enumerate(operations)}
-    made_by = {each.outputs[0].storage: each for each in operations if each.function in _PRODUCTS and each.outputs[0]}
+    made_by = {each.outputs[0].storage: each for each in operations if each.function in PRODUCTS and each.outputs[0]}
     # A weight that the step itself makes or writes is another one in each step.
     written = frozenset[int]().union(*(each.made | each.in_place for each in operations))
     found = list(operations)

@@ -28,6 +28,10 @@ class TensorRef:
         size, stride = tuple(tensor.shape), tensor.stride()
         return TensorRef(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
+    def of_storage(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor, in this memory."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
     @property
     def end(self) -> int:
         """Bytes of the storage up to the last one that it may touch."""
@@ -94,6 +98,8 @@ class Operation:
 
 
 _aten = torch.ops.aten
+# Products of two matrices: those of linear layers.
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 UNINITIALISED = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -208,8 +208,7 @@ class _Compiler:
             return arg.value
         chunk, begin = self._places.get(arg.storage, (None, 0))
         storage = self._storages[arg.storage] if chunk is None else chunk.storage
-        offset = arg.offset + begin // arg.dtype.itemsize
-        found = torch.empty(0, dtype=arg.dtype).set_(storage, offset, arg.size, arg.stride)
+        found = replace(arg, offset=arg.offset + begin // arg.dtype.itemsize).of_storage(storage)
         if self._growing is not None and self.follows and chunk is None:
             self._growing.note(found, storage)
         return found

@@ -21,14 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_structure
 
 from fastgen import interrupts
-from fastgen.decoding.operations import Constant, Operation, Recording, TensorRef
+from fastgen.decoding.operations import PRODUCTS, Constant, Operation, Recording, TensorRef
 from fastgen.locks import forkable_lock
 from fastgen.ops import kv_write
 
 _aten = torch.ops.aten
 
-# Products of two matrices: most of the time of a step.
-_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 # Results whose size, or a decision of the host's that, only the device knows.
 _WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _INDEXING = frozenset({_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
@@ -192,7 +190,7 @@ class _Recorder(TorchDispatchMode):
 
     def _result(self, func: Any, args: tuple, kwargs: dict, arguments: list[Tensor]) -> Any:
         """What the operator returns. Nobody looks at the numbers of a product with memory that was there before."""
-        if func in _PRODUCTS and not kwargs and not self._numbers_of(arguments) <= self.recording.made:
+        if func in PRODUCTS and not kwargs and not self._numbers_of(arguments) <= self.recording.made:
             x, weight = args[-2:]
             return x.new_zeros(x.shape[0], weight.shape[1])
         return func(*args, **kwargs)

@@ -302,5 +302,5 @@ def _tensor(storages: Sequence[Any], arg: Any) -> Any:
     if isinstance(arg, TensorRef):
         if not storages[arg.storage].nbytes():  # only what it looks like counts
             return torch.empty_strided(arg.size, arg.stride, dtype=arg.dtype)
-        return torch.empty(0, dtype=arg.dtype).set_(storages[arg.storage], arg.offset, arg.size, arg.stride)
+        return arg.of_storage(storages[arg.storage])
     return arg.value

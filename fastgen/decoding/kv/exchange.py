@@ -68,7 +68,7 @@ class Growing:
 
     def touches(self, operation: Operation, storages: Sequence[torch.UntypedStorage]) -> bool:
         """Whether an operation has one of the buffers: nothing may stand for it that keeps where the buffer lies."""
-        return any(storages[number]._cdata in self._buffers for number in operation.used | operation.made)
+        return any(self.has(storages[number]) for number in operation.used | operation.made)
 
     def note(self, view: Tensor, storage: torch.UntypedStorage) -> None:
         """`view` is what a program that `serves` has of this storage; it follows the buffer, if there is one."""
@@ -81,7 +81,7 @@ class Growing:
             if isinstance(arg, Constant):
                 if type(arg.value) is int and arg.value in self.lengths:
                     return False
-            elif arg is not None and storages[arg.storage]._cdata in self._buffers:
+            elif arg is not None and self.has(storages[arg.storage]):
                 if operation.function not in _FOLLOWING or self._folded(storages[arg.storage], arg) is None:
                     return False
             elif arg is not None and self._has_length(arg):

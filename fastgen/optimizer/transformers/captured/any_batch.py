@@ -42,7 +42,7 @@ def is_symbolic(key: Key) -> bool:
 
 def is_recorded(model: Any, key: Key, room: Sizes) -> bool:
     """Whether there is such a recording, for steps of this key with buffers of these sizes."""
-    return is_symbolic(key) and any(graph_cache.has_symbolic(model, each) for each, _ in _kinds(key, room))
+    return is_symbolic(key) and graph_cache.has_symbolic(model, *(each for each, _ in _kinds(key, room)))
 
 
 def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:

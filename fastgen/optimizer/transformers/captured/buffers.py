@@ -248,7 +248,7 @@ class StepBuffers:
         Returns:
             what `make_room` returns.
         """
-        for kv, old in zip((*self.own, *self.cross), (*other.own, *other.cross), strict=True):
+        for kv, old in zip(self.layers, other.layers, strict=True):
             kv.insert(old, source, target)
         self.position.insert(other.position, source, target)
         for name, buffer in self.inputs.items():
@@ -260,7 +260,7 @@ class StepBuffers:
 
     def leave(self, inputs: slice) -> None:
         """These inputs are over: attention reads nothing of them, and the model gets what any position has."""
-        for kv in (*self.own, *self.cross):
+        for kv in self.layers:
             kv.leave(inputs)
         self.position.begin(inputs)
         for buffer in self.inputs.values():
@@ -275,7 +275,7 @@ class StepBuffers:
             what `make_room` returns.
         """
         self.start, self.present, self._lengths = other.start, other.present, other._lengths
-        for kv, old in zip((*self.own, *self.cross), (*other.own, *other.cross), strict=True):
+        for kv, old in zip(self.layers, other.layers, strict=True):
             kv.take_over(old, inputs, rows)
         self.position.take_over(other.position, rows)
         self._measure()
@@ -292,7 +292,7 @@ class StepBuffers:
         if not self.present:  # done since the last call
             return
         self.present = 0
-        if all([kv.clear() for kv in (*self.own, *self.cross)]):
+        if all([kv.clear() for kv in self.layers]):
             self.position.begin()
 
     def materialized(self, new: int) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:

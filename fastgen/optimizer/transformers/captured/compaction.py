@@ -67,7 +67,7 @@ class Compaction:
             return
         self._lost += _EVERY * saved * seconds
         cost = _MOVE * seconds * (places - left)
-        if step.parts[1].smallest(left) != left:
+        if self._lost >= cost and step.parts[1].smallest(left) != left:
             is_recorded = any_batch.is_recorded(self._model, step.key, step.sizes)
             cost += self._ledger.specializing if is_recorded else _RECORDINGS * (self._ledger.recording or 0.0)
         if self._lost >= cost:

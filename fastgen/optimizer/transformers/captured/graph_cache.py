@@ -173,14 +173,15 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
     return made
 
 
-def has_symbolic(model: Any, key: Key) -> bool:
-    """Whether there is something recorded for keys like this one of any number of inputs."""
+def has_symbolic(model: Any, *keys: Key) -> bool:
+    """Whether there is something recorded for keys like one of these of any number of inputs."""
     with _lock:
         cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
-        if cached is None or cached.symbolic.get(_of_any_batch(key)) is None:
+        wanted = set(map(_of_any_batch, keys))
+        if cached is None or not any(map(cached.symbolic.get, wanted)):
             return False
         try:
-            return _of(model).symbolic.get(_of_any_batch(key)) is not None
+            return any(map(_of(model).symbolic.get, wanted))
         except CannotBeCaptured:
             return False
 

@@ -74,8 +74,10 @@ class CapturedProcessor:
         return not data
 
     def of_batch(self, batch: int) -> CapturedProcessor:
-        """One for so many inputs that a recording cannot tell from this one; it may share what has no rows."""
-        return self
+        """One for so many inputs that a recording cannot tell from this one; it shares what has no rows."""
+        other = copy.copy(self)
+        vars(other).update({k: each.of_batch(batch) for k, each in vars(self).items() if isinstance(each, _Buffer)})
+        return other
 
 
 class _Number:
@@ -255,11 +257,6 @@ class RepetitionPenalty(CapturedProcessor):
         self._penalty.fill(penalty)
         return True
 
-    def of_batch(self, batch: int) -> RepetitionPenalty:
-        other = copy.copy(self)
-        other._ignored_rows = self._ignored_rows.of_batch(batch)
-        return other
-
 
 def encoder_tokens(processor: Any) -> Tensor:
     """The tokens of the encoder's input, [inputs, length], as the library or FastGen has kept them."""
@@ -277,11 +274,6 @@ class _EncoderTokens(CapturedProcessor):
 
     def refresh(self, tokens: Tensor, *data: Any) -> bool:
         return self._encoder.refill(tokens)
-
-    def of_batch(self, batch: int) -> _EncoderTokens:
-        other = copy.copy(self)
-        other._encoder = self._encoder.of_batch(batch)
-        return other
 
 
 class EncoderRepetitionPenalty(_EncoderTokens):
