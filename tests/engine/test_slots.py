@@ -108,6 +108,47 @@ def test_different_options_at_a_time(model: Any) -> None:
     assert not executor.alone
 
 
+DIFFERENT: list[list[dict[str, Any]]] = [
+    [{"temperature": 0.6}, {}, {"temperature": 1.7}],  # of which one has no temperature
+    [{"top_k": 5, "top_p": 0.8}, {"top_k": 40, "top_p": 0.5, "temperature": 0.9}],
+    [{"repetition_penalty": 1.3, "min_p": 0.2}, {"repetition_penalty": 0.8, "min_p": 0.01}],
+    [
+        {"typical_p": 0.3, "renormalize_logits": True},
+        {"typical_p": 0.9, "temperature": 1.2, "renormalize_logits": True},
+    ],
+    [{"num_beams": 3, "temperature": 0.7}, {"num_beams": 3, "temperature": 1.5}],
+    [{"do_sample": False, "repetition_penalty": 1.4}, {"do_sample": False, "repetition_penalty": 0.9}],
+    [{"do_sample": False, "num_beams": 2, "min_new_tokens": n} for n in (2, 5, 9)],
+]
+
+
+@both_kinds
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("options", DIFFERENT, ids=map(str, range(len(DIFFERENT))))
+def test_numbers_of_processors_are_each_requests_own(
+    model: Any, options: list[dict[str, Any]], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temperatures, penalties, thresholds: requests that differ in these alone are in one step."""
+    if captured:
+        monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
+        monkeypatch.setattr(Ledger, "specializing", 0.0)
+    executor, prompts, requests = ContinuousBatches(model, 16), PROMPTS * 2, []
+    for number, prompt in enumerate(prompts):
+        given = {"do_sample": True, "top_k": 0, "max_new_tokens": 9 + 3 * (number % 4), "eos_token_id": None}
+        given |= options[number % len(options)]
+        requests.append(make(model, prompt, None, given, number if given["do_sample"] else None, 16))
+    kinds, enter = set[int](), ContinuousBatches._enter
+
+    def enters(executor: ContinuousBatches, *given: Any) -> None:
+        enter(executor, *given)
+        kinds.add(len(executor._in_use))
+
+    monkeypatch.setattr(ContinuousBatches, "_enter", enters)
+    run(executor, requests, at_once=3)
+    assert_as_alone(model, requests, prompts)
+    assert kinds == {1} and not executor.alone
+
+
 class _StopsAt:
     """A criterion that stops each sequence behind so many new tokens."""
 

@@ -37,7 +37,7 @@ class Choice:
 
     Args:
         vocabulary: scores of each row.
-        processors: None if the host runs them.
+        processors: that are captured; None if the host runs the call's.
         record: gets what is chosen from, [rows, vocabulary], and 1 before the processors, 0 behind them.
     """
 
@@ -49,7 +49,7 @@ class Choice:
         processors: Sequence[CapturedProcessor] | None,
         record: Callable[[Tensor, int], None] | None = None,
     ) -> None:
-        self._search, self._processors, self._record = search, processors, record
+        self._search, self.processors, self._record = search, processors, record
         self.vocabulary = vocabulary
         self.host_work = HostWork(key, vocabulary, search)
 
@@ -77,19 +77,19 @@ class Choice:
     def _processed(self, logits: Callable[[], Tensor]) -> Scores:
         """What the search chooses from, after the processors."""
         kept = self.host_work
-        if self._processors is None:  # the host has run them
+        if self.processors is None:  # the host has run them
             kept.keep("scores", kept.scores)
             return kept.scores, False
         found = logits()
         kept.keep("logits", found)
         if self._record is not None:
             self._record(found, 1)  # before processors, which may write into it
-        if not self._processors and "scores" not in kept.kept:
+        if not self.processors and "scores" not in kept.kept:
             scores, normalise = found, True
         else:
             scores, normalise = self._normalised(found), False
             tokens = StepTokens.of(self._search)
-            for processor in self._processors:
+            for processor in self.processors:
                 scores = processor(scores, tokens)
         kept.keep("scores", scores)
         if self._record is not None:

@@ -326,7 +326,7 @@ class Decoding:
         if key.processors is None:
             return None
         vocabulary = self.prompt.logits.shape[-1]
-        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary)
+        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots)
         return processors.all_captured(self._processors, bucket, self._lengths)
 
     def refresh(self, made: Sequence[CapturedProcessor]) -> bool:

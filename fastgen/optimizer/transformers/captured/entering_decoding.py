@@ -30,6 +30,9 @@ class EnteringDecoding(Decoding):
     _code_type = _HostCode
 
     def __init__(self, call: Any, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+        if arguments["generation_config"].do_sample:
+            own = processors.with_temperature(arguments["logits_processor"])
+            arguments = {**arguments, "logits_processor": own}
         super().__init__(call, arguments, model_kwargs)
         self.streamer = arguments.get("streamer")
 
@@ -66,9 +69,14 @@ class EnteringDecoding(Decoding):
         """The shortest sliding window of the model's layers; None if they see everything."""
         return min((window for window in self._windows if window), default=None)
 
+    @property
+    def numbers(self) -> list[tuple[float, ...]]:
+        """Those of each processor, which are its inputs' own."""
+        return [processors.numbers(each, self._lengths) for each in self._processors]
+
     @cached_property
     def processors_data(self) -> tuple[Hashable, ...] | None:
-        """What `refresh` takes over of processors that do the same for any rows; None if not all are such."""
+        """What processors that do the same for any rows have besides their numbers; None if not all are such."""
         if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):
             return None
         return tuple(processors.data(each, self._lengths) for each in self._processors)

@@ -8,7 +8,7 @@ each call copies its own into buffers that stay (`CapturedProcessor.refresh`), s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from fastgen.optimizer.transformers.captured.sizes import round_up
 
 # Room for so many tokens, at least, where there may be any number of them.
 _TOKENS = 4
+# Top-k sampling keeps up to so many tokens, at least.
+_KEPT_BY_TOP_K = 64
 # The encoder's input, at least.
 _ENCODER_TOKENS = 512
 
@@ -33,10 +35,11 @@ Signature = tuple[Any, ...]
 
 
 class _Signed(NamedTuple):
-    """What of a processor is frozen, and what its `refresh` gets."""
+    """What of a processor is frozen, what its `refresh` gets, and its numbers, of which each slot has its own."""
 
     frozen: Signature
     data: tuple[Any, ...] = ()
+    numbers: tuple[float, ...] = ()
 
 
 class Lengths(NamedTuple):
@@ -96,7 +99,15 @@ def captured(processor: Any, bucket: Bucket, lengths: Lengths) -> CapturedProces
         return None
     kind, *frozen = signed.frozen
     made = kind(bucket, *frozen)
-    return made if made.refresh(*signed.data) else None
+    return made if _take(made, signed) else None
+
+
+def _take(made: CapturedProcessor, signed: _Signed) -> bool:
+    """Whether what is no number fits, and all of it has been taken over."""
+    if not made.refresh(*signed.data):
+        return False
+    made.fill(signed.numbers)
+    return True
 
 
 def all_captured(given: Iterable[Any], bucket: Bucket, lengths: Lengths) -> list[CapturedProcessor]:
@@ -117,15 +128,30 @@ def is_of_any_rows(processor: Any, lengths: Lengths) -> bool:
 
 
 def data(processor: Any, lengths: Lengths) -> Hashable:
-    """What `refresh` takes over: calls that agree in it, and in the signature, do the same."""
+    """What slots have in common: those that agree in it, and in the signature, do the same but for their numbers."""
     signed = _signed(processor, lengths)
     return None if signed is None else tuple(x.tolist() if isinstance(x, Tensor) else x for x in signed.data)
+
+
+def numbers(processor: Any, lengths: Lengths) -> tuple[float, ...]:
+    """What slots have each for themselves, for `CapturedProcessor.fill`."""
+    signed = _signed(processor, lengths)
+    return () if signed is None else signed.numbers
+
+
+def with_temperature(given: Sequence[Any]) -> Any:
+    """Processors of a call that samples, with a temperature: 1 changes no bit, and slots share a step with others."""
+    kinds = [type(each) for each in given]
+    if library.TemperatureLogitsWarper in kinds:
+        return given
+    place = next((number for number, kind in enumerate(kinds) if kind in _BEHIND_TEMPERATURE), len(kinds))
+    return library.LogitsProcessorList([*given[:place], library.TemperatureLogitsWarper(1.0), *given[place:]])
 
 
 def refresh(made: CapturedProcessor, processor: Any, lengths: Lengths) -> bool:
     """Has a captured processor do what this one of the same signature does; False if it does not fit."""
     signed = _signed(processor, lengths)
-    return signed is not None and made.refresh(*signed.data)
+    return signed is not None and _take(made, signed)
 
 
 def _of_type(value: Any, *types: type) -> Any:
@@ -163,7 +189,7 @@ def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: s
         offset = {"start": 0, "prompt": lengths.prompt, "limit": lengths.most}[origin]
         bound = sum(_of_type(number, int) for number in numbers) - offset
         found = _token_ids(tokens)
-        return _Signed((kind, _room(found, least), rewritten.When(compare, origin)), (found, bound))
+        return _Signed((kind, _room(found, least), rewritten.When(compare, origin)), (found,), (bound,))
 
     return _Reader(sign, names)
 
@@ -171,12 +197,12 @@ def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: s
 def _forced_bos(processor: Any, lengths: Lengths, token: Any) -> _Signed:
     if _of_type(token, int) < 0:
         raise Unknown
-    return _Signed((rewritten.Force, 1, rewritten.When(torch.eq, "start")), ((token,), 1))
+    return _Signed((rewritten.Force, 1, rewritten.When(torch.eq, "start")), ((token,),), (1,))
 
 
 def _suppressed(processor: Any, lengths: Lengths, tokens: Any) -> _Signed:
     found = _token_ids(tokens)
-    return _Signed((rewritten.Ban, _room(found), None), (found, 0))
+    return _Signed((rewritten.Ban, _room(found), None), (found,), (0,))
 
 
 def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored: Any, *unused: Any) -> _Signed:
@@ -189,13 +215,13 @@ def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored:
         ignored, of_rows = rewritten.RepetitionPenalty.ROWS, ignored
     elif ignored is not None:
         ignored = _of_type(ignored, int) - lengths.prompt
-    return _Signed((rewritten.RepetitionPenalty, ignored), (_of_type(penalty, float), of_rows))
+    return _Signed((rewritten.RepetitionPenalty, ignored), (of_rows,), (_of_type(penalty, float),))
 
 
 def _encoder_repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, tokens: Any) -> _Signed:
     found, width = _encoder_tokens(processor)
     all_rows = releases.encoder_penalty_is_for_all_beams()
-    return _Signed((rewritten.EncoderRepetitionPenalty, width, all_rows), (found, _of_type(penalty, float)))
+    return _Signed((rewritten.EncoderRepetitionPenalty, width, all_rows), (found,), (_of_type(penalty, float),))
 
 
 def _length_penalty(processor: Any, lengths: Lengths, start: Any, factor: Any, ends: Any) -> _Signed:
@@ -230,17 +256,24 @@ def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep
     return _Signed((rewritten.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
 
 
-def _library(number: str | None = None, *names: str, others: tuple[str, ...] = ()) -> _Reader:
+def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> _Signed:
+    room = power_of_two(max(_of_type(kept, int), _KEPT_BY_TOP_K))
+    return _Signed((rewritten.TopK, room, _of_type(filter_value, int, float)), numbers=(kept,))
+
+
+def _library(number: str | None = None, *names: str) -> _Reader:
     """The library's own: a number that each call gives, and others that are frozen, by name."""
-    numbers = () if number is None else (number,)
+    given_names = () if number is None else (number,)
 
     def sign(processor: Any, lengths: Lengths, *values: Any) -> _Signed:
-        known = {name: _of_type(value, int, float) for name, value in zip((*numbers, *names), values, strict=True)}
-        given = tuple(name for name in numbers if not lengths.freezes)
+        known = {name: _of_type(value, int, float) for name, value in zip((*given_names, *names), values, strict=True)}
+        given = tuple(name for name in given_names if not lengths.freezes)
         frozen = tuple((name, value) for name, value in known.items() if name not in given)
-        return _Signed((rewritten.Library, type(processor), frozen, given), tuple(known[name] for name in given))
+        return _Signed(
+            (rewritten.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given)
+        )
 
-    return _Reader(sign, (*numbers, *names), others)
+    return _Reader(sign, (*given_names, *names))
 
 
 _BIASES = _Reader(
@@ -277,7 +310,7 @@ _READERS_BY_NAME = {
     "SequenceBiasLogitsProcessor": _BIASES,
     "NoBadWordsLogitsProcessor": _BIASES,
     "TemperatureLogitsWarper": _library("temperature"),
-    "TopKLogitsWarper": _library(None, "top_k", "filter_value", others=(releases.KEPT_BY_TOP_K,)),
+    "TopKLogitsWarper": _Reader(_top_k, ("top_k", "filter_value"), others=(releases.KEPT_BY_TOP_K,)),
     "TopPLogitsWarper": _library("top_p", *_KEPT),
     "MinPLogitsWarper": _library("min_p", *_KEPT),
     "TypicalLogitsWarper": _library("mass", *_KEPT),
@@ -288,6 +321,14 @@ _READERS_BY_NAME = {
 }
 _READERS = {getattr(library, name): reader for name, reader in _READERS_BY_NAME.items() if hasattr(library, name)}
 
+# Where the library applies a temperature, these come behind it.
+_BEHIND_TEMPERATURE = tuple(
+    getattr(library, name)
+    for name in _READERS_BY_NAME
+    if name.endswith("LogitsWarper") or name == "LogitNormalization"
+    if hasattr(library, name)
+)
+
 _OF_ANY_ROWS = (
     rewritten.Ban,
     rewritten.Force,
@@ -295,5 +336,6 @@ _OF_ANY_ROWS = (
     rewritten.NoRepeatNGram,
     rewritten.SequenceBias,
     rewritten.Library,
+    rewritten.TopK,
     rewritten.Eta,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from fastgen.optimizer.transformers import logits
+from fastgen.optimizer.transformers.captured.processor_data import Bucket, Buffer, Number
 
 
 class StepTokens(NamedTuple):
@@ -38,15 +39,6 @@ class StepTokens(NamedTuple):
         return cls(search.running_tokens, start, length, search.prompt, limit - start)
 
 
-class Bucket(NamedTuple):
-    """What constants and buffers are made for."""
-
-    device: torch.device  # of the scores
-    inputs: int | None = None  # by default those of the call; otherwise these come first
-    per_input: int = 1  # rows of each
-    vocabulary: int | None = None  # of the scores, where it is known
-
-
 class Unknown(Exception):
     """A parameter of a processor is of a kind that is not known."""
 
@@ -54,7 +46,7 @@ class Unknown(Exception):
 class CapturedProcessor:
     """A logits processor that can be captured.
 
-    What differs between the processors of one signature is in buffers, which `refresh` fills.
+    What differs between the processors of one signature is in buffers, which `refresh` fills, and in numbers.
 
     Attributes:
         reads_tokens: what it does has the length of the sequences' buffer in it.
@@ -73,30 +65,27 @@ class CapturedProcessor:
         """
         return not data
 
+    @property
+    def numbers(self) -> list[Number]:
+        """Those of a call's processor, in the order in which `processors.numbers` gives them."""
+        return [each for each in vars(self).values() if isinstance(each, Number)]
+
+    def fill(self, numbers: Sequence[float]) -> None:
+        """Takes over the numbers of a call's processor of this signature, for all inputs."""
+        for own, value in zip(self.numbers, numbers, strict=True):
+            own.fill(value)
+
+    def insert(self, other: CapturedProcessor, source: int, target: int) -> None:
+        """Takes over the numbers of an input, at `source` in another processor of this signature, with slots."""
+        for own, each in zip(self.numbers, other.numbers, strict=True):
+            own.insert(each, source, target)
+
     def of_batch(self, batch: int) -> CapturedProcessor:
         """One for so many inputs that a recording cannot tell from this one; it shares what has no rows."""
         other = copy.copy(self)
-        vars(other).update({k: each.of_batch(batch) for k, each in vars(self).items() if isinstance(each, _Buffer)})
+        kinds = Buffer, Number
+        vars(other).update({k: each.of_batch(batch) for k, each in vars(self).items() if isinstance(each, kinds)})
         return other
-
-
-class _Number:
-    """A number that each call gives, and that tensors are multiplied with or divided by as by one of Python's."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._value = torch.zeros((), dtype=torch.float64, device=bucket.device)
-        self._inverse = torch.zeros((), dtype=torch.float32, device=bucket.device)
-
-    def fill(self, value: float) -> None:
-        self._value.fill_(value)
-        self._inverse.fill_(value).reciprocal_()
-
-    def times(self, x: Tensor) -> Tensor:
-        return x * self._value
-
-    def under(self, x: Tensor) -> Tensor:
-        """A GPU divides by a number from the host by multiplying with its inverse."""
-        return x * self._inverse if x.is_cuda else x / self._value
 
 
 # Tokens that are banned or forced ---------------------------------------------------------------------------------
@@ -151,16 +140,13 @@ class _AtSomePositions(_OfTokens):
     def __init__(self, bucket: Bucket, room: int, when: When | None = None) -> None:
         super().__init__(bucket, room)
         self._when = when
-        self._bound = torch.zeros((), dtype=torch.int64, device=bucket.device)
+        self._bound = Number(bucket, torch.int64)
 
-    def refresh(self, tokens: tuple[int, ...], bound: int) -> bool:
-        if not self._take(tokens):
-            return False
-        self._bound.fill_(bound)
-        return True
+    def refresh(self, tokens: tuple[int, ...]) -> bool:
+        return self._take(tokens)
 
     def _is_due(self, step: StepTokens) -> Tensor:
-        return self._is_any if self._when is None else self._is_any & self._when(step, self._bound)
+        return self._is_any if self._when is None else self._is_any & self._when(step, self._bound.values)
 
 
 class Ban(_AtSomePositions):
@@ -184,36 +170,7 @@ class Force(_AtSomePositions):
 # Penalties --------------------------------------------------------------------------------------------------------
 
 
-class _Buffer:
-    """A tensor that changes from call to call, at an address that does not. The first values make it."""
-
-    def __init__(self, bucket: Bucket, per_input: int, *width: int, fill: int) -> None:
-        self._rows = None if bucket.inputs is None else bucket.inputs * per_input
-        self._per_input = per_input
-        self._device, self._width, self._fill = bucket.device, width, fill
-        self.tensor: Any = None  # until `refill`
-
-    def of_batch(self, batch: int) -> _Buffer:
-        """One for so many inputs, of as many values if this one has any."""
-        other = copy.copy(self)
-        other._rows = batch * self._per_input
-        if self.tensor is not None:
-            other.tensor = self.tensor.new_full((other._rows, *self.tensor.shape[1:]), self._fill)
-        return other
-
-    def refill(self, values: Tensor) -> bool:
-        """Whether `values` fit, which are then in the buffer, at its beginning."""
-        if self.tensor is None:
-            shape = (len(values) if self._rows is None else self._rows, *self._width)
-            self.tensor = torch.full(shape, self._fill, dtype=torch.int64, device=self._device)
-        if any(size > capacity for size, capacity in zip(values.shape, self.tensor.shape, strict=True)):
-            return False
-        self.tensor.fill_(self._fill)
-        self.tensor[tuple(slice(size) for size in values.shape)].copy_(values)
-        return True
-
-
-def _penalise(scores: Tensor, tokens: Tensor, penalty: _Number) -> Tensor:
+def _penalise(scores: Tensor, tokens: Tensor, penalty: Number) -> Tensor:
     """Multiplies or divides the score of each of `tokens`, [rows, any], once; other numbers are no tokens.
 
     As in the n-gram operator, every element writes: those that hold no token repeat what another one of their row
@@ -223,7 +180,7 @@ def _penalise(scores: Tensor, tokens: Tensor, penalty: _Number) -> Tensor:
     spare = tokens.amax(dim=1, keepdim=True)
     index = torch.where(tokens >= 0, tokens, spare.clamp(min=0))
     found = scores.gather(1, index)
-    changed = torch.where(found < 0, penalty.times(found), penalty.under(found))
+    changed = torch.where(found < 0, penalty * found, found / penalty)
     return scores.scatter_(1, index, torch.where(spare >= 0, changed, found))
 
 
@@ -235,8 +192,8 @@ class RepetitionPenalty(CapturedProcessor):
     reads_tokens = True
 
     def __init__(self, bucket: Bucket, ignored: int | str | None) -> None:
-        self._penalty, self._ignored = _Number(bucket), ignored
-        self._ignored_rows = _Buffer(bucket, bucket.per_input, fill=0)
+        self._penalty, self._ignored = Number(bucket), ignored
+        self._ignored_rows = Buffer(bucket, bucket.per_input, fill=0)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = step.tokens
@@ -251,11 +208,8 @@ class RepetitionPenalty(CapturedProcessor):
             counts = counts & (positions - step.start >= ignored.unsqueeze(1))
         return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
 
-    def refresh(self, penalty: float, ignored: Tensor | None) -> bool:
-        if ignored is not None and not self._ignored_rows.refill(ignored):
-            return False
-        self._penalty.fill(penalty)
-        return True
+    def refresh(self, ignored: Tensor | None) -> bool:
+        return ignored is None or self._ignored_rows.refill(ignored)
 
 
 def encoder_tokens(processor: Any) -> Tensor:
@@ -270,9 +224,9 @@ class _EncoderTokens(CapturedProcessor):
     """What processors that look at the encoder's input have in common: its tokens, [inputs, length], -1 behind them."""
 
     def __init__(self, bucket: Bucket, width: int) -> None:
-        self._encoder = _Buffer(bucket, 1, width, fill=-1)
+        self._encoder = Buffer(bucket, 1, width, fill=-1)
 
-    def refresh(self, tokens: Tensor, *data: Any) -> bool:
+    def refresh(self, tokens: Tensor) -> bool:
         return self._encoder.refill(tokens)
 
 
@@ -281,11 +235,7 @@ class EncoderRepetitionPenalty(_EncoderTokens):
 
     def __init__(self, bucket: Bucket, width: int, all_rows: bool) -> None:
         super().__init__(bucket, width)
-        self._penalty, self._all_rows = _Number(bucket), all_rows
-
-    def refresh(self, tokens: Tensor, penalty: float) -> bool:
-        self._penalty.fill(penalty)
-        return super().refresh(tokens)
+        self._penalty, self._all_rows = Number(bucket), all_rows
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = self._encoder.tensor
@@ -425,23 +375,40 @@ class Library(CapturedProcessor):
 
     Args:
         frozen: its attributes.
-        names: of attributes that are numbers of each call: tensors of no dimension, with which torch computes as with
-            numbers of Python's.
+        names: of attributes that are numbers of each call.
     """
 
     def __init__(self, bucket: Bucket, kind: type, frozen: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> None:
         self._processor: Any = object.__new__(kind)
-        self._processor.__dict__.update(frozen)
-        self._numbers = [torch.zeros((), dtype=torch.float64, device=bucket.device) for _ in names]
-        self._processor.__dict__.update(zip(names, self._numbers, strict=True))
+        self._processor.__dict__.update(frozen, **{name: Number(bucket) for name in names})
+        self._names = names
 
-    def refresh(self, *numbers: float) -> bool:
-        for buffer, number in zip(self._numbers, numbers, strict=True):
-            buffer.fill_(number)
-        return True
+    @property
+    def numbers(self) -> list[Number]:
+        return [self._processor.__dict__[name] for name in self._names]
+
+    def of_batch(self, batch: int) -> CapturedProcessor:
+        other = copy.copy(self)
+        other._processor = copy.copy(self._processor)
+        numbers = zip(self._names, self.numbers, strict=True)
+        other._processor.__dict__.update({name: number.of_batch(batch) for name, number in numbers})
+        return other
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         return self._processor(step.tokens, scores)
+
+
+class TopK(CapturedProcessor):
+    """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1: a number of tokens up to `room`."""
+
+    def __init__(self, bucket: Bucket, room: int, filter_value: float) -> None:
+        self._room, self._filter_value = room, filter_value
+        self._kept = Number(bucket, torch.int64)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        best = scores.topk(min(self._room, scores.shape[1])).values
+        last = (self._kept.values - 1).clamp(max=best.shape[1] - 1).expand(len(scores), 1)
+        return scores.masked_fill(scores < best.gather(1, last), self._filter_value)
 
 
 class Eta(CapturedProcessor):

@@ -121,7 +121,7 @@ class Slots:
         if not step.forward.is_watched:  # before code of the user's sees a token
             self._try(step, place)
         options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
-        search, choice = step.arrival(prompt, self._fill, **options)
+        search, choice = step.arrival(prompt, self._fill, decoding.numbers, **options)
         if slot.generator is not None:
             search.noise = torch.empty(self._key.per_input, prompt.logits.shape[-1])
             search.noise.exponential_(generator=slot.generator)

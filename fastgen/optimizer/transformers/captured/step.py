@@ -361,15 +361,22 @@ class DecodeStep:
             self.leave(place)
         self.flag.reset()
 
-    def arrival(self, prompt: Prompt, fill: int, **options: Any) -> tuple[Search, Choice]:
+    def arrival(
+        self, prompt: Prompt, fill: int, numbers: Sequence[Sequence[float]], **options: Any
+    ) -> tuple[Search, Choice]:
         """The search of one input that is to come, and what chooses its first token.
 
         Args:
+            numbers: of each of its processors.
             options: of the search's `begin`.
         """
-        search = search_of(replace(self.key, batch=1), self.sizes, self.device)
+        key = replace(self.key, batch=1)
+        search = search_of(key, self.sizes, self.device)
         search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, **options)
-        return search, Choice(replace(self.key, batch=1), prompt.logits.shape[-1], search, self.processors)
+        processors = None if self.processors is None else [each.of_batch(1) for each in self.processors]
+        for each, own in zip(processors or (), numbers, strict=processors is not None):
+            each.fill(own)
+        return search, Choice(key, prompt.logits.shape[-1], search, processors)
 
     def load(self, place: int, prompt: Prompt) -> None:
         """Takes over what the prefill of an input has left."""
@@ -379,7 +386,7 @@ class DecodeStep:
     def enter(self, place: int, search: Search, choice: Choice) -> None:
         """The input goes on from its first token."""
         self.search.insert(search, 0, place)
-        self.choice.host_work.take_over(choice.host_work)
+        self._take_choice(choice, 0, place)
         self.flag.reset()
 
     def leave(self, place: int) -> None:
@@ -398,8 +405,14 @@ class DecodeStep:
         self.search.insert(other.search, source, target)
         if not self.buffers.insert(other.buffers, source, target):
             self.parts.drop()
-        self.choice.host_work.take_over(other.choice.host_work)
+        self._take_choice(other.choice, source, target)
         self.forward.is_watched |= other.forward.is_watched
+
+    def _take_choice(self, other: Choice, source: int, target: int) -> None:
+        """What there is of an input besides its sequences: `target` here is `source` there."""
+        self.choice.host_work.take_over(other.host_work)
+        for own, each in zip(self.processors or (), other.processors or (), strict=True):
+            own.insert(each, source, target)
 
     # ---- what is captured
 

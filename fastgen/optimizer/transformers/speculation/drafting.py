@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 # behind the draft, some sequences have as many rows to verify as fill vectors without a rest.
 LENGTHS = (0, 1, 3, 7)
 # Processors that look at nothing but scores, row by row.
-_SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)
+_SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.TopK, rewritten_processors.Eta)
 
 
 def lengths_of(key: Key) -> tuple[int, ...]:

@@ -15,8 +15,17 @@ from transformers.generation import logits_process as library
 import fastgen
 from fastgen.decoding.captured.graph import capturable
 from fastgen.decoding.captured.recording import record
-from fastgen.optimizer.transformers.captured.processors import Lengths, captured, refresh, signature
-from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, StepTokens
+from fastgen.optimizer.transformers.captured.processor_data import Bucket
+from fastgen.optimizer.transformers.captured.processors import (
+    Lengths,
+    captured,
+    data,
+    is_of_any_rows,
+    numbers,
+    refresh,
+    signature,
+)
+from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
 
 VOCABULARY = 19
 CAPACITY = 24
@@ -241,6 +250,48 @@ def test_a_bucket_has_rows_that_no_input_has() -> None:
 def _expected_rows(processor: Any, call: Call, length: int, scores: Tensor) -> Tensor:
     with fastgen.disabled():
         return processor(call.tokens()[: len(scores), :length], scores.clone())
+
+
+# Of each kind whose numbers are those of each input in slots, some that differ in nothing else.
+OF_EACH_INPUT: dict[str, Callable[[Call], list[Any]]] = {
+    "min_length": lambda call: [library.MinLengthLogitsProcessor(n, torch.tensor([2])) for n in (3, 9, 6)],
+    "forced_eos": lambda call: [library.ForcedEOSTokenLogitsProcessor(call.limit - n, 2) for n in (0, 4, 1)],
+    "repetition": lambda call: [library.RepetitionPenaltyLogitsProcessor(x) for x in (1.3, 0.7, 1.0)],
+    "temperature": lambda call: [library.TemperatureLogitsWarper(x) for x in (0.7, 1.0, 1.9)],
+    "top_k": lambda call: [library.TopKLogitsWarper(n) for n in (4, 50, 1)],
+    "top_p": lambda call: [library.TopPLogitsWarper(x) for x in (0.8, 0.33, 0.95)],
+    "min_p": lambda call: [library.MinPLogitsWarper(x) for x in (0.1, 0.7, 0.003)],
+    "typical": lambda call: [library.TypicalLogitsWarper(x) for x in (0.6, 0.2, 0.9)],
+    "epsilon": lambda call: [library.EpsilonLogitsWarper(x) for x in (0.05, 0.2, 0.001)],
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH_INPUT)
+def test_each_input_has_numbers_of_its_own(name: str) -> None:
+    """Where they come and go: also behind a move to another place, and in a step for more inputs."""
+    call = Call(inputs=3, beams=2)
+    lengths, given = Lengths(call.prompt, call.limit), OF_EACH_INPUT[name](call)
+    made = captured(given[2], Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
+    assert made is not None and len({signature(each, lengths) for each in given}) == 1
+    one, larger = made.of_batch(1), made.of_batch(5)
+    for place, each in enumerate(given[:2]):
+        one.fill(numbers(each, lengths))
+        made.insert(one, 0, place)
+        assert is_of_any_rows(each, lengths) and data(each, lengths) == data(given[2], lengths)
+    for place, target in enumerate((4, 0, 2)):
+        larger.insert(made, place, target)
+    order, step, large = [1, 1, 2, 1, 0], Step(call.rows), call._replace(inputs=5)
+    for length in range(call.prompt, call.limit):
+        scores = _scores(call.rows, seed=length)
+        expected = [_expected(each, call, length, scores) for each in given]
+        result = made(scores.clone(), step.set(call, length)).unflatten(0, (3, 2))
+        for place, alone in enumerate(expected):
+            torch.testing.assert_close(result[place], alone.unflatten(0, (3, 2))[place], rtol=0, atol=0)
+        scores = _scores(large.rows, seed=length)
+        expected = [_expected(given[number], large, length, scores) for number in order]
+        result = larger(scores.clone(), Step(large.rows).set(large, length)).unflatten(0, (5, 2))
+        for place in (0, 2, 4):
+            torch.testing.assert_close(result[place], expected[place].unflatten(0, (5, 2))[place], rtol=0, atol=0)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:

@@ -1,0 +1,110 @@
+"""What captured processors have of a call, or of each input: in tensors that stay where a recording found them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Bucket(NamedTuple):
+    """What constants and buffers are made for."""
+
+    device: torch.device  # of the scores
+    inputs: int | None = None  # by default those of the call; otherwise these come first
+    per_input: int = 1  # rows of each
+    vocabulary: int | None = None  # of the scores, where it is known
+    slots: bool = False  # inputs come and go: each has numbers of its own
+
+
+class Number:
+    """A number that a call gives, or each input of a step with slots.
+
+    Tensors compute with it as with one of Python's, from the operators that the library's processors use: numbers alone
+    in double precision, and with a tensor in the type of that.
+
+    Attributes:
+        values: of no dimension, or [rows, 1] with slots.
+    """
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype = torch.float64) -> None:
+        self._per_input, size = bucket.per_input, list[int]()
+        if bucket.slots:
+            assert bucket.inputs is not None, "slots have places"
+            size = [bucket.inputs * bucket.per_input, 1]
+        self.values = torch.zeros(size, dtype=dtype, device=bucket.device)
+        # A GPU divides by a number from the host by multiplying with its inverse.
+        self._inverse = torch.zeros((), device=bucket.device) if self.values.is_cuda else None
+
+    def fill(self, value: float) -> None:
+        """For all inputs."""
+        self.values.fill_(value)
+        if self._inverse is not None:
+            self._inverse.fill_(value).reciprocal_()
+
+    def insert(self, other: Number, source: int, target: int) -> None:
+        """Takes over the number of an input, with slots."""
+        self._of(target).copy_(other._of(source))
+
+    def of_batch(self, batch: int) -> Number:
+        """One for so many inputs, with the number of the first."""
+        other = copy.copy(self)
+        if self.values.dim():
+            other.values = self.values[:1].repeat(batch * self._per_input, 1)
+        return other
+
+    def _of(self, place: int) -> Tensor:
+        return self.values[place * self._per_input : (place + 1) * self._per_input]
+
+    def _like(self, x: Tensor) -> Tensor:
+        return self.values.to(x.dtype) if self.values.dim() else self.values
+
+    def __mul__(self, x: Tensor) -> Tensor:
+        return x * self._like(x)
+
+    __rmul__ = __mul__
+
+    def __rtruediv__(self, x: Tensor) -> Tensor:
+        return x / self._like(x) if self._inverse is None else x * self._inverse
+
+    def __rsub__(self, x: float) -> Number:
+        difference = copy.copy(self)
+        difference.values = x - self.values
+        return difference
+
+    def __gt__(self, x: Tensor) -> Tensor:
+        return x < self._like(x)
+
+    def __ge__(self, x: Tensor) -> Tensor:
+        return x <= self._like(x)
+
+
+class Buffer:
+    """A tensor that changes from call to call, at an address that does not. The first values make it."""
+
+    def __init__(self, bucket: Bucket, per_input: int, *width: int, fill: int) -> None:
+        self._rows = None if bucket.inputs is None else bucket.inputs * per_input
+        self._per_input = per_input
+        self._device, self._width, self._fill = bucket.device, width, fill
+        self.tensor: Any = None  # until `refill`
+
+    def of_batch(self, batch: int) -> Buffer:
+        """One for so many inputs, of as many values if this one has any."""
+        other = copy.copy(self)
+        other._rows = batch * self._per_input
+        if self.tensor is not None:
+            other.tensor = self.tensor.new_full((other._rows, *self.tensor.shape[1:]), self._fill)
+        return other
+
+    def refill(self, values: Tensor) -> bool:
+        """Whether `values` fit, which are then in the buffer, at its beginning."""
+        if self.tensor is None:
+            shape = (len(values) if self._rows is None else self._rows, *self._width)
+            self.tensor = torch.full(shape, self._fill, dtype=torch.int64, device=self._device)
+        if any(size > capacity for size, capacity in zip(values.shape, self.tensor.shape, strict=True)):
+            return False
+        self.tensor.fill_(self._fill)
+        self.tensor[tuple(slice(size) for size in values.shape)].copy_(values)
+        return True
