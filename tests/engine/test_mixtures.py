@@ -131,6 +131,7 @@ def _inputs(draw: random.Random, family: Family) -> Any:
         return prompt
     # A row out of a padded batch.
     missing = draw.randint(1, 5)
+    prompt = prompt[: LONGEST_PROMPT - missing]
     padding, zeros, ones = [PAD] * missing, [0] * missing, [1] * len(prompt)
     is_right = family.encoder_decoder
     ids, mask = (prompt + padding, ones + zeros) if is_right else (padding + prompt, zeros + ones)
@@ -185,8 +186,19 @@ def _options(draw: random.Random, family: Family) -> dict[str, Any]:
     return options
 
 
+def _numbers(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of processors, of which each request of a kind has its own."""
+    if draw.random() < 0.5:
+        return {}
+    own = {"temperature": draw.uniform(0.5, 1.5)} if options.get("do_sample") else {}
+    ranges = {"top_p": (0.5, 0.99), "min_p": (0.01, 0.3), "repetition_penalty": (0.7, 1.5)}
+    own |= {name: draw.uniform(*bounds) for name, bounds in ranges.items() if name in options}
+    return own | ({"top_k": draw.randint(1, 40)} if options.get("top_k") else {})
+
+
 def _submission(draw: random.Random, family: Family, options: dict[str, Any]) -> Submission:
     users: dict[str, Any] = {}
+    options = {**options, **_numbers(draw, options)}
     if family.inputs != "audio":
         if draw.random() < 0.2:
             token, raises = draw.randrange(FIRST_WORD, VOCABULARY), draw.random() < 0.2
