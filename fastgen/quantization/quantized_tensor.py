@@ -47,19 +47,8 @@ def dequantized(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 def values(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The weight in floating point with its columns as those of `qweight`; nothing is checked."""
-    n, k = weight.qweight.shape
-    found = weight.qweight.reshape(n, k // weight.group_size, weight.group_size).to(torch.float32)
-    if weight.mins is not None:
-        found = found * _per_group(weight.scales) + _per_group(weight.mins)
-    elif weight.zeros is not None:
-        found = (found - _per_group(weight.zeros)) * _per_group(weight.scales)
-    else:
-        found = (found - 2 ** (weight.bits - 1)) * _per_group(weight.scales)
-    return found.view(n, k).to(dtype)
-
-
-def _per_group(part: Tensor) -> Tensor:
-    return part.to(torch.float32).unsqueeze(-1)
+    factors = [weight.scales, weight.zeros, weight.mins]
+    return grouped.values(weight.qweight, factors, weight.bits, weight.group_size).to(dtype)
 
 
 def check(weight: QuantizedTensor) -> None:

@@ -29,6 +29,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
@@ -114,10 +115,8 @@ def pack(
         group_size: from 8 to 256, a multiple of 8; of 5 bits of 32, of 6 bits of 16. The last group may be smaller.
         order: [K], int64: column i is the layer's in_feature order[i].
 
-    Raises:
-        ValueError: shapes, types or sizes are not as above.
+    Nothing is checked here: `fastgen.quantization.quantized_tensor.check` does it, and the kernels do.
     """
-    _check(qweight, scales, zeros, mins, bits, group_size, order)
     n, k = qweight.shape
     factors = [each for each in (scales, mins) if each is not None]
     is_half = all(torch.equal(each.half().to(each.dtype), each) for each in factors)
@@ -136,29 +135,10 @@ def pack(
 
 
 def pack_super_blocks(qweight: Tensor, super_blocks: SuperBlockScales, *, bits: int, group_size: int) -> PackedWeight:
-    """`pack` for scales and mins in super-blocks, which stay so. K is in whole super-blocks.
-
-    Raises:
-        ValueError: shapes, types or sizes are not as `SuperBlockScales` and `pack` say.
-    """
+    """`pack` for scales and mins in super-blocks, which stay so. K is in whole super-blocks."""
     n, k = qweight.shape
     scales, mins, super_scales, super_mins = super_blocks
-    blocks = super_scales.shape[1] if super_scales.dim() == 2 else 0
-    groups = k // group_size
-    per_block = groups // max(blocks, 1)
-    _check(qweight, scales.half(), None, None if mins is None else mins.half(), bits, group_size, None)
-    if (mins is None) != (super_mins is None) or per_block not in ((8, 16) if mins is not None else (16,)):
-        raise ValueError(f"{groups} groups in {blocks} super-blocks: 8 or 16 groups in each, and 16 without mins")
-    if k != blocks * per_block * group_size:
-        raise ValueError(f"K = {k} is not in whole super-blocks of {per_block} groups of {group_size}")
-    for name, each, shape, dtype in (
-        ("scales", scales, (n, groups), torch.uint8),
-        ("mins", mins, (n, groups), torch.uint8),
-        ("super_scales", super_scales, (n, blocks), torch.float16),
-        ("super_mins", super_mins, (n, blocks), torch.float16),
-    ):
-        if each is not None and (each.shape != shape or each.dtype is not dtype):
-            raise ValueError(f"{name} must be {dtype}, {list(shape)}, not {each.dtype}, {list(each.shape)}")
+    per_block = scales.shape[1] // super_scales.shape[1]
     # [panels, super-blocks or groups, 1 or 2, 32]
     super_factors = torch.stack([_by_panels(each) for each in (super_scales, super_mins) if each is not None], dim=2)
     factors = torch.stack([_by_panels(each) for each in (scales, mins) if each is not None], dim=2)
@@ -232,35 +212,6 @@ def scales_of(least: Tensor, most: Tensor, bits: int) -> Tensor:
     return half if is_half else exact
 
 
-def _check(
-    qweight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    mins: Tensor | None,
-    bits: int,
-    group_size: int,
-    order: Tensor | None,
-) -> None:
-    step = max(8, _SET_K.get(bits, 8))
-    if bits not in BITS or not 8 <= group_size <= 256 or group_size % step:
-        raise ValueError(
-            f"{bits} bits in groups of {group_size}: 4, 5, 6 or 8 bits, groups of 8 to 256, in multiples of 8, "
-            "of 5 bits of 32, and of 6 bits of 16"
-        )
-    if qweight.dim() != 2 or qweight.dtype is not torch.uint8 or not qweight.numel():
-        raise ValueError(f"qweight must be uint8, [N, K], not {qweight.dtype}, {list(qweight.shape)}")
-    shape = torch.Size((qweight.shape[0], -(-qweight.shape[1] // group_size)))
-    for name, each in (("scales", scales), ("zeros", zeros), ("mins", mins)):
-        if each is not None and each.shape != shape:
-            raise ValueError(f"{name} must be [N, groups] = {list(shape)}, not {list(each.shape)}")
-    if not scales.is_floating_point() or (zeros is not None and zeros.dtype is not torch.uint8):
-        raise ValueError(f"scales must be floating and zeros uint8, not {scales.dtype}")
-    if zeros is not None and mins is not None:
-        raise ValueError("a weight has zeros or mins, not both")
-    if order is not None and not torch.equal(order.sort().values, torch.arange(qweight.shape[1], device=order.device)):
-        raise ValueError("the order must name every in_feature once")
-
-
 def _by_panels(factors: Tensor) -> Tensor:
     """[N, groups] -> [panels, groups, 32]."""
     panels = -(-factors.shape[0] // _PANEL)
@@ -319,14 +270,14 @@ def rotated(x: Tensor, group_size: int) -> Tensor:
 def values(qweight: Tensor, factors: list[Tensor | None], bits: int, group_size: int) -> Tensor:
     """The dequantised weight, [N, K], in float32; the factors are scales, zeros and mins."""
     # The last group may be smaller.
-    scales, zeros, mins = (
-        None if each is None else each.float().repeat_interleave(group_size, dim=1)[:, : qweight.shape[1]]
-        for each in factors
-    )
+    groups = F.pad(qweight, (0, -qweight.shape[1] % group_size)).unflatten(1, (-1, group_size)).float()
+    scales, zeros, mins = (None if each is None else each.float().unsqueeze(2) for each in factors)
     assert scales is not None
     if mins is not None:
-        return scales * qweight + mins
-    return scales * (qweight - (2.0 ** (bits - 1) if zeros is None else zeros))
+        found = groups * scales + mins
+    else:
+        found = (groups - (2.0 ** (bits - 1) if zeros is None else zeros)) * scales
+    return found.flatten(1)[:, : qweight.shape[1]]
 
 
 def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
