@@ -117,6 +117,11 @@ def backend(operator: str) -> str:
     return ", ".join(phrases)
 
 
+def asking(operator: str) -> tuple[Callable[[], bool], Callable[[], str]]:
+    """Two functions about an operator: whether there is a kernel of it for the CPU, and `backend`."""
+    return functools.cache(functools.partial(has_kernel, operator)), functools.partial(backend, operator)
+
+
 def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]:
     """A function that raises `error` with a message, after the operator's name, where a condition does not hold."""
 

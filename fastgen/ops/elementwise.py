@@ -68,12 +68,6 @@ class Instruction(NamedTuple):
     position: tuple[Tensor, int, int] | None = None
 
 
-@functools.cache
-def is_available() -> bool:
-    """Whether there is a kernel in this process."""
-    return _library.has_kernel("fastgen::elementwise")
-
-
 def _has_vectors() -> bool:
     """Whether the kernel's loops run in wide vectors, as torch's do."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -267,5 +261,5 @@ def _padded(sizes: Sequence[int]) -> list[int]:
     return [*sizes, *[0] * (_MAX_DIMS - len(sizes))]
 
 
-backend = functools.partial(_library.backend, "fastgen::elementwise")
+is_available, backend = _library.asking("fastgen::elementwise")
 _library.define("elementwise(Tensor(a!)[] memory, Tensor code) -> ()")

@@ -7,8 +7,6 @@ exactly. Products with few rows are bound by reading the weight, and those with 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -45,11 +43,5 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-@functools.cache
-def is_available() -> bool:
-    """Whether there is a kernel in this process."""
-    return _library.has_kernel("fastgen::exact_cast_out")
-
-
-backend = functools.partial(_library.backend, "fastgen::exact_cast_out")
+is_available, backend = _library.asking("fastgen::exact_cast_out")
 _library.define("exact_cast_out(Tensor(a!) out, Tensor x) -> bool")

@@ -6,8 +6,6 @@ reading them once. There are kernels alone.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -25,11 +23,5 @@ def fingerprint(x: Tensor) -> int:
     return torch.ops.fastgen.fingerprint.default(x)
 
 
-@functools.cache
-def is_available() -> bool:
-    """Whether there is a kernel in this process."""
-    return _library.has_kernel("fastgen::fingerprint")
-
-
-backend = functools.partial(_library.backend, "fastgen::fingerprint")
+is_available, backend = _library.asking("fastgen::fingerprint")
 _library.define("fingerprint(Tensor x) -> int")

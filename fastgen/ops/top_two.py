@@ -59,11 +59,5 @@ def reference(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return scores.argmax(dim=-1), (scores >= best - bound).sum(dim=-1) > 1
 
 
-@functools.cache
-def is_available() -> bool:
-    """Whether there is a kernel in this process."""
-    return _library.has_kernel("fastgen::top_two_out")
-
-
-backend = functools.partial(_library.backend, "fastgen::top_two_out")
+is_available, backend = _library.asking("fastgen::top_two_out")
 _library.define("top_two_out(Tensor(a!) tokens, Tensor(b!) is_near, Tensor scores, float masked, float share) -> ()")

@@ -97,37 +97,27 @@ _FLOAT_ROWS: Row = ((8, "gemv"), (_REST, "gemm"))
 _FLOAT_COLUMNS: Row = ((1, "gemv"), (_REST, "gemm"))
 _FLOAT_PANELS: Row = ((panels.MAX_ROWS, PANELS), (_REST, "gemm"))
 _UPCAST: Row = ((16, "gemv"), (_REST, "upcast"))
+_FLOATS: Mapping[Key, Row] = {
+    (torch.float32, Layout.ROWS): _FLOAT_ROWS,
+    (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
+    (torch.float32, Layout.PANELS): _FLOAT_PANELS,
+}
+_BF16, _FP16 = (torch.bfloat16, Layout.ROWS), (torch.float16, Layout.ROWS)
+# Where the processor multiplies bfloat16, torch's product of many rows does, too.
+_MULTIPLIED: Row = ((16, "gemv"), (_REST, TORCH))
+_WITHOUT_GEMV: Row = ((8, TORCH), (_REST, "upcast"))
 TABLE: Mapping[Isa, Mapping[Key, Row]] = {
     Isa.PORTABLE: {},
-    Isa.AVX2: {
-        (torch.float32, Layout.ROWS): _FLOAT_ROWS,
-        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
-        (torch.float32, Layout.PANELS): _FLOAT_PANELS,
-        (torch.bfloat16, Layout.ROWS): ((8, TORCH), (_REST, "upcast")),
-        (torch.float16, Layout.ROWS): ((8, TORCH), (_REST, "upcast")),
-    },
-    Isa.AVX512: {
-        (torch.float32, Layout.ROWS): _FLOAT_ROWS,
-        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
-        (torch.float32, Layout.PANELS): _FLOAT_PANELS,
-        (torch.bfloat16, Layout.ROWS): _UPCAST,
-        (torch.float16, Layout.ROWS): _UPCAST,
-    },
-    Isa.AVX512_BF16: {
-        (torch.float32, Layout.ROWS): _FLOAT_ROWS,
-        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
-        (torch.float32, Layout.PANELS): _FLOAT_PANELS,
-        # Where the processor multiplies bfloat16, torch's product of many rows does, too.
-        (torch.bfloat16, Layout.ROWS): ((16, "gemv"), (_REST, TORCH)),
-        (torch.float16, Layout.ROWS): _UPCAST,
-    },
+    Isa.AVX2: {**_FLOATS, _BF16: _WITHOUT_GEMV, _FP16: _WITHOUT_GEMV},
+    Isa.AVX512: {**_FLOATS, _BF16: _UPCAST, _FP16: _UPCAST},
+    Isa.AVX512_BF16: {**_FLOATS, _BF16: _MULTIPLIED, _FP16: _UPCAST},
     Isa.AMX: {
+        **_FLOATS,
         # Fewer than 16 rows fill no tile, and take as long as 16.
         (torch.float32, Layout.ROWS): ((8, "gemv"), (15, "gemm"), (_REST, "bf16x3")),
-        (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
         (torch.float32, Layout.PANELS): ((15, PANELS), (_REST, "bf16x3")),
-        (torch.bfloat16, Layout.ROWS): ((16, "gemv"), (_REST, TORCH)),
-        (torch.float16, Layout.ROWS): _UPCAST,
+        _BF16: _MULTIPLIED,
+        _FP16: _UPCAST,
     },
 }
 

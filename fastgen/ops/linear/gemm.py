@@ -9,8 +9,6 @@ rounding. There are kernels alone (`is_available`).
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -29,13 +27,7 @@ def gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return multiplied(torch.ops.fastgen.gemm_out.default, x, weight, bias)
 
 
-@functools.cache
-def is_available() -> bool:
-    """Whether there are kernels in this process. Without them, nothing is gained."""
-    return _library.has_kernel("fastgen::gemm_out")
-
-
-backend = functools.partial(_library.backend, "fastgen::gemm_out")
+is_available, backend = _library.asking("fastgen::gemm_out")
 _library.define("gemm_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
 # Several of them with the same x.
 _library.define("gemm_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

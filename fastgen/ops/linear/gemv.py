@@ -7,8 +7,6 @@ subnormal values and sums are zero.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -17,12 +15,6 @@ from fastgen.ops.linear import multiplied
 
 # More rows read each row of the weight from the cache too often.
 MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
-
-
-@functools.cache
-def is_available() -> bool:
-    """Whether there are kernels in this process."""
-    return _library.has_kernel("fastgen::gemv_out")
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,7 +29,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return multiplied(torch.ops.fastgen.gemv_out.default, x, weight, bias)
 
 
-backend = functools.partial(_library.backend, "fastgen::gemv_out")
+is_available, backend = _library.asking("fastgen::gemv_out")
 _library.define("gemv_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
 # Several of them with the same x.
 _library.define("gemv_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

@@ -8,8 +8,6 @@ kernels alone.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -60,12 +58,6 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-@functools.cache
-def is_available() -> bool:
-    """Whether there are kernels in this process."""
-    return _library.has_kernel("fastgen::panels_gemm_batch_out")
-
-
-backend = functools.partial(_library.backend, "fastgen::panels_gemm_batch_out")
+is_available, backend = _library.asking("fastgen::panels_gemm_batch_out")
 _library.define("pack_panels(Tensor weight) -> Tensor")
 _library.define("panels_gemm_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] packed, Tensor?[] bias) -> ()")
