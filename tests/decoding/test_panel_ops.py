@@ -17,7 +17,8 @@ from fastgen.decoding import panel_ops
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.weights import cache, formats
 from fastgen.ops import command_list, exact_cast, fingerprint
-from fastgen.ops.linear import choose, gemm, panels
+from fastgen.ops.linear import choose, panels
+from fastgen.ops.linear.kernels import GEMM
 
 pytestmark = [
     pytest.mark.skipif(not choose.reads_panels(1), reason="no kernel reads panels on this instruction set"),
@@ -66,7 +67,7 @@ class Step:
     def _product(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Of a weight whose numbers seem to have 16 bits, that of GEMM, with a copy and without one."""
         if weight.data_ptr() in self.with_panels:
-            return gemm.gemm(self.x, weight, bias)
+            return GEMM.multiply(self.x, weight, bias)
         kernel = choose.kernel_for(self.x, weight, bias)
         assert kernel is not None
         return kernel.multiply(self.x, weight, bias)

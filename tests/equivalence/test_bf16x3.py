@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from fastgen.ops.linear import bf16x3, choose
+from fastgen.ops.linear import choose
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import accelerated, check
 from tests.equivalence.models import BY_NAME, LONG
+from tests.ops.instructions import has_tiles
 
-pytestmark = pytest.mark.skipif(not bf16x3.is_available(), reason="this processor has no AMX tiles")
+pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no AMX tiles")
 
 
 @pytest.mark.parametrize("options", [BEAM, {"num_beams": 1, "max_new_tokens": 16}], ids=["beams", "greedy"])

@@ -11,14 +11,14 @@ from transformers import LogitsProcessor
 import fastgen
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.layer_forms import FloatLinear
-from fastgen.ops.linear import choose, gemm
+from fastgen.ops.linear import choose, kernels
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.options import every
 from tests.equivalence.others import made
 from tests.equivalence.test_failures import break_
 
-pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
 
 @pytest.fixture

@@ -9,10 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastgen.ops import _library
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
+from fastgen.ops.linear.kernels import BF16X3
+
+
+def has_tiles() -> bool:
+    """Whether the processor has AMX tiles, and the kernels may use them: the kernel itself knows."""
+    x = torch.zeros(1, 1)
+    try:
+        BF16X3.out(torch.empty_like(x), x, x, None)
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops import approximate_logits
-from fastgen.ops.linear import gemv
+from fastgen.ops.linear.kernels import GEMV
 
 pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
 
 
 def outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `gemv` computes them, row by row."""
-    return torch.cat([gemv.gemv(row.unsqueeze(0), weight, bias) for row in x])
+    return torch.cat([GEMV.multiply(row.unsqueeze(0), weight, bias) for row in x])
 
 
 def found(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.recording import record
 from fastgen.ops import _library, command_list, elementwise, rms_norm  # noqa: F401
-from fastgen.ops.linear import gemv, grouped  # noqa: F401
+from fastgen.ops.linear import grouped, kernels  # noqa: F401
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 operators, aten = torch.ops.fastgen, torch.ops.aten

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fastgen.ops import _library, rms_norm, thread_pool
-from fastgen.ops.linear import gemm, gemv, panels
+from fastgen.ops.linear import panels
+from fastgen.ops.linear.kernels import GEMM, GEMV
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_team_back.default
@@ -40,8 +41,8 @@ def test_results_are_those_of_torchs_threads(rows, threads, no_pool):
 
     def run():
         return (
-            gemv.gemv(x, weight, bias),
-            gemm.gemm(x, weight, bias),
+            GEMV.multiply(x, weight, bias),
+            GEMM.multiply(x, weight, bias),
             panels.panels_gemm(x, panels.pack(weight.half()), bias, 301),
             rms_norm.rms_norm(many, torch.ones(576), 1e-6),
         )

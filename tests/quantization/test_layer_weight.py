@@ -12,7 +12,8 @@ from torch import Tensor
 import fastgen
 from fastgen import settings
 from fastgen.ops.gpu import grouped_linear as lines
-from fastgen.ops.linear import gemm, grouped
+from fastgen.ops.linear import grouped
+from fastgen.ops.linear.kernels import GEMM
 from fastgen.quantization import layer_weight
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
@@ -105,7 +106,7 @@ def test_float_activations(
         return
     # Columns, and so sums, in the order of the numbers.
     order = torch.arange(inputs) if weight.order is None else weight.order
-    expected = gemm.gemm(x.float()[..., order], meant[:, order], bias.float())
+    expected = GEMM.multiply(x.float()[..., order], meant[:, order], bias.float())
     assert torch.equal(y, expected.to(dtype))
 
 
@@ -144,7 +145,7 @@ def test_gguf_blocks(kind: BlockType, used: list[bool]) -> None:
         assert torch.equal(layer_weight.rows(packed, some, dtype), meant.to(dtype)[some])
     for rows in (1, 5, 29):
         x = torch.randn(rows, 3 * kind.block_size)
-        expected = gemm.gemm(x, meant, None)
+        expected = GEMM.multiply(x, meant, None)
         assert torch.equal(layer_weight.linear(x, packed, None), expected)
         rounded = layer_weight.linear(x, packed, None, "int8")
         torch.testing.assert_close(rounded, expected, rtol=0, atol=0.02 * float((x.abs() @ meant.abs().t()).max()))

@@ -19,16 +19,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen import memory
 from fastgen.ops import _library
-from fastgen.ops.linear import bf16x3, fit, gemm, gemv, panels, upcast
+from fastgen.ops.linear import fit, kernels, panels
+from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, UPCAST, Kernel
 
 
 class Isa(enum.IntEnum):
@@ -49,33 +50,7 @@ class Layout(enum.Enum):
     PANELS = "panels"  # float32 that 16 bits represent exactly, packed in these (`panels.py`)
 
 
-class Kernel(NamedTuple):
-    """What multiplies.
-
-    Attributes:
-        name: as in the table.
-        multiply: (x, weight, bias) -> result, with x of any number of dimensions.
-        out: (result, x, weight, bias), with x as [M, K]: for captured steps.
-        several: (results, x, weights, biases): several products of the same x in one call; None where there is none.
-    """
-
-    name: str
-    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    out: Callable[..., Any]
-    several: Callable[..., Any] | None = None
-
-
-_ops = torch.ops.fastgen
-KERNELS = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel("gemv", gemv.gemv, _ops.gemv_out.default, _ops.gemv_batch_out.default),
-        Kernel("gemm", gemm.gemm, _ops.gemm_out.default, _ops.gemm_batch_out.default),
-        Kernel("bf16x3", bf16x3.bf16x3_gemm, _ops.bf16x3_gemm_out.default),
-        Kernel("upcast", upcast.upcast_gemm, upcast.upcast_gemm_out),
-    )
-}
-GEMV, GEMM = KERNELS["gemv"], KERNELS["gemm"]
+KERNELS = {kernel.name: kernel for kernel in (GEMV, GEMM, BF16X3, UPCAST)}
 # What the table calls torch's own product, and the packed copy of 16 bits.
 TORCH, PANELS = "torch", "panels"
 
@@ -144,7 +119,7 @@ def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
         return None
     kernel = choose(x.dtype, layout, x.numel() // x.shape[-1])
     # Where the user allows float32 products of fewer bits, torch has faster ones.
-    gives_way = kernel is KERNELS["bf16x3"] and torch.get_float32_matmul_precision() != "highest"
+    gives_way = kernel is BF16X3 and torch.get_float32_matmul_precision() != "highest"
     return None if gives_way else kernel
 
 
@@ -163,9 +138,9 @@ def reads_panels(m: int) -> bool:
 @functools.cache
 def instruction_set() -> Isa:
     """What the processor has and ATEN_CPU_CAPABILITY allows; portable without compiled kernels."""
-    if not gemm.is_available():
+    if not kernels.is_available():
         return Isa.PORTABLE
-    return Isa(_ops.instruction_set.default())
+    return Isa(torch.ops.fastgen.instruction_set.default())
 
 
 @functools.cache
@@ -222,8 +197,8 @@ def serves(name: str, key: Key, m: float, isa: Isa) -> bool:
     if name not in SERVE[key]:
         return False
     if name == "bf16x3":
-        return isa is Isa.AMX and m >= bf16x3.MIN_ROWS
-    return name != "gemv" or m <= gemv.MAX_ROWS[key[0]]
+        return isa is Isa.AMX and m >= kernels.MIN_ROWS
+    return name != "gemv" or m <= kernels.MAX_ROWS[key[0]]
 
 
 def forget() -> None:
@@ -234,7 +209,7 @@ def forget() -> None:
 
 def is_available() -> bool:
     """Whether there are kernels in this process: without them nothing is gained."""
-    return gemm.is_available()
+    return kernels.is_available()
 
 
 def backend() -> str:

@@ -27,10 +27,11 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops import elementwise
-from fastgen.ops.linear import choose, gemm, upcast
+from fastgen.ops.linear import choose, kernels
+from fastgen.ops.linear.kernels import UPCAST
 from tests import test_recorded_graph as cases
 
-needs_kernel = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+needs_kernel = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
 
 aten = torch.ops.aten
@@ -280,7 +281,7 @@ class TestProducts:
         """How many products are FastGen's, and what replays."""
         recorded = Replayed()
         result = recorded.capture(function)
-        own = {torch.ops.fastgen.gemm_out.default, torch.ops.fastgen.gemv_out.default, upcast.upcast_gemm_out}
+        own = {torch.ops.fastgen.gemm_out.default, torch.ops.fastgen.gemv_out.default, UPCAST.out}
         return sum(each in own for each in recorded.functions), lambda: recorded.replay() or result
 
     @needs_kernel

@@ -16,10 +16,10 @@ import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import quantized_linear
-from fastgen.ops.linear import choose, gemm
+from fastgen.ops.linear import choose, kernels
 from tests.decoding.layers.tiny import KINDS, is_replaced, model_of_layers
 
-pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
 
 def test_contexts_of_a_model_share_their_copies(packed: list[torch.Tensor]) -> None:

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops.linear import bf16x3, choose, gemm, gemv, panels
+from fastgen.ops.linear import choose, kernels, panels
 from fastgen.ops.linear.choose import GEMM, GEMV, KERNELS, PANELS, TABLE, TORCH, Isa, Kernel, Layout
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import has_tiles, instruction_set
 
-needs_kernels = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # What torch calls them; None: all that the processor has.
 NAMES = {Isa.PORTABLE: "default", Isa.AVX2: "avx2", Isa.AVX512: "avx512", Isa.AVX512_BF16: None, Isa.AMX: None}
@@ -94,9 +94,9 @@ def test_rows_of_the_table_are_whole(isa: Isa) -> None:
         assert bounds == sorted(set(bounds)) and bounds[0] >= 1 and bounds[-1] == REST
         for least, (most, name) in zip([1, *(bound + 1 for bound in bounds)], row, strict=False):
             assert name in (("gemv", "gemm", "bf16x3", PANELS) if dtype is F32 else ("gemv", "upcast", TORCH))
-            assert name != "gemv" or most <= gemv.MAX_ROWS[dtype]
+            assert name != "gemv" or most <= kernels.MAX_ROWS[dtype]
             assert name != PANELS or (layout is Layout.PANELS and most <= panels.MAX_ROWS)
-            assert name != "bf16x3" or (isa is Isa.AMX and least >= bf16x3.MIN_ROWS and layout is not Layout.COLUMNS)
+            assert name != "bf16x3" or (isa is Isa.AMX and least >= kernels.MIN_ROWS and layout is not Layout.COLUMNS)
 
 
 @given(isa=st.sampled_from(Isa), m=st.integers(1, 10**6))
@@ -209,7 +209,7 @@ def test_the_instruction_set_is_the_one_of_the_kernels(name: str | None) -> None
         named = {"default": Isa.PORTABLE, "avx2": Isa.AVX2, "avx512": Isa.AVX512, None: Isa.AMX}[name]
         found = choose.instruction_set()
         assert found == min(named, HERE)
-        assert (found is Isa.AMX) <= bf16x3.is_available()
+        assert (found is Isa.AMX) <= has_tiles()
         x, weight = torch.ones(12, 8), torch.ones(5, 8)
         assert choose.kernel_for(x, weight, None) is (None if found is Isa.PORTABLE else GEMM)
         assert choose.reads_panels(12) == (found is not Isa.PORTABLE) and not choose.reads_panels(17)
@@ -219,7 +219,7 @@ def test_the_instruction_set_is_the_one_of_the_kernels(name: str | None) -> None
 
 
 def test_without_kernels_all_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "is_available", lambda: False)
+    monkeypatch.setattr(kernels, "is_available", lambda: False)
     assert choose.instruction_set() is Isa.PORTABLE and choose.backend().startswith("torch's products")
     assert choose.kernel_for(torch.ones(3, 8), torch.ones(5, 8), None) is None
 

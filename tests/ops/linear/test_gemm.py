@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.ops.linear import gemm
+from fastgen.ops.linear import kernels
+from fastgen.ops.linear.kernels import GEMM
 from tests.ops.instructions import instruction_set, zen5
 
-pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
 # The instruction sets that the kernels are compiled for. Where the machine lacks one, the next narrower one is used.
 INSTRUCTION_SETS = ["avx512", "avx2", "default"]
@@ -26,11 +27,11 @@ def test_every_layout_of_a_weight_gives_the_same_bits(backend: str, rows: int, i
     """Whether the rows are laid out or pieces of the weight, which the layout and the number of rows decide."""
     x, weight, bias = torch.randn(rows, inputs), torch.randn(97, inputs), torch.randn(97)
     with instruction_set(backend):
-        expected = gemm.gemm(x, weight, bias)
+        expected = GEMM.multiply(x, weight, bias)
         columns = weight.t().contiguous().t()
         gaps = torch.stack((weight, weight), dim=2)[:, :, 1]
         for each in (columns, gaps, torch.cat((weight, weight), dim=1)[:, inputs:]):
-            assert torch.equal(gemm.gemm(x, each, bias), expected)
+            assert torch.equal(GEMM.multiply(x, each, bias), expected)
     torch.testing.assert_close(
         expected.double(), x.double() @ weight.double().t() + bias, atol=2e-6 * inputs, rtol=1e-5
     )
@@ -47,7 +48,7 @@ def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, i
     with instruction_set(backend):
         for is_so in (True, False):
             with zen5(is_so):
-                results.append(gemm.gemm(x, weight, None))
+                results.append(GEMM.multiply(x, weight, None))
     assert torch.equal(*results)
     torch.testing.assert_close(results[0].double(), x.double() @ weight.double().t(), atol=2e-6 * inputs, rtol=1e-5)
 
@@ -68,7 +69,7 @@ def test_several_weights_of_any_layouts(rows: int, outputs: list[tuple[int, bool
     results = [torch.full((rows, each), torch.nan) for each, _ in outputs]
     torch.ops.fastgen.gemm_batch_out(results, x, weights, [None] * len(weights))
     for result, weight in zip(results, weights, strict=True):
-        assert torch.equal(result, gemm.gemm(x, weight, None))
+        assert torch.equal(result, GEMM.multiply(x, weight, None))
 
 
 def test_a_weight_of_any_strides() -> None:
@@ -81,6 +82,6 @@ def test_a_weight_of_any_strides() -> None:
         torch.randn(1, 600).expand(70, 600),
         torch.randn(700).unfold(0, 600, 1),
     ):
-        result = gemm.gemm(x, part, None)
-        assert torch.equal(result, gemm.gemm(x, part.clone(), None))
+        result = GEMM.multiply(x, part, None)
+        assert torch.equal(result, GEMM.multiply(x, part.clone(), None))
         torch.testing.assert_close(result.double(), x.double() @ part.t().double(), atol=1e-3, rtol=1e-5)

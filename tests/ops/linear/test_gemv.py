@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.ops.linear import gemv
+from fastgen.ops.linear import kernels
+from fastgen.ops.linear.kernels import GEMV
 from tests.ops.instructions import instruction_set, needs_amx
 
-pytestmark = pytest.mark.skipif(not gemv.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
 # None: those that multiply pairs of bfloat16, where the machine has them. Of a set that it lacks, the next narrower one
 # is used.
@@ -55,14 +56,14 @@ def test_float16_is_rounded_once_to_the_nearest(name: str | None) -> None:
 def test_8_to_16_rows_of_bfloat16_are_multiplied_in_tiles() -> None:
     """In an order of their own, which is the same whatever their number."""
     x, weight = torch.randn(16, 1700).bfloat16(), torch.randn(53, 1700).bfloat16()
-    found = gemv.gemv(x, weight, None)
+    found = GEMV.multiply(x, weight, None)
     with instruction_set("avx512"):
-        expected = gemv.gemv(x, weight, None)
+        expected = GEMV.multiply(x, weight, None)
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
     for rows in range(8, 16):
-        assert torch.equal(gemv.gemv(x[:rows], weight, None), found[:rows])
+        assert torch.equal(GEMV.multiply(x[:rows], weight, None), found[:rows])
     for rows in range(1, 8):
-        assert torch.equal(gemv.gemv(x[:rows], weight, None), expected[:rows])
+        assert torch.equal(GEMV.multiply(x[:rows], weight, None), expected[:rows])
 
 
 def test_weights_of_one_call_lie_in_one_way() -> None:

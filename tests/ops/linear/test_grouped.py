@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops.gpu import grouped_linear as in_rows
-from fastgen.ops.linear import gemm, grouped
+from fastgen.ops.linear import grouped
 from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
+from fastgen.ops.linear.kernels import GEMM
 from tests.ops.instructions import instruction_set, needs_amx
 from tests.quantization.definitions import by_definition, random_weight
 
@@ -76,7 +77,7 @@ def test_floats_have_the_bits_of_gemm(
         torch.ops.fastgen.grouped_linear_out.default(around[1:-1], x, *arguments)
         columns = x.float() if packed.order is None else x.float()[:, packed.order]
         wide = None if bias is None else bias.float()
-        expected = gemm.gemm(columns, meant, wide).to(dtype)
+        expected = GEMM.multiply(columns, meant, wide).to(dtype)
     assert torch.equal(around[1:-1], expected) and around[[0, -1]].isnan().all()
 
 

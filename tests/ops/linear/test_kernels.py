@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops import _library, quantized_linear
-from fastgen.ops.linear import bf16x3, gemm, gemv, grouped, panels, upcast
-from tests.ops.instructions import instruction_set
+from fastgen.ops.linear import grouped, panels
+from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, UPCAST
+from tests.ops.instructions import has_tiles, instruction_set
 
 _ops = torch.ops.fastgen
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -70,9 +71,9 @@ def _as_it_is(weight: Tensor) -> Packed:
 
 def _gemv(dtype: torch.dtype) -> Kernel:
     layouts = ("rows", "gaps", "columns") if dtype is F32 else ("rows", "gaps")
-    in_tiles = dtype is BF16 and bf16x3.is_available()
+    in_tiles = dtype is BF16 and has_tiles()
     return Kernel(
-        f"gemv {dtype}", dtype, (None, *SETS), layouts, _as_it_is, gemv.gemv, _ops.gemv_out, _ops.gemv_batch_out,
+        f"gemv {dtype}", dtype, (None, *SETS), layouts, _as_it_is, GEMV.multiply, _ops.gemv_out, _ops.gemv_batch_out,
         # With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles.
         order=lambda m: int(in_tiles and 8 <= m <= 16), most=49,
     )  # fmt: skip
@@ -116,18 +117,18 @@ def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kern
 
 KERNELS = [
     Kernel(
-        "gemm", F32, SETS, ("rows", "gaps", "columns", "part"), _as_it_is, gemm.gemm,
+        "gemm", F32, SETS, ("rows", "gaps", "columns", "part"), _as_it_is, GEMM.multiply,
         _ops.gemm_out, _ops.gemm_batch_out,
     ),
     *map(_gemv, (F32, BF16, F16)),
     *map(_panels, (BF16, F16)),
     *(
-        Kernel(f"upcast {dtype}", dtype, SETS, ("rows", "gaps"), _as_it_is, upcast.upcast_gemm, upcast.upcast_gemm_out)
+        Kernel(f"upcast {dtype}", dtype, SETS, ("rows", "gaps"), _as_it_is, UPCAST.multiply, UPCAST.out)
         for dtype in (BF16, F16)
     ),
     Kernel(
-        "bf16x3", F32, (None,), ("rows", "gaps"), _as_it_is, bf16x3.bf16x3_gemm, _ops.bf16x3_gemm_out,
-        error=5e-7, missing="" if bf16x3.is_available() else bf16x3.backend(),
+        "bf16x3", F32, (None,), ("rows", "gaps"), _as_it_is, BF16X3.multiply, _ops.bf16x3_gemm_out,
+        error=5e-7, missing="" if has_tiles() else "this processor has no AMX",
     ),
     _grouped(4, False, True, F32),
     _grouped(4, False, False, BF16),
@@ -159,7 +160,7 @@ def _cases(kernels: list[Kernel]) -> pytest.MarkDecorator:
 
 EVERY = _cases(KERNELS)
 # What surrounds the upcast weight is in Python, and checks little (test_upcast.py).
-WITH_CHECKS = _cases([kernel for kernel in KERNELS if kernel.out not in (None, upcast.upcast_gemm_out)])
+WITH_CHECKS = _cases([kernel for kernel in KERNELS if kernel.out not in (None, UPCAST.out)])
 WITH_SEVERAL = _cases([kernel for kernel in KERNELS if kernel.several is not None])
 
 

@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastgen.ops import exact_cast
-from fastgen.ops.linear import gemm, panels
+from fastgen.ops.linear import panels
+from fastgen.ops.linear.kernels import GEMM
 from tests.ops.instructions import instruction_set
 
 pytestmark = pytest.mark.skipif(not panels.is_available(), reason="the extension was not built")
@@ -82,4 +83,4 @@ def test_several_weights_with_one_input() -> None:
     results = [torch.full((5, n), torch.nan) for n in sizes]
     torch.ops.fastgen.panels_gemm_batch_out(results, x, packed, biases)
     for result, weight, bias in zip(results, weights, biases, strict=True):
-        assert torch.equal(result, gemm.gemm(x, weight.float(), bias))
+        assert torch.equal(result, GEMM.multiply(x, weight.float(), bias))

@@ -8,16 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.ops.linear import gemm, upcast
+from fastgen.ops.linear import kernels
+from fastgen.ops.linear.kernels import UPCAST
 
-pytestmark = pytest.mark.skipif(not gemm.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
 
 def test_takes_little_memory() -> None:
     """However large the weight and however many the rows: some lines and some rows of them."""
     x, weight = torch.zeros(5000, 256, dtype=torch.float16), torch.zeros(8192, 256, dtype=torch.float16)
     with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
-        upcast.upcast_gemm(x, weight, None)
+        UPCAST.multiply(x, weight, None)
     held = most = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -34,4 +35,4 @@ def test_refuses_what_does_not_fit() -> None:
         (x.double(), weight, None),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match="upcast_gemm"):
-            upcast.upcast_gemm(*given)
+            UPCAST.multiply(*given)

@@ -1,5 +1,5 @@
 // Linear layers in float32 in AMX tiles, which multiply bfloat16. The schema is defined in
-// fastgen/ops/linear/bf16x3.py.
+// fastgen/ops/linear/kernels.py.
 //
 // A float32 is the sum of three numbers in bfloat16, its parts: 24 bits of 8 each. Of the nine products of the parts of
 // two numbers, the six largest are added up in float32. The others are below the last bit of the product (Henry, Tang and

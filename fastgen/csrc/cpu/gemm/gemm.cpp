@@ -1,4 +1,4 @@
-// GEMM in float32 on the unpacked weight. The schemas are defined in fastgen/ops/linear/gemm.py.
+// GEMM in float32 on the unpacked weight. The schemas are defined in fastgen/ops/linear/kernels.py.
 //
 // Of a weight whose inputs are next to each other, the rows of x are packed, of which there are fewer numbers: some of them
 // side by side in a vector, which is multiplied with one element of a row of the weight after the other. With many rows, and
