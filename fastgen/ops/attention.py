@@ -98,27 +98,25 @@ def decode_attention(
     Raises:
         ValueError: shapes or types are not as above.
     """
-    given = (query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale)
+    given = (
+        query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, starts, ends, suffix_lengths,
+        ancestry, window, causal, row_map,
+    )  # fmt: skip
+    checked = (*given[:6], *given[9:])
     places = (query, starts, ends, suffix_lengths, ancestry, mask)
     on_gpu = row_map is None and query.dtype in gpu.KERNEL_TYPES and query.numel() > 0 and gpu.available(*places)
     if not on_gpu and _suits_cpu(query, mask, starts, ends, suffix_lengths):
         try:  # it looks at its arguments itself, in less time than Python takes
-            return on_cpu(*given, starts, ends, suffix_lengths, ancestry, window, causal, row_map)
+            return on_cpu(*given)
         except (RuntimeError, IndexError):
-            _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
+            _check(*checked)
             raise
-    _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
+    _check(*checked)
     if on_gpu:
         from fastgen.ops.gpu import attention as kernels
 
-        return kernels.launch(
-            *given, starts=starts, ends=ends, suffix_lengths=suffix_lengths, ancestry=ancestry, window=window,
-            causal=causal, splits=splits,
-        )  # fmt: skip
-    return reference(
-        *given, starts=starts, ends=ends, suffix_lengths=suffix_lengths, ancestry=ancestry, window=window,
-        causal=causal, row_map=row_map,
-    )  # fmt: skip
+        return kernels.launch(*given[:13], splits)
+    return reference(*given)
 
 
 def on_cpu(
@@ -150,22 +148,11 @@ def _suits_cpu(
 
 
 def reference(
-    query: Tensor,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    suffix_keys: Tensor | None = None,
-    suffix_values: Tensor | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    *,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
-    suffix_lengths: Tensor | None = None,
-    ancestry: Tensor | None = None,
-    window: int | None = None,
-    causal: bool = False,
-    row_map: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None, mask: Tensor | None = None, scale: float | None = None,
+    starts: Tensor | None = None, ends: Tensor | None = None, suffix_lengths: Tensor | None = None,
+    ancestry: Tensor | None = None, window: int | None = None, causal: bool = False, row_map: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The operator in plain torch, for any device and type. Arguments as above."""
     if not query.shape[:3].numel():
         return query.new_empty(*query.shape[:3], prefix_values.shape[3])
