@@ -32,8 +32,6 @@ status:   0 all records done, 1 some were skipped, 2 the run could not be done, 
 
 @dataclass(frozen=True)
 class Command:
-    """One of the two commands."""
-
     program: str
     run: type[DataRun]
     description: str
@@ -74,12 +72,10 @@ outputs:  .jsonl and .parquet: id, input, label, score, labels, scores, input_to
 
 
 def embed(arguments: Sequence[str] | None = None) -> int:
-    """`fastgen-embed MODEL INPUT OUTPUT ...`; returns the exit status."""
     return command(EMBED.program, arguments, partial(_run, EMBED))
 
 
 def classify(arguments: Sequence[str] | None = None) -> int:
-    """`fastgen-classify MODEL INPUT OUTPUT ...`; returns the exit status."""
     return command(CLASSIFY.program, arguments, partial(_run, CLASSIFY))
 
 

@@ -42,17 +42,14 @@ GENERATE_ANY = "fastgen-generate"
 
 
 def generate(arguments: Sequence[str] | None = None) -> int:
-    """`fastgen-generate-for-fairseq DATA --path MODEL ...`; returns the exit status."""
     return _command(GENERATE, arguments, _generation_parser, _generate)
 
 
 def interactive(arguments: Sequence[str] | None = None) -> int:
-    """`fastgen-interactive-for-fairseq DATA --path MODEL ...`; returns the exit status."""
     return _command(INTERACTIVE, arguments, _interactive_parser, _interact)
 
 
 def eval_lm(arguments: Sequence[str] | None = None) -> int:
-    """`fastgen-eval-lm DATA --path MODEL ...`; returns the exit status."""
     return _command(EVAL_LM, arguments, _eval_lm_parser, _evaluate)
 
 

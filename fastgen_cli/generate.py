@@ -157,7 +157,6 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
     return command(PROGRAM, arguments, _run)
 
 

@@ -52,7 +52,6 @@ def build_parser(shows_all: bool = False) -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
     return command(PROGRAM, arguments, _run)
 
 

@@ -65,7 +65,6 @@ def packed_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tenso
 
 
 def scale_of(dim: int, scale: float | None) -> float:
-    """The factor on the scores."""
     return float(dim**-0.5) if scale is None else float(scale)
 
 

@@ -206,7 +206,6 @@ def messages_in(value: Any, may_be_text: bool = False) -> tuple[dict[str, Any], 
 
 
 def _problem(column: str, text: Any) -> Problem | None:
-    """Why a text cannot be used."""
     if text is _MISSING:
         return Problem("missing-column", f"the record has no column {column!r}")
     if text is None:
@@ -255,7 +254,6 @@ def _mismatch(name: str, there: object, wanted: object) -> str:
 
 
 def _not_text(value: Any) -> str | None:
-    """Why a reference cannot be used."""
     if not isinstance(value, str):
         return "it is not a string"
     return "it is not valid UTF-8" if _SURROGATE.search(value) else None

@@ -47,7 +47,6 @@ class Loaded(ABC):
 
     @property
     def device(self) -> Any:
-        """Where the model is."""
         return self.model.device
 
     @abstractmethod

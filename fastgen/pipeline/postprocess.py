@@ -89,8 +89,6 @@ class MetricTotals:
 
 @dataclass(frozen=True)
 class PostprocessJob:
-    """The work to do on each output."""
-
     detokenizer: str | None = None
     lang: str = "en"
     metrics: tuple[str, ...] = ()

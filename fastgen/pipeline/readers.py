@@ -245,7 +245,6 @@ def _bare(cell: str) -> str:
 
 
 def _rows_of(tables: Iterable[Any]) -> Iterator[Row]:
-    """The rows of tables of pyarrow."""
     line = 0
     for table in tables:
         for values in zip(*map(_values, table.columns), strict=True):
@@ -273,8 +272,6 @@ def _value(cell: Any) -> Any:
 
 
 class ParquetSource(FileSource):
-    """A Parquet file, read some rows at a time."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         check_installed("pyarrow", "reading .parquet")

@@ -106,8 +106,6 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """A model of one block."""
-
     def __init__(self, block: nn.Module, calls: Sequence[Call], config: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList([_Block(block, calls)])

@@ -18,8 +18,6 @@ _LEAST_GROUP = 16  # smaller groups need more memory for scales than they save
 
 
 class Recipe(NamedTuple):
-    """How layers are quantised."""
-
     method: str = "gptq"  # or "rtn", or "autoround"
     bits: int = 4  # 4 or 8
     group_size: int = 64
@@ -34,8 +32,6 @@ class Recipe(NamedTuple):
 
 
 class Quantised(NamedTuple):
-    """A layer, quantised."""
-
     weight: QuantizedTensor
     error: float  # relative output error on the calibration inputs
 

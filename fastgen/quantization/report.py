@@ -13,8 +13,6 @@ _WORST = 5  # layers that the table names
 
 @dataclass
 class Layer:
-    """A quantised layer."""
-
     name: str
     bits: int
     group_size: int
@@ -56,7 +54,6 @@ class Report:
 
 
 def table(report: Report) -> Any:
-    """The report as a table of rich's."""
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table

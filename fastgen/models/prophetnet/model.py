@@ -71,7 +71,6 @@ class ProphetNetEncoder(FairseqEncoder):
         return {name: [part.index_select(rows[name], new_order) for part in encoder_out[name]] for name in rows}
 
     def max_positions(self) -> int:
-        """Longest source."""
         return self.max_source_positions
 
 
@@ -93,7 +92,6 @@ class ProphetNetDecoderLayer(TransformerDecoderLayerBase):
         return self.ngram_self_attn
 
     def build_self_attention(self, embed_dim: int, cfg: Any, **unused: Any) -> NgramSelfAttention:
-        """FairSeq's hook for another self-attention."""
         return NgramSelfAttention(embed_dim, cfg.decoder.attention_heads, cfg.attention_dropout, self._num_buckets)
 
 
@@ -200,7 +198,6 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         return super().get_normalized_probs((scores[0] if isinstance(scores, list) else scores, *rest), log_probs)
 
     def max_positions(self) -> int:
-        """Longest target."""
         return self.max_target_positions
 
 

@@ -63,7 +63,6 @@ class TranslationProphetNetTask(TranslationTask):
 
     @classmethod
     def load_dictionary(cls, filename: str) -> "BertDictionary":
-        """Reads a dictionary."""
         return BertDictionary.load_from_file(filename)
 
     @classmethod

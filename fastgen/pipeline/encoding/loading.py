@@ -55,8 +55,6 @@ class LoadedEmbedder(LoadedEncoder):
 
 @dataclass
 class LoadedClassifier(LoadedEncoder):
-    """A model with a classification head."""
-
     labels: list[str] = field(default_factory=list)
     scores: str = "softmax"
     """What makes scores of the model's numbers: softmax, sigmoid, or raw."""

@@ -70,8 +70,6 @@ def classify_dataset(
 
 
 class _Encode(DataRun):
-    """What both have in common."""
-
     loaded: LoadedEncoder
     rules = {"pass_cost": PASS_COST}
 
@@ -81,8 +79,6 @@ class _Encode(DataRun):
 
 
 class Embed(_Encode):
-    """A run of `fastgen-embed`."""
-
     options = EmbedOptions
     settings: EmbedOptions
 
@@ -105,8 +101,6 @@ class Embed(_Encode):
 
 
 class Classify(_Encode):
-    """A run of `fastgen-classify`."""
-
     options = ClassifyOptions
     settings: ClassifyOptions
 
@@ -164,8 +158,6 @@ class Values:
 
 
 class EncodingStage(BatchStage[Values]):
-    """Puts batches through a model that only encodes."""
-
     def __init__(self, loaded: LoadedEncoder, settings: DataOptions) -> None:
         # Whether a short forward pass is recorded depends on those before it, which a resumed run does not repeat.
         super().__init__(loaded.device, settings.weights | process_settings.unless_explicit(captured_step="never"))
@@ -208,8 +200,6 @@ class EncodingStage(BatchStage[Values]):
 
 
 class EmbeddingStage(EncodingStage):
-    """Vectors of texts."""
-
     _loaded: LoadedEmbedder
 
     def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
@@ -229,8 +219,6 @@ class EmbeddingStage(EncodingStage):
 
 
 class ClassificationStage(EncodingStage):
-    """A score for each label."""
-
     _loaded: LoadedClassifier
 
     def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:

@@ -20,8 +20,6 @@ from fastgen.pipeline.run import RunReport
 
 
 class Generate(FairseqRun):
-    """`fairseq-generate`."""
-
     def _generator(self) -> Any:
         from fairseq.logging import meters, progress_bar
         from fairseq.models import FairseqEncoderDecoderModel

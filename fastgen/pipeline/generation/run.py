@@ -61,8 +61,6 @@ def generate_dataset(
 
 
 class Generate(DataRun):
-    """A run of `fastgen-generate`."""
-
     options = RunOptions
     settings: RunOptions
     loaded: LoadedModel
