@@ -42,15 +42,15 @@ GENERATE_ANY = "fastgen-generate"
 
 
 def generate(arguments: Sequence[str] | None = None) -> int:
-    return _command(GENERATE, arguments, _generation_parser, _generate)
+    return _command(GENERATE, arguments, "generation", _generate)
 
 
 def interactive(arguments: Sequence[str] | None = None) -> int:
-    return _command(INTERACTIVE, arguments, _interactive_parser, _interact)
+    return _command(INTERACTIVE, arguments, "interactive_generation", _interact)
 
 
 def eval_lm(arguments: Sequence[str] | None = None) -> int:
-    return _command(EVAL_LM, arguments, _eval_lm_parser, _evaluate)
+    return _command(EVAL_LM, arguments, "eval_lm", _evaluate)
 
 
 def recognised(words: Sequence[str]) -> Callable[[], int] | None:
@@ -83,12 +83,12 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
         # What fairseq-fixed would drop is kept: every source has an output.
         all_sources = () if "--required-batch-size-multiple" in options else ("--required-batch-size-multiple", "1")
         line = [source, "--path", model, *all_sources, *options]
-        return lambda: _command(GENERATE_ANY, line, _generation_parser, of_data)
+        return lambda: _command(GENERATE_ANY, line, "generation", of_data)
     # FairSeq takes a line at a time unless it is told otherwise; DATA is filled in by `of_text`.
     batch = () if {"--batch-size", "--max-sentences", "--max-tokens"} & set(options) else ("--batch-size", "16")
     buffer = () if "--buffer-size" in options else ("--buffer-size", "1024")
     line = [".", "--path", model, "--input", source, *batch, *buffer, *options]
-    return lambda: _command(GENERATE_ANY, line, _interactive_parser, of_text)
+    return lambda: _command(GENERATE_ANY, line, "interactive_generation", of_text)
 
 
 def _is_checkpoint(name: str) -> bool:
@@ -142,11 +142,10 @@ def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, o
 
 
 def _command(
-    program: str,
-    arguments: Sequence[str] | None,
-    make_parser: Callable[[], argparse.ArgumentParser],
-    run: Callable[[Any, argparse.Namespace], None],
+    program: str, arguments: Sequence[str] | None, kind: str, run: Callable[[Any, argparse.Namespace], None]
 ) -> int:
+    """A command whose options are those of FairSeq's parser of this kind."""
+
     def work(words: Sequence[str]) -> int:
         import fastgen
         from fastgen import settings
@@ -157,7 +156,7 @@ def _command(
             return fail(program, problem, SETUP)
         silence()
         fastgen.enable()  # also with FASTGEN_DISABLE=1: without, FairSeq could not be imported
-        own, cfg = _parse(program, words, make_parser)
+        own, cfg = _parse(program, words, kind)
         with (
             _children_import_fairseq(),
             model_of_its_own(),
@@ -170,9 +169,7 @@ def _command(
     return command(program, arguments, work)
 
 
-def _parse(
-    program: str, words: Sequence[str], make_parser: Callable[[], argparse.ArgumentParser]
-) -> tuple[argparse.Namespace, Any]:
+def _parse(program: str, words: Sequence[str], kind: str) -> tuple[argparse.Namespace, Any]:
     """FastGen's own options, and the configuration that FairSeq makes of all others."""
     words = renamed(program, words)
     # FairSeq looks for --user-dir there.
@@ -182,7 +179,7 @@ def _parse(
 
     from fastgen import settings
 
-    parser = make_parser()
+    parser = _parser(kind)
     parser.prog = program
     group = parser.add_argument_group("FastGen")
     group.add_argument(
@@ -213,6 +210,16 @@ def _parse(
         raise UsageError(f"this tokenizer needs --{missing[1]}-lang") from error
 
 
+def _parser(kind: str) -> argparse.ArgumentParser:
+    from fairseq import options
+
+    parser = getattr(options, f"get_{kind}_parser")()
+    if kind == "generation":
+        # As in FairSeq's command: tasks of audio models read arguments of this architecture.
+        parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="for tasks that need to know it")
+    return parser
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes")
@@ -227,27 +234,6 @@ def _usage_error(message: str) -> NoReturn:
         near = difflib.get_close_matches(choice.group(2), known, n=3)
         message = f"{choice.group(1)}; " + (f"did you mean {', '.join(near)}?" if near else f"{len(known)} are known")
     raise UsageError(message)
-
-
-def _generation_parser() -> argparse.ArgumentParser:
-    from fairseq import options
-
-    parser = options.get_generation_parser()
-    # As in FairSeq's command: tasks of audio models read arguments of this architecture.
-    parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="for tasks that need to know it")
-    return parser
-
-
-def _interactive_parser() -> argparse.ArgumentParser:
-    from fairseq import options
-
-    return options.get_interactive_generation_parser()
-
-
-def _eval_lm_parser() -> argparse.ArgumentParser:
-    from fairseq import options
-
-    return options.get_eval_lm_parser()
 
 
 def _generate(cfg: Any, own: argparse.Namespace) -> None:

@@ -60,7 +60,7 @@ def test_the_option_of_the_commands(option: list[str], precision: str, capsys: p
     def run(cfg: Any, own: Any) -> None:
         seen.append(settings.current().weight_dtype)
 
-    assert commands._command("test", ["data", "--path", "model.pt", *option], commands._generation_parser, run) == 0
+    assert commands._command("test", ["data", "--path", "model.pt", *option], "generation", run) == 0
     told = "test: DeprecationWarning: --cpu-weights is now called --weight-dtype\n"
     assert capsys.readouterr().err == (told if "cpu" in "".join(option) else "")
     assert seen == [precision] and settings.current().weight_dtype == "fp32"
@@ -68,5 +68,5 @@ def test_the_option_of_the_commands(option: list[str], precision: str, capsys: p
 
 def test_a_precision_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data", "--path", "model.pt", "--weight-dtype", "int2"]
-    assert commands._command("test", words, commands._generation_parser, lambda cfg, own: None) == 2
+    assert commands._command("test", words, "generation", lambda cfg, own: None) == 2
     assert "int2" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastgen.ops import approximate_logits
 from fastgen.ops.linear.kernels import GEMV
+from tests.ops.linear import dequantizing
 
 pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
 
@@ -95,7 +96,7 @@ def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
     lengths, errors = copy.norms[:, :count].double()
     assert (lengths >= weight.double().norm(dim=1)).all()
     # A row is rounded by half a 127th of the largest number of each rotated group, at the most.
-    by_rounding = approximate_logits.grouped.rotated(torch.nn.functional.pad(x, (0, -inputs % 64)), 64) / 8
+    by_rounding = dequantizing.rotated(torch.nn.functional.pad(x, (0, -inputs % 64)), 64) / 8
     half = by_rounding.unflatten(1, (-1, 64)).abs().amax(dim=2).double().square().sum(dim=1).sqrt() / 254 * 8
     bound = x.double().norm(dim=1, keepdim=True) * errors + half.unsqueeze(1) * lengths * 1.001
     assert (off <= bound).all()

@@ -251,22 +251,6 @@ def _factors(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None
     return scales, None, mins
 
 
-def dequantized(weight: PackedWeight, dtype: torch.dtype, which: Tensor | slice = slice(None)) -> Tensor:
-    """The weight, [N, K], in a floating type, or some of its rows; computed in float32, rounded once."""
-    found = values(*unpacked(weight, which), weight.bits, weight.group_size)
-    if weight.rotated:
-        found = rotated(found, weight.group_size)[:, : weight.k] / weight.group_size
-    return (found if weight.order is None else found[:, weight.order.argsort()]).to(dtype)
-
-
-def rotated(x: Tensor, group_size: int) -> Tensor:
-    """x [..., whole groups], each group times the Hadamard matrix of its size, a power of two; in floating point."""
-    matrix = x.new_ones(1, 1)
-    while matrix.shape[0] < group_size:
-        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
-    return (x.unflatten(-1, (-1, group_size)) @ matrix).flatten(-2)
-
-
 def values(qweight: Tensor, factors: list[Tensor | None], bits: int, group_size: int) -> Tensor:
     """The dequantised weight, [N, K], in float32; the factors are scales, zeros and mins."""
     # The last group may be smaller.
@@ -302,7 +286,7 @@ def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, floats: bool = False) -> Tensor:
-    """`torch.nn.functional.linear(x, dequantized(weight), bias)`, summed in float32; not differentiable.
+    """`torch.nn.functional.linear(x, the dequantised weight, bias)`, summed in float32; not differentiable.
 
     x is [..., K] in float32, bfloat16 or float16, as is the result; the bias [N] in any of them.
 

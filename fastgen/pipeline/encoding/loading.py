@@ -50,7 +50,7 @@ class LoadedEmbedder(LoadedEncoder):
     def decisive(self) -> dict[str, Any]:
         modules = self.modules
         pooling = {"pooling": list(modules.pooling), "include_prompt": modules.include_prompt}
-        return super().decisive() | pooling | {"modules": modules.described}
+        return super().decisive() | pooling | {"modules": [step.about for step in modules.steps]}
 
 
 @dataclass

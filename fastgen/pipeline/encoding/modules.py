@@ -64,11 +64,6 @@ class SentenceModules:
     pooled: tuple[str, int | None] = ("", None)
     """The file of the pooling, and how many numbers of a state that says there are."""
 
-    @property
-    def described(self) -> list[dict[str, Any]]:
-        """The steps as the journal keeps them."""
-        return [step.about for step in self.steps]
-
     def check(self, hidden: int | None) -> None:
         """Raises `SetupError` where a module takes vectors of another size than those that it gets.
 
@@ -106,13 +101,11 @@ class SentenceModules:
         """
         import torch
 
-        pooled = torch.cat([_pool(kind, states, mask, self._skipped(prompt_length)) for kind in self.pooling], dim=-1)
+        skipped = 0 if self.include_prompt else prompt_length
+        pooled = torch.cat([_pool(kind, states, mask, skipped) for kind in self.pooling], dim=-1)
         for step in self.steps:
             pooled = step.run(pooled)
         return pooled
-
-    def _skipped(self, prompt_length: int) -> int:
-        return 0 if self.include_prompt else prompt_length
 
 
 def _check_size(file: str, wanted: int | None, given: int | None) -> None:
@@ -264,10 +257,6 @@ def _normalize(vectors: Any) -> Any:
     return torch.nn.functional.normalize(vectors, dim=-1)
 
 
-def _normalize_step(name: str, folder: str, fields: Fields) -> Step:
-    return Step(_normalize, {})
-
-
 def _dense_step(name: str, folder: str, fields: Fields) -> Step:
     """A linear layer with an activation, and perhaps what went in added to what comes out."""
     import torch
@@ -311,7 +300,7 @@ def _norm_step(name: str, folder: str, fields: Fields) -> Step:
 
 
 _STEPS: dict[str, Callable[[str, str, Fields], Step]] = {
-    "Normalize": _normalize_step,
+    "Normalize": lambda *_: Step(_normalize, {}),
     "Dense": _dense_step,
     "LayerNorm": _norm_step,
 }

@@ -109,7 +109,7 @@ def _unscored(line: str) -> tuple[str, ...]:
 
 def test_results_path(world, tmp_path):
     words = [world.data, "--path", world.model, *BASE, "--results-path", tmp_path]
-    cfg, found = configuration(commands._generation_parser, *words), []
+    cfg, found = configuration("generation", *words), []
     for command in (original_generate.main, lambda cfg: pipeline.generate(cfg, 0)):
         with fastgen.disabled():
             command(copy.deepcopy(cfg))

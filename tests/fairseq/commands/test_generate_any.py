@@ -11,7 +11,6 @@ import pytest
 
 from fastgen.pipeline import PipelineError
 from fastgen.pipeline import fairseq as pipeline
-from fastgen_cli import fairseq as commands
 from fastgen_cli.generate import main as generate_any
 from tests.fairseq.commands.world import BASE, configuration, lines, one_line, printed
 
@@ -21,7 +20,7 @@ def expected(world) -> list[str]:
     """The best output of every source, from the lines of the command that prints them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", sys.argv)
-        cfg = configuration(commands._generation_parser, world.data, "--path", world.model, *BASE)
+        cfg = configuration("generation", world.data, "--path", world.model, *BASE)
     text = printed(lambda: pipeline.generate(cfg, 0))
     found = {int(line.split("\t")[0][2:]): line.split("\t")[2] for line in lines(text) if line.startswith("D-")}
     assert len(found) == 30

@@ -39,7 +39,7 @@ def test_interactive_with_soft_alignments(world):
     """FairSeq's command ends with an error there."""
     words = [world.data, "--path", world.model, "--input", world.folder / "test.de", "--cpu", "--max-len-b", 5]
     words += ["--print-alignment", "soft", "--buffer-size", 30, "--batch-size", 30]
-    text = printed(lambda: pipeline.interact(configuration(commands._interactive_parser, *words), 0))
+    text = printed(lambda: pipeline.interact(configuration("interactive_generation", *words), 0))
     found = re.findall(r"^A-\d+\t(.*)$", text, re.MULTILINE)
     assert len(found) == 30
     assert all(sum(map(float, place.split(","))) == pytest.approx(1, abs=1e-4) for place in found[0].split())

@@ -93,8 +93,8 @@ class World:
             )  # fmt: skip
 
 
-def configuration(parser: Callable[[], Any], *words: object) -> Any:
-    return commands._parse("test", [str(word) for word in words], parser)[1]
+def configuration(kind: str, *words: object) -> Any:
+    return commands._parse("test", [str(word) for word in words], kind)[1]
 
 
 def printed(function: Callable[[], object]) -> str:
@@ -108,7 +108,7 @@ def both(world: World, *options: object, model: Path | None = None, workers: int
     """The lines of `fairseq-generate` and of FastGen's command, both with FairSeq's own generation."""
     words = [world.data, "--path", model or world.model, *BASE, *options]
     with fastgen.disabled():
-        cfg = configuration(commands._generation_parser, *words)
+        cfg = configuration("generation", *words)
         own = copy.deepcopy(cfg)
         original = printed(lambda: original_generate.main(cfg))
         ours = printed(lambda: pipeline.generate(own, workers))
@@ -124,7 +124,7 @@ def both_interactive(world: World, source: Path, *options: object) -> tuple[list
         return [line for line in printed(lambda: run(given)).splitlines() if re.match(r"[A-VX-Z]-\d", line)]
 
     with fastgen.disabled():
-        cfg = configuration(commands._interactive_parser, *words)
+        cfg = configuration("interactive_generation", *words)
         return lines_of(original_interactive.main), lines_of(lambda cfg: pipeline.interact(cfg, 1))
 
 

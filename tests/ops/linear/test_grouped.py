@@ -20,6 +20,7 @@ from fastgen.ops.linear import grouped
 from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
 from fastgen.ops.linear.kernels import GEMM
 from tests.ops.instructions import instruction_set, needs_amx
+from tests.ops.linear import dequantizing
 from tests.quantization.definitions import by_definition, random_weight
 
 pytestmark = pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
@@ -67,7 +68,7 @@ def test_floats_have_the_bits_of_gemm(
     group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
     packed, _ = _weight(outputs, inputs, bits, group_size, form, seed, ordered)
     assert grouped.keeps_floats(packed)
-    meant = grouped.dequantized(packed._replace(order=None), torch.float32)
+    meant = dequantizing.dequantized(packed._replace(order=None), torch.float32)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs + 3, generator=generator).to(dtype)[:, :inputs]
     bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
@@ -181,7 +182,7 @@ def test_rotated_groups(vectors, rows, inputs, outputs, bits, group_size, ordere
         packed = grouped.rounded(weight, bits, group_size, rotated=True)._replace(order=order)
         y = grouped.grouped_linear(x, packed)
     wide = x.double() if order is None else x.double()[:, order]
-    turned = grouped.rotated(F.pad(wide, (0, -inputs % group_size)), group_size) / group_size
+    turned = dequantizing.rotated(F.pad(wide, (0, -inputs % group_size)), group_size) / group_size
     numbers = grouped.values(*grouped.unpacked(packed), bits, group_size).double()
     exact = _rounded(turned, group_size, None) @ numbers.t()
     # Sums that are rounded to float32 may come to the other one of two numbers.
@@ -206,9 +207,9 @@ def _ties(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_it_stands_for(bits: int, form: str, dtype: torch.dtype) -> None:
     packed, meant = _weight(70, 100, bits, 32, form, 3, ordered=form == "zeros")
-    assert torch.equal(grouped.dequantized(packed, torch.float64).float(), meant.float())
+    assert torch.equal(dequantizing.dequantized(packed, torch.float64).float(), meant.float())
     some = torch.tensor([69, 0, 33, 33])
-    assert torch.equal(grouped.dequantized(packed, dtype, some), meant.float().to(dtype)[some])
+    assert torch.equal(dequantizing.dequantized(packed, dtype, some), meant.float().to(dtype)[some])
     assert torch.equal(grouped.rows(packed, some, dtype), meant.float().to(dtype)[some])
     for wrong in (-1, 70, 95):
         with pytest.raises(IndexError):
@@ -278,14 +279,14 @@ def test_multiples_are_the_scales_that_they_stand_for(
     found, (scales_back, zeros, mins_back) = grouped.unpacked(packed)
     assert torch.equal(found, qweight) and torch.equal(scales_back, scales) and zeros is None
     assert (mins is None and mins_back is None) or torch.equal(mins_back, mins)
-    assert torch.equal(grouped.dequantized(packed, dtype), grouped.dequantized(wide, dtype))
+    assert torch.equal(dequantizing.dequantized(packed, dtype), dequantizing.dequantized(wide, dtype))
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator) if biased else None
     with instruction_set(vectors):
         ours, theirs = (grouped.grouped_linear(x, each, bias, floats) for each in (packed, wide))
         assert torch.equal(ours, theirs)
     some = torch.randint(0, outputs, (rows,), generator=generator)
-    assert torch.equal(grouped.rows(packed, some, dtype), grouped.dequantized(packed, dtype)[some])
+    assert torch.equal(grouped.rows(packed, some, dtype), dequantizing.dequantized(packed, dtype)[some])
     # Bytes of each group and numbers of each block, and outputs in full panels.
     sizes = packed.qweight.nbytes + packed.scales.nbytes
     factors = (2 if has_mins else 1) * (8 + 16 / per_block)
@@ -350,9 +351,9 @@ def test_rounding_to_the_nearest(vectors, inputs, outputs, bits, group_size, dty
     meant = F.pad(weight.double(), (0, -inputs % group_size))
     result = grouped.values(*grouped.unpacked(packed), bits, group_size).double()
     if rotated:
-        meant = grouped.rotated(meant, group_size)
-        back = grouped.rotated(result, group_size)[:, :inputs] / group_size
-        torch.testing.assert_close(grouped.dequantized(packed, torch.float64), back, rtol=1e-5, atol=1e-5)
+        meant = dequantizing.rotated(meant, group_size)
+        back = dequantizing.rotated(result, group_size)[:, :inputs] / group_size
+        torch.testing.assert_close(dequantizing.dequantized(packed, torch.float64), back, rtol=1e-5, atol=1e-5)
     else:
         meant = meant[:, :inputs]
     groups = -(-inputs // group_size)

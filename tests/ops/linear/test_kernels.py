@@ -19,6 +19,7 @@ from fastgen.ops import _library, quantized_linear
 from fastgen.ops.linear import grouped, panels
 from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, UPCAST
 from tests.ops.instructions import has_tiles, instruction_set
+from tests.ops.linear import dequantizing
 
 _ops = torch.ops.fastgen
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -98,7 +99,7 @@ def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kern
 
     def pack(weight: Tensor) -> Packed:
         packed = grouped.rounded(weight, bits, GROUP_SIZE, rotated)
-        return Packed(packed, grouped.dequantized(packed, torch.float64))
+        return Packed(packed, dequantizing.dequantized(packed, torch.float64))
 
     def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
         parts = [[weight[part] for weight in weights] for part in range(4)]
