@@ -253,8 +253,9 @@ def _factors(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None
 
 def values(qweight: Tensor, factors: list[Tensor | None], bits: int, group_size: int) -> Tensor:
     """The dequantised weight, [N, K], in float32; the factors are scales, zeros and mins."""
-    # The last group may be smaller.
-    groups = F.pad(qweight, (0, -qweight.shape[1] % group_size)).unflatten(1, (-1, group_size)).float()
+    missing = -qweight.shape[1] % group_size  # of the last group
+    whole = F.pad(qweight, (0, missing)) if missing else qweight
+    groups = whole.unflatten(1, (-1, group_size)).float()
     scales, zeros, mins = (None if each is None else each.float().unsqueeze(2) for each in factors)
     assert scales is not None
     if mins is not None:
