@@ -34,7 +34,8 @@ TAKEN: dict[str, dict[str, set[str]]] = {
     },
     "a row more": {
         "advance_": {"numbers"}, "commit_": {"eos"}, "take_beams_": {"eos"}, "take_rows_": {"eos"},
-        "group_extremes": {"weight"}, "pack_panels": {"weight"}, "grouped_linear": {"x"},
+        "group_extremes": {"weight"}, "pack_panels": {"weight"}, "pack_bf16": {"weight"}, "bf16_gemm": {"x"},
+        "grouped_linear": {"x"},
         "grouped_rows": {"like", "which"}, "packed_attention": {"query", "lengths"},
         "packed_attention.out": {"lengths"}, "rms_norm_out": {"x", "out"},
         "decode_attention_out": {"suffix_lengths", "mask"}, "kv_write": {"position"},
