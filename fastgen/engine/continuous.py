@@ -68,7 +68,7 @@ class ContinuousBatches:
         self.prefills = Prefills(pads(model), has_encoder, max_stall, PREFIX_BYTES if max_stall is None else None)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
-        self._expected = 0  # requests that waited, and may share the latest prefill
+        self._expected = 0  # requests that waited with the latest, and may be in one step
         self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
         self._state: Any = None  # of the model that requests in slots have entered with
         self.reset()
@@ -140,7 +140,8 @@ class ContinuousBatches:
             chosen = self._cheapest(like, self.most_rows)
         else:
             like = [each for each in waiting if each.prefill_group == first.prefill_group]
-            self._expected, has_entered = len(like), self._has_slots.get(first.prefill_group, False)
+            self._expected = sum(_may_share_step(first, each) for each in waiting)
+            has_entered = self._has_slots.get(first.prefill_group, False)
             if not has_entered:  # it may yet turn out to be a static batch
                 like = [each for each in like if each.group == first.group]
             is_alone = first.prefill_group is None or self.prefills.alone(first, like)
@@ -398,3 +399,9 @@ class ContinuousBatches:
             self._leave(last)
             self._again.insert(0, [last.owner])
             self.counts["preempted"] += 1
+
+
+def _may_share_step(one: Request, other: Request) -> bool:
+    """Whether requests are likely to be of one kind: numbers of processors are each one's own."""
+    kinds = [(each.rows, getattr(each.config, "do_sample", None)) for each in (one, other)]
+    return kinds[0] == kinds[1]

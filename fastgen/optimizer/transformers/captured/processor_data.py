@@ -32,7 +32,7 @@ class Number:
     def __init__(self, bucket: Bucket, dtype: torch.dtype = torch.float64) -> None:
         self._per_input, size = bucket.per_input, list[int]()
         if bucket.slots:
-            assert bucket.inputs is not None, "slots have places"
+            assert bucket.inputs is not None and bucket.device.type == "cpu", "slots have places, on the CPU"
             size = [bucket.inputs * bucket.per_input, 1]
         self.values = torch.zeros(size, dtype=dtype, device=bucket.device)
         # A GPU divides by a number from the host by multiplying with its inverse.
@@ -71,7 +71,7 @@ class Number:
 
     def __rsub__(self, x: float) -> Number:
         difference = copy.copy(self)
-        difference.values = x - self.values
+        difference.values, difference._inverse = x - self.values, None
         return difference
 
     def __gt__(self, x: Tensor) -> Tensor:

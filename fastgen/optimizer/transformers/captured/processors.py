@@ -2,12 +2,14 @@
 
 Those that are operations on the scores alone are the library's own objects; the others are rewritten.
 
-What is frozen in a capture is exactly what is in the signature. Lengths, penalties, temperatures and tokens are data:
-each call copies its own into buffers that stay (`CapturedProcessor.refresh`), so that calls share a recording.
+What is frozen in a capture is exactly what is in the signature. Tokens are data: each call copies its own into buffers
+that stay (`CapturedProcessor.refresh`), so that calls share a recording. So are numbers, such as lengths, penalties and
+temperatures (`CapturedProcessor.fill`), which are those of each input where inputs come and go.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from fastgen import releases
+from fastgen.decoding import library_code
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits
@@ -27,6 +30,8 @@ from fastgen.optimizer.transformers.captured.sizes import round_up
 _TOKENS = 4
 # Top-k sampling keeps up to so many tokens, at least.
 _KEPT_BY_TOP_K = 64
+# No vocabulary has as many.
+_MOST_BY_TOP_K = 2**31
 # The encoder's input, at least.
 _ENCODER_TOKENS = 512
 
@@ -79,7 +84,7 @@ def signature(processor: Any, lengths: Lengths) -> Signature | None:
 
 
 def _signed(processor: Any, lengths: Lengths) -> _Signed | None:
-    reader = _READERS.get(type(processor))
+    reader = _READERS.get(type(processor)) if _is_the_librarys(type(processor)) else None
     found = vars(processor) if reader is not None else {}
     if reader is None or not set(reader.names) <= found.keys() <= {*reader.names, *reader.others}:
         return None
@@ -87,6 +92,11 @@ def _signed(processor: Any, lengths: Lengths) -> _Signed | None:
         return reader.sign(processor, lengths, *(found[name] for name in reader.names))
     except Unknown:
         return None
+
+
+def _is_the_librarys(kind: type) -> bool:
+    """Whether nobody has put code of their own in the place of what a processor of this class does."""
+    return library_code.is_own(inspect.getattr_static(kind, "__call__", None))
 
 
 def captured(processor: Any, bucket: Bucket, lengths: Lengths) -> CapturedProcessor | None:
@@ -141,11 +151,11 @@ def numbers(processor: Any, lengths: Lengths) -> tuple[float, ...]:
 
 def with_temperature(given: Sequence[Any]) -> Any:
     """Processors of a call that samples, with a temperature: 1 changes no bit, and slots share a step with others."""
-    kinds = [type(each) for each in given]
-    if library.TemperatureLogitsWarper in kinds:
+    kinds, neutral = [type(each) for each in given], library.TemperatureLogitsWarper(1.0)
+    if type(neutral) in kinds or not all(_is_the_librarys(kind) for kind in (*kinds, type(neutral))):
         return given
     place = next((number for number, kind in enumerate(kinds) if kind in _BEHIND_TEMPERATURE), len(kinds))
-    return library.LogitsProcessorList([*given[:place], library.TemperatureLogitsWarper(1.0), *given[place:]])
+    return library.LogitsProcessorList([*given[:place], neutral, *given[place:]])
 
 
 def refresh(made: CapturedProcessor, processor: Any, lengths: Lengths) -> bool:
@@ -257,8 +267,9 @@ def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep
 
 
 def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> _Signed:
-    room = power_of_two(max(_of_type(kept, int), _KEPT_BY_TOP_K))
-    return _Signed((rewritten.TopK, room, _of_type(filter_value, int, float)), numbers=(kept,))
+    most = min(_of_type(kept, int), _MOST_BY_TOP_K)
+    room = power_of_two(max(most, _KEPT_BY_TOP_K))
+    return _Signed((rewritten.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
 
 
 def _library(number: str | None = None, *names: str) -> _Reader:

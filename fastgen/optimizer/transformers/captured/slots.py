@@ -54,7 +54,7 @@ def running(device: torch.device) -> Iterator[None]:
 
 
 class Slots:
-    """A step of a model, and the inputs in it. All agree in what is frozen in the step, and in what it has as data.
+    """A step of a model, and the inputs in it. All agree in what is frozen in it, and in its data but for numbers.
 
     Args:
         decoding: the first call whose inputs are to enter.
