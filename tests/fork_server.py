@@ -2,10 +2,14 @@
 
     python -m tests.fork_server FOLDER
 
-It listens on FOLDER/socket, and writes to FOLDER/bin a `python` and the commands of pyproject.toml. Each of them runs
-what the real one would run, with the same arguments, environment, folder and standard streams, and ends with its exit
-status. An interrupt is passed on, and whoever is killed takes the program along. The interpreter is already there,
-which saves seconds each time. FastGen is not imported before the fork, so that it reads the environment of the command.
+It writes to FOLDER/bin a `python` and the commands of pyproject.toml. Each of them runs what the real one would run,
+with the same arguments, environment, folder and standard streams, and ends with its exit status. An interrupt is
+passed on, and whoever is killed takes the program along. The interpreter is already there, which saves seconds each
+time.
+
+Programs of FastGen are forks of a process that has imported it, too, and those for FairSeq of one that has FairSeq as
+well. Others, and those whose environment has settings of FastGen's, which it reads when it is imported, are forks of
+one without.
 """
 
 from __future__ import annotations
@@ -21,16 +25,22 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
+# What is imported for a program: up to the first of these that its name has, or that of its module.
+LEVELS = ("fairseq", "fastgen")
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+module = sys.argv[2] if sys.argv[1:2] == ["-m"] else {program!r}
+own_settings = any(name.startswith("FASTGEN_") and name != "FASTGEN_CACHE" for name in os.environ)
+imported = next((each for each in {levels!r} if not own_settings and each in module), "nothing")
 server = socket.socket(socket.AF_UNIX)
-server.connect({address!r})
+server.connect({folder!r} + "/" + imported)
 signal.signal(signal.SIGINT, lambda *_: server.sendall(b"interrupt\\n"))
 request = {{"program": {program!r}, "words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
 socket.send_fds(server, [b"0"], [0, 1, 2])
@@ -43,11 +53,10 @@ def main(folder: Path) -> None:
     scripts = dict(
         re.findall(r'^([\w-]+) = "(fastgen_cli\.\w+:\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     )
-    address = str(folder / "socket")
     (folder / "bin").mkdir()
     for program in ("python", *scripts):
         path = folder / "bin" / program
-        path.write_text(CLIENT.format(python=sys.executable, address=address, program=program))
+        path.write_text(CLIENT.format(python=sys.executable, folder=str(folder), levels=LEVELS, program=program))
         path.chmod(0o755)
     import torch  # noqa: F401
     import transformers
@@ -60,27 +69,48 @@ def main(folder: Path) -> None:
     for name in ("sacrebleu", "rouge_score.rouge_scorer", "hydra"):  # which metrics and FairSeq need
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    _serve_in_a_fork(folder / "nothing", scripts)
+    importlib.import_module("fastgen")
+    _serve_in_a_fork(folder / "fastgen", scripts)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("fairseq")
+    _serve_in_a_fork(folder / "fairseq", scripts)
+    print("ready", flush=True)
+    parent = os.getppid()
+    while os.getppid() == parent:  # somebody is left who would end this process
+        time.sleep(2)
+
+
+def _serve_in_a_fork(address: Path, scripts: dict[str, str]) -> None:
+    """Has a fork run programs with what has been imported so far."""
     # Programs need not look through what stays, and copy it by that.
     gc.collect()
     gc.freeze()
+    parent = os.getpid()
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
+        listening.bind(str(address))
         listening.listen()
-        print("ready", flush=True)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        listening.settimeout(2)
-        parent = os.getppid()
-        while True:
-            try:
-                connection = listening.accept()[0]
-            except TimeoutError:
-                if os.getppid() != parent:  # nobody is left who would end this process
-                    return
-                continue
-            if os.fork() == 0:
-                listening.close()
-                break
-            connection.close()
+        if os.fork() == 0:
+            _serve(listening, parent, scripts)
+
+
+def _serve(listening: socket.socket, parent: int, scripts: dict[str, str]) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listening.settimeout(2)
+    while True:
+        try:
+            connection = listening.accept()[0]
+        except TimeoutError:
+            if os.getppid() != parent:
+                os._exit(0)
+            continue
+        if os.fork() == 0:
+            listening.close()
+            _run_for(connection, scripts)
+        connection.close()
+
+
+def _run_for(connection: socket.socket, scripts: dict[str, str]) -> NoReturn:
     # This fork waits for the program, which is a fork of its own, and reports how it ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
