@@ -5,6 +5,8 @@ PYTHON ?= python3
 # What pip is asked for as torch; `cpu` for the build without CUDA; `installed` for the torch that PYTHON already has.
 TORCH ?= torch
 PYTEST_ARGS ?=
+# What `make test` does before the tests; empty where it was done already.
+LINT ?= lint
 GPU_CHECK_ARGS ?=
 CHECK_WHEEL ?=
 FAIRSEQ ?= fairseq==0.12.2
@@ -16,8 +18,10 @@ BIN := .venv/bin
 # The test processes share out the tests: one that is done takes over some of another's. On a GPU there is one process.
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python compiles the modules that are imported. pip would compile all that it installs, which takes most of a minute.
+INSTALL := $(BIN)/pip install --no-compile
 
-.PHONY: help setup demo test test-long test-machines lint docs format test-versions test-newest bench bench-quick bench-openvino bench-llama gpu-check wheel check-wheel check-fresh clean
+.PHONY: help setup demo test test-long test-machines lint types style docs format test-versions test-newest bench bench-quick bench-openvino bench-llama gpu-check wheel check-wheel check-fresh clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +31,7 @@ setup: .venv/.dependencies .venv/.built ## make the virtual environment .venv an
 demo: .venv/.built ## install what the commands need, generate for 500 real sources without and with FastGen, and compare
 	@$(BIN)/python examples/demo.py
 
-test: setup lint ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
+test: setup $(LINT) ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
 	$(BIN)/python -m pytest $(SHARED_OUT) $(PYTEST_ARGS)
 
 test-long: setup ## the tests that draw very many cases, of which `make test` runs a sample
@@ -36,10 +40,15 @@ test-long: setup ## the tests that draw very many cases, of which `make test` ru
 test-machines: setup ## the tests that depend on rounding, on every instruction set, number of threads, oneDNN on and off
 	$(BIN)/python -m tests.machines $(SHARED_OUT) $(PYTEST_ARGS)
 
-lint: setup ## ruff, mypy, the import contracts and the documentation
+# They need no operators, so that with `--jobs` they run beside each other while these are compiled.
+lint: types style ## ruff, mypy, the import contracts and the documentation
+
+types: .venv/.dependencies
+	$(BIN)/mypy
+
+style: .venv/.dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_words.py
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
@@ -108,18 +117,18 @@ FIND_TORCH = from importlib.util import find_spec as find; import os, sys; torch
 	@$(PYTHON) -m venv .venv
 	@$(if $(filter installed,$(TORCH)),$(PYTHON) -c '$(FIND_TORCH)' > "$$(echo .venv/lib/python*/site-packages)/torch.pth")
 	@grep -vE '^($(UNPINNED))==' constraints.txt > .venv/constraints.txt
-	@$(BIN)/pip install -q --upgrade pip
-	@$(BIN)/pip install -c .venv/constraints.txt setuptools $(WANTED_TORCH)
-	@FASTGEN_NO_EXT=1 $(BIN)/pip install -c .venv/constraints.txt --no-build-isolation -e '.[transformers,cli]'
+	@$(INSTALL) -q --upgrade pip
+	@$(INSTALL) -c .venv/constraints.txt setuptools $(WANTED_TORCH)
+	@FASTGEN_NO_EXT=1 $(INSTALL) -c .venv/constraints.txt --no-build-isolation -e '.[transformers,cli]'
 	@touch $@
 
 # FairSeq is installed without its dependencies, because no current pip can install the releases that it asks for, and
 # it is built in isolation, because it builds extensions that its release lacks where it finds torch.
 .venv/.dependencies: .venv/.demo
 	@echo "Installing what the tests need as well, which takes minutes"
-	@FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c .venv/constraints.txt --no-build-isolation \
+	@FASTGEN_NO_EXT=1 $(INSTALL) -q -c .venv/constraints.txt --no-build-isolation \
 		-e '.[transformers,fairseq,cli,serve,dev,bench]'
-	@PIP_CONSTRAINT=.venv/constraints.txt $(BIN)/pip install --no-deps $(FAIRSEQ) > .venv/fairseq.log 2>&1 \
+	@PIP_CONSTRAINT=.venv/constraints.txt $(INSTALL) --no-deps $(FAIRSEQ) > .venv/fairseq.log 2>&1 \
 		|| echo '$(FAIRSEQ) could not be installed (see .venv/fairseq.log): its tests are left out'
 	@touch $@
 
