@@ -85,12 +85,12 @@ _ALL = [
     "uses",
     [["fork pool bart", "spawn executor llama"], *(pytest.param([each], marks=pytest.mark.long) for each in _ALL)],
 )
-def test_a_pool_of_processes(uses: list[str], tmp_path: Path) -> None:
+def test_a_pool_of_processes(uses: list[str], tmp_path: Path, programs: Path) -> None:
     script = tmp_path / "pools.py"
     script.write_text(_SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, script, *uses],
+        [programs / "python", script, *uses],
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
