@@ -179,6 +179,7 @@ RETURNED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2, each=("model", "options"))
 @both_kinds
 @pytest.mark.parametrize("options", RETURNED, ids=map(str, range(len(RETURNED))))
 def test_what_is_returned_beside_the_sequences(model: Any, options: dict[str, Any]) -> None:
@@ -314,6 +315,7 @@ def test_what_a_step_is_found_out_to_do_is_kept(llama: Any, monkeypatch: pytest.
     assert len(watched) == 1
 
 
+@pytest.mark.sampled(2, each=("model", "options"))
 @both_kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_a_budget_of_memory(model: Any, options: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ import contextlib
 import gc
 import os
 import subprocess
-import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -387,7 +387,7 @@ def test_disabled_while_requests_run(model: Any, gate: Gate) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_and_a_program_that_ends_while_requests_run() -> None:
+def test_a_forked_process_and_a_program_that_ends_while_requests_run(programs: Path) -> None:
     """The parent's requests are not the child's; the engine works in both."""
     program = """
 import os, torch, fastgen
@@ -411,5 +411,5 @@ with engine.paused():
 assert torch.equal(future.result(60), expected)
 futures = [engine.submit([5, 6, n + 7], max_new_tokens=500, eos_token_id=None) for n in range(100)]
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([programs / "python", "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
