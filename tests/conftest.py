@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -233,25 +232,24 @@ def kernels(device: torch.device) -> None:
 
 
 @pytest.fixture(scope="session")
-def programs() -> Iterator[Path]:
+def programs(shared_folder: Callable[[str], contextlib.AbstractContextManager[tuple[Path, bool]]]) -> Path:
     """The folder of `python` and the commands, as forks of a process that has imported what takes long.
 
-    For tests of what a program does, not of how Python starts or imports.
+    For tests of what a program does, not of how Python starts or imports. The process ends after the tests.
     """
-    # A short path: that of a socket has at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="fastgen-"))
-    command = [sys.executable, "-m", "tests.fork_server", str(folder)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
-    server = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert server.stdout is not None and server.stdout.readline() == "ready\n"
-        yield folder / "bin"
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        shutil.rmtree(folder)
+    with shared_folder("programs") as (shared, is_new):
+        if is_new:
+            # A short path: that of a socket has at most 107 bytes.
+            folder = tempfile.mkdtemp(prefix="fastgen-")
+            tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+            command = [sys.executable, "-m", "tests.fork_server", folder, str(tests)]
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+            server = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+            (shared / "place").write_text(folder)
+        return Path((shared / "place").read_text(), "bin")
 
 
 @pytest.fixture

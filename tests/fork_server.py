@@ -1,6 +1,6 @@
 """Runs Python programs in forks of one process that has imported torch and Transformers already.
 
-    python -m tests.fork_server FOLDER
+    python -m tests.fork_server FOLDER PROCESS
 
 It writes to FOLDER/bin a `python` and the commands of pyproject.toml. Each of them runs what the real one would run,
 with the same arguments, environment, folder and standard streams, and ends with its exit status. An interrupt is
@@ -9,7 +9,7 @@ time.
 
 Programs of FastGen are forks of a process that has imported it, too, and those for FairSeq of one that has FairSeq as
 well. Others, and those whose environment has settings of FastGen's, which it reads when it is imported, are forks of
-one without.
+one without. All of it ends with PROCESS.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -49,7 +50,7 @@ sys.exit(int(server.makefile().readline() or 70))
 """
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, user: int) -> None:
     scripts = dict(
         re.findall(r'^([\w-]+) = "(fastgen_cli\.\w+:\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     )
@@ -76,9 +77,12 @@ def main(folder: Path) -> None:
         importlib.import_module("fairseq")
     _serve_in_a_fork(folder / "fairseq", scripts)
     print("ready", flush=True)
-    parent = os.getppid()
-    while os.getppid() == parent:  # somebody is left who would end this process
-        time.sleep(2)
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(user, 0)  # which only looks whether it is there
+            time.sleep(1)
+    shutil.rmtree(folder)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _serve_in_a_fork(address: Path, scripts: dict[str, str]) -> None:
@@ -86,24 +90,17 @@ def _serve_in_a_fork(address: Path, scripts: dict[str, str]) -> None:
     # Programs need not look through what stays, and copy it by that.
     gc.collect()
     gc.freeze()
-    parent = os.getpid()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(address))
         listening.listen()
         if os.fork() == 0:
-            _serve(listening, parent, scripts)
+            _serve(listening, scripts)
 
 
-def _serve(listening: socket.socket, parent: int, scripts: dict[str, str]) -> NoReturn:
+def _serve(listening: socket.socket, scripts: dict[str, str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    listening.settimeout(2)
     while True:
-        try:
-            connection = listening.accept()[0]
-        except TimeoutError:
-            if os.getppid() != parent:
-                os._exit(0)
-            continue
+        connection = listening.accept()[0]
         if os.fork() == 0:
             listening.close()
             _run_for(connection, scripts)
@@ -164,4 +161,4 @@ def _run(request: dict[str, Any], streams: list[int], scripts: dict[str, str]) -
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -17,7 +17,10 @@ from tests.equivalence.models import FAMILIES, Family
 MODELS = [(family, attention) for family in FAMILIES for attention in family.attentions()]
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True}
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5, each=("family", "attention", "decoding", "shape"))]
+pytestmark = [
+    pytest.mark.usefixtures("strict"),
+    pytest.mark.sampled(5, each=("family", "attention", "decoding", "shape")),
+]
 
 
 def _id(value: Any) -> str:

@@ -232,6 +232,7 @@ def test_gradients_of_the_bias_alone(layout: str, monkeypatch: pytest.MonkeyPatc
 # ---- the layout for GPUs
 
 
+@pytest.mark.sampled(3, each=("form", "inputs"))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
 def test_activations_stay_floats_on_a_gpu(

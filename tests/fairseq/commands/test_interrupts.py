@@ -27,7 +27,7 @@ def into(stdout: str) -> dict[str, Any]:
     ("stdout", "said"), [("closed", "stdout is closed"), ("full", "cannot write standard output: No space left")]
 )
 @pytest.mark.parametrize("program", [commands.GENERATE, commands.INTERACTIVE, "fastgen-generate"])
-def test_output_that_cannot_be_printed_is_one_line(world, program, stdout, said):
+def test_output_that_cannot_be_printed_is_one_line(world, program, stdout, said, programs):
     words = [world.data, "--path", world.model, *BASE]
     if program == commands.INTERACTIVE:
         words += ["--input", world.folder / "valid.de", "--buffer-size", 8]
@@ -35,7 +35,9 @@ def test_output_that_cannot_be_printed_is_one_line(world, program, stdout, said)
         words = [world.model, world.data, "-", *BASE]
     module = "fastgen_cli.generate" if program == "fastgen-generate" else "fastgen_cli.fairseq"
     words = words if program == "fastgen-generate" else [program.split("-")[1], *words]
-    done = run(module, *words, status=2, **into(stdout))
+    # What is closed before the interpreter starts needs one of its own.
+    python = sys.executable if stdout == "closed" else programs / "python"
+    done = run(module, *words, program=python, status=2, **into(stdout))
     found = [line for line in done.stderr.splitlines() if line.startswith(f"{program}: ")]
     assert len(found) == 1 and said in found[0] and "--debug" not in found[0]
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
