@@ -255,7 +255,7 @@ FAMILIES = [
     _seq2seq(
         "blenderbot-small",
         "BlenderbotSmallForConditionalGeneration",
-        Weights(4, gain=2.5),
+        Weights(1, eos=3.0, gain=2.5),
         {**BART, "decoder_start_token_id": BOS},
     ),
     _seq2seq(
