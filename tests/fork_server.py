@@ -33,15 +33,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-# What is imported for a program: up to the first of these that its name has, or that of its module.
-LEVELS = ("fairseq", "fastgen")
+# What is imported for a program, by what its name has, or that of its module.
+LEVELS = {"fairseq": ["fairseq"], "fastgen": ["fastgen", "tests.docs.run_page"]}
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 module = sys.argv[2] if sys.argv[1:2] == ["-m"] else {program!r}
 own_settings = any(name.startswith("FASTGEN_") and name != "FASTGEN_CACHE" for name in os.environ)
-imported = next((each for each in {levels!r} if not own_settings and each in module), "nothing")
+found = [level for level, names in {levels!r}.items() if any(name in module for name in names) and not own_settings]
 server = socket.socket(socket.AF_UNIX)
-server.connect({folder!r} + "/" + imported)
+server.connect({folder!r} + "/" + (found or ["nothing"])[0])
 signal.signal(signal.SIGINT, lambda *_: server.sendall(b"interrupt\\n"))
 request = {{"program": {program!r}, "words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
 socket.send_fds(server, [b"0"], [0, 1, 2])

@@ -50,6 +50,7 @@ def test_shapes(family: Family, attention: str, shape: str) -> None:
     assert accelerated() == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "attention"), MODELS, ids=_id)
 def test_prefix_is_shared(family: Family, attention: str, shared_prefixes: SharedPrefixes) -> None:
     """The prompt or source is kept once per input, and no model makes the full tensor of it while it decodes."""
