@@ -49,7 +49,7 @@ SEARCH: dict[str, dict[str, Any]] = {
     "early_stopping never": {"early_stopping": "never"},
     "early_stopping never, length_penalty 2": {"early_stopping": "never", "length_penalty": 2.0},
     "num_return_sequences 4": {"num_return_sequences": 4},
-    "as many beams as half the vocabulary": {"num_beams": VOCABULARY // 2 + 1, "max_new_tokens": 3},
+    "as many beams as half the vocabulary": {"num_beams": VOCABULARY // 2 + 1, "max_new_tokens": 4},
     "num_beams 2": {"num_beams": 2},
 }
 

@@ -403,7 +403,6 @@ def test_encoders(seed: int) -> None:
 BACK = [_switched, _restored, _unhooked]
 
 
-@pytest.mark.sampled(2, each=("change", "what"))
 @pytest.mark.parametrize("what", [_generate, _encode], ids=["generate", "encoder"])
 @pytest.mark.parametrize("change", [each for each in dict.fromkeys(CHANGES) if each not in BACK])
 def test_each_kind_of_change(change: Callable[[World], object], what: Callable[..., None]) -> None:

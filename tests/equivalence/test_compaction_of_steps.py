@@ -42,7 +42,6 @@ def inputs_of_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
-@pytest.mark.sampled(2, each=("family", "way"))
 @every
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_those_that_go_on_are_what_they_were(

@@ -29,7 +29,7 @@ WITHOUT_BEAMS = {"rwkv"}
 # ---- models of all kinds
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("decoding", ["beam", "sampling, 4 returned"], ids=["beam", "sample"])
 @pytest.mark.parametrize("family", OTHERS, ids=str)
 def test_other_models(family: Any, decoding: str) -> None:

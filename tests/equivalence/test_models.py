@@ -17,10 +17,7 @@ from tests.equivalence.models import FAMILIES, Family
 MODELS = [(family, attention) for family in FAMILIES for attention in family.attentions()]
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True}
 
-pytestmark = [
-    pytest.mark.usefixtures("strict"),
-    pytest.mark.sampled(5, each=("family", "attention", "decoding", "shape")),
-]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
 
 
 def _id(value: Any) -> str:
@@ -50,7 +47,6 @@ def test_shapes(family: Family, attention: str, shape: str) -> None:
     assert accelerated() == 1
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "attention"), MODELS, ids=_id)
 def test_prefix_is_shared(family: Family, attention: str, shared_prefixes: SharedPrefixes) -> None:
     """The prompt or source is kept once per input, and no model makes the full tensor of it while it decodes."""

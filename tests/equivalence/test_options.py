@@ -19,7 +19,7 @@ from tests.equivalence.check import accelerated, assert_same, check, run
 from tests.equivalence.models import BY_NAME, LONG, VOCABULARY, Family
 from tests.equivalence.options import FAMILIES, SCORES, any_decoding, beam_and_sample, checked, every
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(8, each=("option",))]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
 
 def _id(value: Any) -> str:

@@ -35,7 +35,7 @@ from tests.equivalence.captured import (
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
 
-pytestmark = pytest.mark.sampled(12, each=("family",))
+pytestmark = pytest.mark.sampled(8)
 
 CPU = torch.device("cpu")
 
