@@ -24,6 +24,7 @@ from fastgen.optimizer.transformers.captured.processors import (
     numbers,
     refresh,
     signature,
+    with_temperature,
 )
 from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
 
@@ -304,6 +305,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
             made, PROCESSORS[name](call._replace(inputs=call.inputs + 1)), Lengths(call.prompt, call.limit)
         )
         _check_every_length(made, processor, call, Step(call.rows))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "repetition", "no_repeat_2"])
+def test_one_whose_code_was_exchanged_is_the_librarys_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, lengths = PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)
+    assert signature(processor, lengths) is not None and len(with_temperature([processor])) == 1 + (
+        name != "temperature"
+    )
+    monkeypatch.setattr(type(processor), "__call__", lambda self, tokens, scores: scores)
+    assert signature(processor, lengths) is None
+    given = [processor]
+    assert with_temperature(given) is given
+
+
+def test_more_than_any_vocabulary_is_kept() -> None:
+    processor, scores = library.TopKLogitsWarper(2**70), _scores(FIRST.rows, seed=1)
+    made = captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
+    assert made is not None and torch.equal(made(scores.clone(), Step(FIRST.rows).set(FIRST, 5)), scores)
 
 
 class AnyOrder(TorchDispatchMode):
