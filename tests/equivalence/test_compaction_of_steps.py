@@ -62,7 +62,13 @@ def test_those_that_go_on_are_what_they_were(
 def test_nobody_leaves_where_that_is_seen(inputs_of_programs: list[int]) -> None:
     family = FAMILIES[3]
     model, _ = build(family, CPU)
-    for more in ({"do_sample": True}, {"return_dict_in_generate": True, "output_scores": True}):
+    is_seen: list[dict[str, Any]] = [
+        {"do_sample": True},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"encoder_repetition_penalty": 3.0},  # of the tokens of each input, which stay where they are
+        {"encoder_no_repeat_ngram_size": 1},
+    ]
+    for more in is_seen:
         options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [EOS, *range(20, 32)], **more}
         check(model, family.make_inputs(6, LONG), lambda options=options: copy.deepcopy(options))
     assert set(inputs_of_programs) == {6}

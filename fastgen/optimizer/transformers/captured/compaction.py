@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgen.optimizer.transformers.captured import any_batch
+from fastgen.optimizer.transformers.captured import any_batch, rewritten_processors
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -41,7 +41,7 @@ class Compaction:
         self._order = list(range(inputs))  # the input of each place
         self._finished: dict[int, Tensor] = {}
         self._steps, self._lost = 0, 0.0
-        self._is_over = not any_batch.is_symbolic(key)  # nobody leaves any more
+        self._is_over = not any_batch.is_symbolic(key) or has_rows(key)  # nobody leaves any more
 
     @property
     def places(self) -> int | None:
@@ -97,3 +97,11 @@ class Compaction:
         longest = max(each.shape[1] for each in found.values())
         width = [(0, longest - found[number].shape[1]) for number in sorted(found)]
         return torch.cat([pad(found[number], more, value=self._fill) for number, more in enumerate(width)])
+
+
+def has_rows(key: Key) -> bool:
+    """Whether a processor has something of each row or input, such as the encoder's tokens, which does not move."""
+    kinds = rewritten_processors.EncoderRepetitionPenalty, rewritten_processors.EncoderNoRepeatNGram
+    signatures: Any = key.processors or ()
+    of_rows = rewritten_processors.RepetitionPenalty.ROWS
+    return any(kind in kinds or of_rows in frozen for kind, *frozen in signatures)
