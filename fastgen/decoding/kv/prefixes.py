@@ -60,10 +60,11 @@ class PrefixCache:
         return [_joined(pairs) for pairs in by_layer]
 
     def put(self, tokens: Sequence[int], layers: Sequence[Pair]) -> None:
-        """Keeps K and V of a prompt, [1, heads, tokens, dim] each, in whole blocks."""
+        """Keeps K and V of a prompt, [1, heads, tokens, dim] each, in whole blocks: as many as there is room for."""
         parent: _Block | None = None
         by_block = [(keys.split(BLOCK, dim=2), values.split(BLOCK, dim=2)) for keys, values in layers]
-        for number, part in enumerate(_blocks(tokens)):
+        of_block = BLOCK * sum(part[:, :, 0].nbytes for pair in layers for part in pair)
+        for number, part in enumerate(_blocks(tokens)[: self.most_bytes // of_block]):
             known = self._first if parent is None else parent.children
             block = known.get(part)
             if block is None:
