@@ -31,8 +31,9 @@ from fastgen.optimizer.transformers.entering import entering
 
 # Steps of so many kinds run in turn. A request of another kind is a static batch while there are as many.
 MOST_IN_USE = 8
-# Seconds in which no other thread gets the turn for captured steps, and nobody looks whether weights were written to.
-_TURN = 2.0
+# Seconds in which no other thread gets the turn for captured steps, and nobody looks whether weights were written to;
+# and where others wait for it, as another engine does. Each turn looks at the weights once more.
+_TURN, _SHARED_TURN = 2.0, 0.25
 # Seconds between two turns, in which others may take theirs.
 _BREATH = 0.001
 # A prefill reads all weights, as a decode step does: it waits until this part of the slots is free, or so many steps.
@@ -182,7 +183,7 @@ class ContinuousBatches:
             time.sleep(_BREATH)
 
     def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
-        until = time.monotonic() + _TURN
+        begin = time.monotonic()
         while True:
             while requests:
                 self._begin(requests)
@@ -197,7 +198,8 @@ class ContinuousBatches:
             for step in list(self._in_use.values()):
                 self._advance(step)
             self._make_room()
-            if time.monotonic() > until:  # behind a step, and before it is asked who runs next, which counts
+            most = _SHARED_TURN if graph.is_wanted(self.model.device) else _TURN
+            if time.monotonic() - begin > most:  # behind a step, and before it is asked who runs next, which counts
                 return
             requests = self._next(more)
 

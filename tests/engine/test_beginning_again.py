@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -36,6 +37,34 @@ def test_weights_that_change_while_requests_are_in_slots(llama: Any) -> None:
     assert has_changed and executor.counts["repeated"] and not executor.busy
     for request, prompt, kind in zip(requests, PROMPTS, kinds, strict=True):
         assert torch.equal(request.future.result(0), alone(llama, prompt, **kind))
+
+
+def test_two_engines_take_turns(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose requests take long lets the other one go on, although its own turn would be far from over."""
+    monkeypatch.setattr(continuous, "_TURN", 3600.0)
+    monkeypatch.setattr(continuous, "_SHARED_TURN", 0.0)
+    short: list[Any] = []
+
+    class Waits:
+        """Until the other engine waits for its turn, and later sees whether that has had it."""
+
+        has_come, others_are_over = threading.Event(), False
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.has_come.set()
+            while not (short and (graph.is_wanted(llama.device) or short[0].done())):
+                time.sleep(0.001)
+            self.others_are_over = short[0].done()
+            return scores
+
+    waits = Waits()
+    with fastgen.Engine(llama) as engine, fastgen.Engine(llama) as other:
+        long = engine.submit(PROMPTS[0], logits_processor=[waits], max_new_tokens=300, eos_token_id=None)
+        assert waits.has_come.wait(WAIT)
+        short.append(other.submit(PROMPTS[1], max_new_tokens=5, eos_token_id=None))
+        expected = alone(llama, PROMPTS[1], max_new_tokens=5, eos_token_id=None)
+        assert torch.equal(short[0].result(WAIT), expected) and long.result(WAIT).shape[1] == 304
+        assert waits.others_are_over and other.stats()["busy_row_steps"] and not other.stats()["repeated"]
 
 
 def test_a_thread_that_keeps_the_turn_for_captured_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
+from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import (
@@ -313,6 +314,18 @@ def test_what_a_step_is_found_out_to_do_is_kept(llama: Any, monkeypatch: pytest.
         run(executor, requests)
         assert_as_alone(llama, requests, [prompt])
     assert len(watched) == 1
+
+
+def test_what_is_recorded_is_asked_for_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that enter a captured step do not look at the model's state for it."""
+    asked: list[Any] = []
+    monkeypatch.setattr(any_batch, "is_recorded", lambda *given: (asked.append(given), True)[1])
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda self, rows, specializes: 0)
+    executor = ContinuousBatches(llama, 8)
+    requests = requests_for(llama, PROMPTS * 2)
+    run(executor, requests)
+    assert_as_alone(llama, requests, PROMPTS * 2)
+    assert len(asked) == 1
 
 
 @pytest.mark.sampled(2, each=("model", "options"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,7 +28,10 @@ from fastgen.ops import _library
 from fastgen.ops import gpu as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
-turn, _turn_on_cpu = forkable_lock(), forkable_lock()
+turn = forkable_lock()
+# Threads that wait for their turn on the CPU.
+_waiting: set[int] = set()
+_turn_on_cpu = forkable_lock(undo=_waiting.clear)
 
 
 @contextlib.contextmanager
@@ -46,10 +50,27 @@ def taken(device: torch.device, patience: float = 0.0) -> Iterator[None]:
             yield
         return
     with undoing(partial(_give_back, lock)):
-        if not (lock.acquire() if waits(device) else lock.acquire(timeout=patience)):
+        if not _acquired(lock, -1 if waits(device) else patience):
             raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
         with cache.call():
             yield
+
+
+def _acquired(lock: Any, patience: float) -> bool:
+    """Whether this thread has the turn now; it waits for so many seconds at the most, or, with -1, for any number."""
+    if lock.acquire(blocking=False):
+        return True
+    if lock is _turn_on_cpu and patience:
+        _waiting.add(threading.get_ident())
+    try:
+        return bool(lock.acquire(timeout=patience))
+    finally:
+        _waiting.discard(threading.get_ident())
+
+
+def is_wanted(device: torch.device) -> bool:
+    """Whether others wait for the turn, which this thread has. On the CPU alone it is known."""
+    return device.type == "cpu" and bool(_waiting)
 
 
 def _give_back(lock: Any) -> None:
@@ -92,7 +113,7 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
 
 def _take(lock: Any) -> None:
     if not lock._is_owned():
-        lock.acquire()
+        _acquired(lock, -1)
 
 
 class _Shared(NamedTuple):

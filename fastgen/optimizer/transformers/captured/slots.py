@@ -74,6 +74,7 @@ class Slots:
         self._eos, self._fill = decoding.prompt.eos, decoding.fill()
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
+        self._is_recorded = False  # what serves any number of inputs, the last time that somebody asked
         self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
         self._lost = 0.0  # seconds of idle rows, for want of a program for fewer
         self.taken: dict[int, Slot] = {}
@@ -162,10 +163,11 @@ class Slots:
         """Whether recording pays is a matter of all inputs that have come so far."""
         if settings.current().captured_step == "always":
             self._captures_from = 0
+        if self._captures_from <= self._steps:  # as the next step will be, whatever this input asks for
             return
         room = Sizes(0, 0, 0, 0) if self._step is None else self._step.sizes
-        specializes = any_batch.is_recorded(self._model, self._key, room)
-        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens, specializes)
+        self._is_recorded = self._is_recorded or any_batch.is_recorded(self._model, self._key, room)
+        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens, self._is_recorded)
         if starts is not None:
             self._captures_from = min(self._captures_from, self._steps + starts)
 
