@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+import fastgen
+from fastgen.decoding.captured import symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
-from fastgen.optimizer.transformers.captured import any_batch, compaction
+from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache
 from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import FAMILIES, build, captures, every, need_programs, reasons, record_from
 from tests.equivalence.check import check
-from tests.equivalence.models import EOS, LONG, Family
+from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, Family, padded
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {
@@ -24,6 +27,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "all returned": {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True},
     "processors": {"num_beams": 2, "repetition_penalty": 1.3, "min_new_tokens": 3},
 }
+
+LEAVING = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [EOS, *range(20, 32)]}
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +64,16 @@ def test_those_that_go_on_are_what_they_were(
     assert min(inputs_of_programs) < 6 or family.name == "bart", "whose inputs all end at once here"
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_what_the_penalty_leaves_out_moves_with_its_rows(beams: int, inputs_of_programs: list[int]) -> None:
+    """The library leaves padding out of it. Here the first inputs have most: those behind are not to take that over."""
+    model, _ = build(BY_NAME["llama"], CPU)
+    given = padded([3, 4, 5, 90, 91, 92, 93, 94], side="left", words=(FIRST_WORD, 60))
+    options = {**LEAVING, "num_beams": beams, "repetition_penalty": 1.8}
+    check(model, given, options)
+    assert captures() == 1 and min(inputs_of_programs) < 8
+
+
 def test_nobody_leaves_where_that_is_seen(inputs_of_programs: list[int]) -> None:
     family = FAMILIES[3]
     model, _ = build(family, CPU)
@@ -74,16 +89,73 @@ def test_nobody_leaves_where_that_is_seen(inputs_of_programs: list[int]) -> None
     assert set(inputs_of_programs) == {6}
 
 
+def test_without_memory_for_a_recording_all_places_are_computed(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is counted; and the next call, of another number of inputs, tries it once more."""
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    fastgen.reset_stats()
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(any_batch, "SymbolicStep", fails)
+        check(model, family.make_inputs(6, LONG), LEAVING)
+    assert fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
+    made, specialize = list[int](), CapturedPart.specialize
+    monkeypatch.setattr(
+        CapturedPart, "specialize", lambda part, inputs, *given: (made.append(inputs), specialize(part, inputs, *given))
+    )
+    check(model, family.make_inputs(7, LONG), LEAVING)
+    assert made and fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
+
+
+def test_what_has_no_programs_is_not_asked_in_each_step(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    asked, symbolic = list[int](), graph_cache.symbolic
+    monkeypatch.setattr(
+        graph_cache, "symbolic", lambda model, key, *given: (asked.append(given[0]), symbolic(model, key, *given))[1]
+    )
+    monkeypatch.setattr(any_batch.SymbolicStep, "specialize", lambda *given: None)
+    for _ in range(2):
+        check(model, family.make_inputs(6, LONG), LEAVING)
+    kinds = 2  # one that goes on with larger buffers, and one of this size
+    assert set(Counter(asked).values()) == {kinds} and max(asked) < 6
+
+
+def test_of_more_inputs_than_are_recorded_those_leave_that_are_too_many(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No programs for so many are made, and those for fewer serve the next calls."""
+    monkeypatch.setattr(symbolic_batch, "_BATCHES", ((13, 17), (11, 19)))
+    monkeypatch.setattr(any_batch, "MOST", 17)
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    made, specialize = list[int](), CapturedPart.specialize
+    monkeypatch.setattr(
+        CapturedPart, "specialize", lambda part, inputs, *given: (made.append(inputs), specialize(part, inputs, *given))
+    )
+    for inputs in (24, 5):
+        made.clear()
+        check(model, family.make_inputs(inputs, LONG), LEAVING)
+        assert made and max(made) <= 17, inputs
+
+
 def step_of(left: list[bool], monkeypatch: pytest.MonkeyPatch, known: bool) -> tuple[Compaction, Any, list[int]]:
     """A compaction of a step in which these go on, and after how many steps inputs have left."""
     part = mock.Mock(smallest=lambda inputs: inputs if known else None)
-    step = mock.Mock(parts={1: part}, key=mock.Mock(per_input=4))
+    step = mock.Mock(parts={1: part}, key=mock.Mock(per_input=4, processors=()))
     step.search.unfinished = torch.tensor(left).unsqueeze(1)
     ledger = Ledger()
     monkeypatch.setattr(Ledger, "specializing", 0.5)
     monkeypatch.setattr(any_batch, "is_symbolic", lambda key: True)
     monkeypatch.setattr(any_batch, "is_recorded", lambda *asked: True)
-    made = Compaction(None, step.key, ledger, len(left), 1, 0)
+    made = Compaction(None, step.key, ledger, len(left), 1, 0, lambda *given: None)
     moved: list[int] = []
     monkeypatch.setattr(made, "_compact", lambda *_: moved.append(made._steps))
     return made, step, moved

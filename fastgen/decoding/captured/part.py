@@ -27,12 +27,14 @@ class CapturedPart:
 
     Attributes:
         made: the recordings of its pieces; none until it is captured.
+        declined: numbers of inputs that there are no programs for: not to be asked for once more.
     """
 
     def __init__(self, device: torch.device, growing: Growing | None = None, warm_ups: int = 0) -> None:
         self._device, self._growing, self._warm_ups = device, growing, warm_ups
         self.made: list[tuple[graph.Graph | Program, Then]] = []
         self._by_inputs: dict[int, list[tuple[graph.Graph | Program, Then]]] = {}
+        self.declined: set[int] = set()
 
     @property
     def is_captured(self) -> bool:
@@ -52,6 +54,7 @@ class CapturedPart:
         """Forgets what was captured."""
         self.made = []
         self._by_inputs = {}
+        self.declined = set()
 
     # ---- programs for numbers of inputs
 

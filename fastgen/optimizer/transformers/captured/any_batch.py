@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import interrupts
+from fastgen import counters, interrupts, memory
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_batch import (
+    MOST,
     DoesNotFollow,
     NotSymbolic,
     Recorded,
@@ -31,6 +32,7 @@ from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
+ENTRY_POINT = "transformers.captured_step, any number of inputs"
 # A size that is made on the way may be that of a buffer.
 _TRIES = 2
 
@@ -62,16 +64,31 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
         return is_symbolic(step.key)
     if inputs == batch and not part.is_specialized and (part.is_captured or not step.key.slots):
         return False
-    for key, follows in _kinds(step.key, step.sizes):
-        found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))
-        if found is not None:
-            programs = found.specialize(step, inputs)
-            if programs is not None:
-                part.specialize(inputs, batch, programs, step.pieces(model))
-                return True
+    if inputs not in part.declined:
+        try:
+            programs = _programs(model, step, inputs)
+        except Exception as error:
+            if not memory.is_out(error):
+                raise
+            counters.count_not_used(ENTRY_POINT, "out of memory")
+            programs = None
+        if programs is not None:
+            part.specialize(inputs, batch, programs, step.pieces(model))
+            return True
     if part.is_specialized and not part.use(batch):
         part.drop()  # what is there is for fewer inputs
+    part.declined.add(inputs)
     return False
+
+
+def _programs(model: Any, step: DecodeStep, inputs: int) -> list[Program] | None:
+    """Those of the pieces, for the first inputs; None where nothing is, or can be, recorded for any number of them."""
+    for key, follows in _kinds(step.key, step.sizes) if inputs <= MOST else ():
+        found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))
+        programs = None if found is None else found.specialize(step, inputs)
+        if programs is not None:
+            return programs
+    return None
 
 
 def _kinds(key: Key, room: Sizes) -> list[tuple[Key, bool]]:
@@ -132,12 +149,15 @@ def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
 
 
 def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
-    """None where the step says too little of other numbers of inputs, or of other sizes, if it is to follow."""
+    """None where the step says too little of other numbers of inputs, or of other sizes, if it is to follow. It raises
+    what says that memory has run out: the next time, there may be more.
+    """
     if not step.forward.is_watched:
         step.watch(model)
     if follows and not _may_follow(step):
         return None
-    for both in islice(batches(step.key.batch, step.key.lengths(_sizes(step, follows))), _TRIES):
+    most = min(step.key.batch, MOST)
+    for both in islice(batches(most, step.key.lengths(_sizes(step, follows))), _TRIES):
         try:
             return SymbolicStep(model, step, both, follows)
         except DoesNotFollow:
@@ -146,6 +166,8 @@ def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | Non
             continue
         except Exception as error:  # recorded for itself, the step says why it cannot be
             interrupts.pass_on(error)
+            if memory.is_out(error):
+                raise
             return None
     return None
 

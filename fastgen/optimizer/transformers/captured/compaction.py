@@ -6,6 +6,8 @@ rows of finished inputs have cost as much.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn.functional import pad
 from fastgen.optimizer.transformers.captured import any_batch, rewritten_processors
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
 # With so few rows, a step takes the time of reading the weights.
@@ -34,14 +37,24 @@ class Compaction:
         inputs: of the call; other places of the step fill it up.
         count: sequences that each input returns.
         fill: what stands behind the end of a sequence.
+        refresh: has captured processors do what those of the call do for these of its inputs, in this order.
     """
 
-    def __init__(self, model: Any, key: Key, ledger: Ledger, inputs: int, count: int, fill: int) -> None:
-        self._model, self._ledger, self._count, self._fill = model, ledger, count, fill
+    def __init__(
+        self,
+        model: Any,
+        key: Key,
+        ledger: Ledger,
+        inputs: int,
+        count: int,
+        fill: int,
+        refresh: Callable[[Sequence[CapturedProcessor], Sequence[int]], object],
+    ) -> None:
+        self._model, self._ledger, self._count, self._fill, self._refresh = model, ledger, count, fill, refresh
         self._order = list(range(inputs))  # the input of each place
         self._finished: dict[int, Tensor] = {}
         self._steps, self._lost = 0, 0.0
-        self._is_over = not any_batch.is_symbolic(key) or has_rows(key)  # nobody leaves any more
+        self._is_over = not any_batch.is_symbolic(key) or reads_sources(key)  # nobody leaves any more
 
     @property
     def places(self) -> int | None:
@@ -86,6 +99,7 @@ class Compaction:
         for place in range(left, len(goes_on)):
             step.leave(place)
         del self._order[left:]
+        self._refresh(step.processors or (), self._order)
         self._lost = 0.0
         self._is_over = not any_batch.specialize(self._model, step, left)
 
@@ -99,9 +113,20 @@ class Compaction:
         return torch.cat([pad(found[number], more, value=self._fill) for number, more in enumerate(width)])
 
 
-def has_rows(key: Key) -> bool:
-    """Whether a processor has something of each row or input, such as the encoder's tokens, which does not move."""
+def selected(processors: Iterable[Any], rows: Tensor) -> list[Any]:
+    """The processors of a call that goes on with these of its rows."""
+    found = []
+    for processor in processors:
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # one per row
+            processor = copy.copy(processor)
+            given = processor.prompt_ignore_length
+            processor.prompt_ignore_length = given[rows.to(given.device)]
+        found.append(processor)
+    return found
+
+
+def reads_sources(key: Key) -> bool:
+    """Whether a processor has the encoder's input of each sequence, of which none may leave."""
     kinds = rewritten_processors.EncoderRepetitionPenalty, rewritten_processors.EncoderNoRepeatNGram
     signatures: Any = key.processors or ()
-    of_rows = rewritten_processors.RepetitionPenalty.ROWS
-    return any(kind in kinds or of_rows in frozen for kind, *frozen in signatures)
+    return any(kind in kinds for kind, *_ in signatures)

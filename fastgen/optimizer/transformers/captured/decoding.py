@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import (
@@ -22,12 +23,13 @@ from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
+from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.compaction import Compaction
+from fastgen.optimizer.transformers.captured.compaction import Compaction, selected
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
 from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
@@ -226,7 +228,8 @@ class Decoding:
         is_seen = self._key.samples or self._key.waits_for_host or self.config.return_dict_in_generate
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
             return None
-        return Compaction(self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill())
+        given = self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill()
+        return Compaction(*given, self._refresh_for)
 
     def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
         """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
@@ -333,6 +336,12 @@ class Decoding:
         """Has captured processors do what those of this call do; whether they can."""
         pairs = zip(made, self._processors, strict=False)
         return all(processors.refresh(captured, given, self._lengths) for captured, given in pairs)
+
+    def _refresh_for(self, made: Sequence[CapturedProcessor], inputs: Sequence[int]) -> None:
+        """Has captured processors do what those of this call do for these of its inputs, in this order."""
+        given = selected(self._processors, rows_of(torch.tensor(inputs), self._per_input))
+        for captured, processor in zip(made, given, strict=False):
+            processors.refresh(captured, processor, self._lengths)
 
     def fill(self) -> int:
         """What stands behind the end of a sequence."""

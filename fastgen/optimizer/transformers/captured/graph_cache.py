@@ -166,7 +166,8 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
             return found
     made = make()
     with _lock:
-        if _models.get(model) is cached:
+        # What serves fewer inputs stays where there is nothing for so many.
+        if _models.get(model) is cached and (made is not None or found is None):
             cached.symbolic[of_any] = made
             while len(cached.symbolic) > MOST_SYMBOLIC:
                 cached.symbolic.popitem(last=False)

@@ -6,15 +6,14 @@ seconds as recording the larger one took: then no call has lost more than twice 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.optimizer.transformers.captured import graph_cache, rewritten_processors
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.compaction import reads_sources
 from fastgen.optimizer.transformers.captured.decoding import BATCHES
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import STEPS_OF_A_CALL, Ledger
@@ -31,7 +30,7 @@ def smaller_key(drafting: Drafting) -> Key | None:
         return None
     count = int(drafting.search.unfinished.any(dim=1).sum())
     size = next((size for size in BATCHES if size >= count), key.batch)
-    if 2 * size > key.batch or _reads_sources(key):
+    if 2 * size > key.batch or reads_sources(key):
         return None
     smaller = replace(key, batch=size)
     return replace(smaller, draft=key.draft._replace(is_ragged=key.draft.is_ragged and smaller.rows > 1))
@@ -74,22 +73,3 @@ def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> 
         return False
     ledger.is_repaid(key)  # should the step be dropped, it has to pay again
     return True
-
-
-def selected(processors: Iterable[Any], rows: Tensor) -> list[Any]:
-    """The processors of a call that goes on with these of its rows."""
-    found = []
-    for processor in processors:
-        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # one per row
-            processor = copy.copy(processor)
-            given = processor.prompt_ignore_length
-            processor.prompt_ignore_length = given[rows.to(given.device)]
-        found.append(processor)
-    return found
-
-
-def _reads_sources(key: Key) -> bool:
-    """Whether a processor has the encoder's input of each sequence, of which none may leave."""
-    kinds = rewritten_processors.EncoderRepetitionPenalty, rewritten_processors.EncoderNoRepeatNGram
-    signatures: Any = key.processors or ()
-    return any(kind in kinds for kind, *_ in signatures)

@@ -22,6 +22,7 @@ from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, Dr
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
+from fastgen.optimizer.transformers.captured.compaction import selected
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
@@ -298,7 +299,7 @@ class SpeculativeDecoding(Decoding):
     def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
         """A step that goes on with these inputs of another one."""
         rows = rows_of(inputs, key.per_input)
-        self._key, self._processors = key, batch_compaction.selected(self._processors, rows)
+        self._key, self._processors = key, selected(self._processors, rows)
         smaller = self._step()
         drafting = smaller.drafting
         drafting.costs.only_timed = False
