@@ -11,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
+from fastgen.decoding.captured.part import CapturedPart
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers.captured import any_batch
@@ -326,6 +327,25 @@ def test_what_is_recorded_is_asked_for_once(llama: Any, monkeypatch: pytest.Monk
     run(executor, requests)
     assert_as_alone(llama, requests, PROMPTS * 2)
     assert len(asked) == 1
+
+
+def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes is measured where no step was recorded for itself: one that takes long is not made for each row."""
+    made, specialize = list[int](), CapturedPart.specialize
+    monkeypatch.setattr(
+        CapturedPart, "specialize", lambda part, inputs, *given: (made.append(inputs), specialize(part, inputs, *given))
+    )
+    note = Ledger.note_specializing
+    monkeypatch.setattr(Ledger, "note_specializing", lambda ledger, seconds: note(ledger, 1000.0 + seconds))
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda self, rows, specializes: 0)
+    executor, prompts = ContinuousBatches(llama, 8), PROMPTS[:1] * 8
+    requests = [
+        make(llama, prompt, None, {"max_new_tokens": 10 + 4 * n, "eos_token_id": None}, None, 8)
+        for n, prompt in enumerate(prompts)
+    ]
+    run(executor, requests, at_once=8)
+    assert_as_alone(llama, requests, prompts)
+    assert Ledger.of(llama).specializing >= 1000 and len(made) <= 2, made
 
 
 @pytest.mark.sampled(2, each=("model", "options"))

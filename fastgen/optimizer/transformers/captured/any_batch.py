@@ -7,6 +7,7 @@ Buffers that grow may have any size, so those of the recorded steps are as small
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -29,6 +30,7 @@ from fastgen.decoding.captured.symbolic_batch import (
 )
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
@@ -85,8 +87,10 @@ def _programs(model: Any, step: DecodeStep, inputs: int) -> list[Program] | None
     """Those of the pieces, for the first inputs; None where nothing is, or can be, recorded for any number of them."""
     for key, follows in _kinds(step.key, step.sizes) if inputs <= MOST else ():
         found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))
+        begin = time.perf_counter()
         programs = None if found is None else found.specialize(step, inputs)
         if programs is not None:
+            Ledger.of(model).note_specializing(time.perf_counter() - begin)
             return programs
     return None
 

@@ -92,6 +92,7 @@ class Ledger:
         self.recording: float | None = None
         self.eager: dict[int, float] = {}
         self.replayed: dict[int, float] = {}
+        self._specializing: float | None = None
         self._keys: dict[Hashable, _OfKey] = {}
         self._tokens: float | None = None  # of calls that may end at any token, on the average
 
@@ -166,7 +167,13 @@ class Ledger:
     @property
     def specializing(self) -> float:
         """Seconds that it takes to specialize a step for another number of inputs, where one was recorded."""
+        if self._specializing is not None:
+            return self._specializing
         return PART_OF_SPECIALIZING * (self.recording or 0.0)
+
+    def note_specializing(self, seconds: float) -> None:
+        """A step was specialized in so many seconds. Others may have had the processors meanwhile."""
+        self._specializing = seconds if self._specializing is None else min(self._specializing, seconds)
 
     def note_eager(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long that was not replayed. Others may have had the processors meanwhile."""
