@@ -169,9 +169,12 @@ class StepBuffers:
         """Says how long the cache can be now; whether all that the model was told of it is still true."""
         return self.bounds.move(self.sizes.cached, self.sizes.cached + min(self._most_new, self.sizes.new))
 
-    def begin_capture(self) -> None:
-        """What the model is told from now on, what is captured depends on."""
-        self.bounds.answers.clear()
+    def begin_capture(self, is_first: bool = True) -> None:
+        """What the model is told from now on, what is captured depends on; and what others of this step's parts were
+        told, that are captured.
+        """
+        if is_first:
+            self.bounds.answers.clear()
         if self.growing is not None:
             # What a program must have in nothing but the buffers that grow.
             exact = {size for size in self._key.sizes if size}

@@ -172,7 +172,7 @@ class Parts:
             part.replay(*given)
             return True
         if captures and part.is_warm and self._forward.is_watched:
-            self._buffers.begin_capture()
+            self._buffers.begin_capture(is_first=not self.is_captured)
             part.capture(pieces(), *given)
             return False
         self._run_as_it_is(part, pieces(), cache, given)
