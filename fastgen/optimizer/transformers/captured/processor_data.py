@@ -45,8 +45,9 @@ class Number:
             self._inverse.fill_(value).reciprocal_()
 
     def insert(self, other: Number, source: int, target: int) -> None:
-        """Takes over the number of an input, with slots."""
-        self._of(target).copy_(other._of(source))
+        """Takes over the number of an input. Where all inputs have the same, there is nothing to do."""
+        if self.values.dim():
+            self._of(target).copy_(other._of(source))
 
     def of_batch(self, batch: int) -> Number:
         """One for so many inputs, with the number of the first."""

@@ -76,7 +76,7 @@ class CapturedProcessor:
             own.fill(value)
 
     def insert(self, other: CapturedProcessor, source: int, target: int) -> None:
-        """Takes over the numbers of an input, at `source` in another processor of this signature, with slots."""
+        """Takes over the numbers of an input, at `source` in another processor of this signature."""
         for own, each in zip(self.numbers, other.numbers, strict=True):
             own.insert(each, source, target)
 
