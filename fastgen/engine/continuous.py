@@ -71,6 +71,7 @@ class ContinuousBatches:
         self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
         self._expected = 0  # requests that waited with the latest, and may be in one step
         self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
+        self._is_for_itself = False  # the latest that could not says nothing of others
         self._state: Any = None  # of the model that requests in slots have entered with
         self.reset()
 
@@ -224,7 +225,7 @@ class ContinuousBatches:
         for request in batch:
             request.future.begun = request.future.begun or time.perf_counter()
         self._evict_if_changed()
-        is_static = self._runs_static(batch[0])
+        is_static, self._is_for_itself = self._runs_static(batch[0]), False
         with contextlib.ExitStack() as way:
             if not is_static:
                 take, others_wait = partial(self._enter, batch), bool(self._running)
@@ -262,7 +263,8 @@ class ContinuousBatches:
             if has_failed and middle:
                 self._run_again(batch[:middle], batch[middle:])
                 return
-            if not (has_failed or is_static or first.prefill_group is None or len(self._in_use) >= MOST_IN_USE):
+            says_nothing = is_static or self._is_for_itself or len(self._in_use) >= MOST_IN_USE
+            if not (has_failed or says_nothing or first.prefill_group is None):
                 caches.limit(self._has_slots)
                 self._has_slots.setdefault(first.prefill_group, False)
             reason = first.alone or alone_for_model(self.model) or (None if is_static else DECLINED)
@@ -306,7 +308,8 @@ class ContinuousBatches:
             decoding.release()
             caches.limit(self._has_slots)
             self._has_slots[batch[0].prefill_group] = True
-        except BaseException:
+        except BaseException as error:
+            self._is_for_itself = isinstance(error, slots.TooLong)
             for slot in entered:
                 self._leave(slot)
             raise

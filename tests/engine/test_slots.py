@@ -63,6 +63,17 @@ def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:
         assert executor.counts["busy_row_steps"] and not (executor.alone or executor.counts["repeated"])
 
 
+def test_one_beyond_a_sliding_window_says_nothing_of_others() -> None:
+    """It runs in a call of its own, and those that fit in slots, whoever came first."""
+    model = BY_NAME["mistral-long-window"].build()
+    prompts = [[10 + n % 100 for n in range(model.config.sliding_window - 30)], *PROMPTS[:3]]
+    executor, requests = ContinuousBatches(model, 8), requests_for(model, prompts, max_new_tokens=4)
+    for request in requests:
+        run(executor, [request])
+    assert_as_alone(model, requests, prompts)
+    assert executor.counts["steps"] and list(executor.alone.values()) == [1]
+
+
 def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
     """The buffers grow, of prompts and of sources, and keep what is there."""
     prompts = [PROMPTS[0], PROMPTS[1], list(range(20, 159)), [7, 8, 9] * 60]

@@ -39,6 +39,10 @@ PATIENCE = 10.0
 _STEPS_OF_PLACES = 8
 
 
+class TooLong(CannotBeCaptured):
+    """An input has more positions than a step has for it: others of its kind may have less."""
+
+
 @contextlib.contextmanager
 def running(device: torch.device) -> Iterator[None]:
     """The context in which steps run. It waits for calls of other threads that have captured steps.
@@ -156,7 +160,7 @@ class Slots:
         longest = max(self._longest, needed.cached)
         new = max(self._rounded(decoding, needed).new, 0 if self._step is None else self._step.sizes.new)
         if longest + new > decoding.window:
-            raise CannotBeCaptured("more positions than the sliding window")
+            raise TooLong("more positions than the sliding window")
         self._longest = longest
 
     def _note(self, slot: Slot, prompt: Prompt, decoding: EnteringDecoding) -> None:
