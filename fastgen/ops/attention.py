@@ -98,25 +98,27 @@ def decode_attention(
     Raises:
         ValueError: shapes or types are not as above.
     """
-    given = (
-        query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, starts, ends, suffix_lengths,
-        ancestry, window, causal, row_map,
-    )  # fmt: skip
-    checked = (*given[:6], *given[9:])
+    given = (query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale)
     places = (query, starts, ends, suffix_lengths, ancestry, mask)
     on_gpu = row_map is None and query.dtype in gpu.KERNEL_TYPES and query.numel() > 0 and gpu.available(*places)
     if not on_gpu and _suits_cpu(query, mask, starts, ends, suffix_lengths):
         try:  # it looks at its arguments itself, in less time than Python takes
-            return on_cpu(*given)
+            return on_cpu(*given, starts, ends, suffix_lengths, ancestry, window, causal, row_map)
         except (RuntimeError, IndexError):
-            _check(*checked)
+            _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
             raise
-    _check(*checked)
+    _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
     if on_gpu:
         from fastgen.ops.gpu import attention as kernels
 
-        return kernels.launch(*given[:13], splits)
-    return reference(*given)
+        return kernels.launch(
+            *given, starts=starts, ends=ends, suffix_lengths=suffix_lengths, ancestry=ancestry, window=window,
+            causal=causal, splits=splits,
+        )  # fmt: skip
+    return reference(
+        *given, starts=starts, ends=ends, suffix_lengths=suffix_lengths, ancestry=ancestry, window=window,
+        causal=causal, row_map=row_map,
+    )  # fmt: skip
 
 
 def on_cpu(
@@ -148,11 +150,22 @@ def _suits_cpu(
 
 
 def reference(
-    query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, suffix_keys: Tensor | None = None,
-    suffix_values: Tensor | None = None, mask: Tensor | None = None, scale: float | None = None,
-    starts: Tensor | None = None, ends: Tensor | None = None, suffix_lengths: Tensor | None = None,
-    ancestry: Tensor | None = None, window: int | None = None, causal: bool = False, row_map: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    suffix_lengths: Tensor | None = None,
+    ancestry: Tensor | None = None,
+    window: int | None = None,
+    causal: bool = False,
+    row_map: Tensor | None = None,
+) -> Tensor:
     """The operator in plain torch, for any device and type. Arguments as above."""
     if not query.shape[:3].numel():
         return query.new_empty(*query.shape[:3], prefix_values.shape[3])

@@ -77,10 +77,22 @@ def split_count(programs: int, blocks: int, slots: int) -> int:
 
 
 def launch(
-    query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, suffix_keys: Tensor | None,
-    suffix_values: Tensor | None, mask: Tensor | None, scale: float | None, starts: Tensor | None, ends: Tensor | None,
-    suffix_lengths: Tensor | None, ancestry: Tensor | None, window: int | None, causal: bool, splits: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None,
+    suffix_values: Tensor | None,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    suffix_lengths: Tensor | None,
+    ancestry: Tensor | None,
+    window: int | None,
+    causal: bool,
+    splits: int | None,
+) -> Tensor:
     """Starts the kernels; the arguments are those of `decode_attention`, and have been checked.
 
     To them a head with several queries is as many heads, one behind the other.
