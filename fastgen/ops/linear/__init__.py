@@ -1,4 +1,4 @@
-"""Linear operators: `x @ weight.T + bias` by the format of the weight, one module for each kernel, and one choice.
+"""Linear operators: `x @ weight.T + bias` by the format of the weight, with one choice of their kernels.
 
 `choose` says which kernel serves a product; nobody else does. M are rows of x (tokens), N out_features, K in_features.
 """

@@ -197,8 +197,8 @@ def serves(name: str, key: Key, m: float, isa: Isa) -> bool:
     if name not in SERVE[key]:
         return False
     if name == "bf16x3":
-        return isa is Isa.AMX and m >= kernels.MIN_ROWS
-    return name != "gemv" or m <= kernels.MAX_ROWS[key[0]]
+        return isa is Isa.AMX and m >= kernels.BF16X3_MIN_ROWS
+    return name != "gemv" or m <= kernels.GEMV_MAX_ROWS[key[0]]
 
 
 def forget() -> None:

@@ -6,7 +6,7 @@ with a quantised value q for each element, and a scale and a zero point or a min
 in_features. Activations stay floats, or are quantised to 8 bits.
 
 **Floats.** The weight is dequantised in the registers, exactly (csrc/cpu/gemm/panels.cpp). The result has the bits of
-`fastgen.ops.linear.gemm` with the unpacked weight, whatever M, the other rows and the number of threads are.
+`fastgen.ops.linear.kernels` with the unpacked weight, whatever M, the other rows and the number of threads are.
 
 **8 bits.** The activations of a row and group become multiples of a 127th of the largest of them. Products within a
 group are exact, in integers; groups are added in float32 (see Dettmers and Zettlemoyer, "The case for 4-bit precision",

@@ -30,10 +30,10 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops.linear import fit, multiplied
 
-# Of GEMV: more rows read each row of the weight from the cache too often.
-MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
-# Of bf16x3: the least that a profile of `python -m fastgen tune` may name; the table has 16, which fill a tile.
-MIN_ROWS = 8
+# More rows read each row of the weight from the cache too often.
+GEMV_MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
+# The least that a profile of `python -m fastgen tune` may name; the table has 16, which fill a tile.
+BF16X3_MIN_ROWS = 8
 # Of the weight that is upcast at a time: bytes, and rows at least.
 _BLOCK_BYTES, _LEAST_N = 2**20, 64
 # Rows of x that are upcast at a time.

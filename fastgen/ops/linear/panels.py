@@ -2,7 +2,7 @@
 
 Reading a weight of 16 bits takes half of the time, and it is upcast in the registers. A panel interleaves as many n as
 a vector has lanes. So no sum goes over the lanes of a vector, and no lane is idle, whatever M is (see
-csrc/cpu/gemm/panels.cpp). The result has the bits of `fastgen.ops.linear.gemm` with the upcast weight. There are
+csrc/cpu/gemm/panels.cpp). The result has the bits of `fastgen.ops.linear.kernels` with the upcast weight. There are
 kernels alone.
 """
 

@@ -94,9 +94,11 @@ def test_rows_of_the_table_are_whole(isa: Isa) -> None:
         assert bounds == sorted(set(bounds)) and bounds[0] >= 1 and bounds[-1] == REST
         for least, (most, name) in zip([1, *(bound + 1 for bound in bounds)], row, strict=False):
             assert name in (("gemv", "gemm", "bf16x3", PANELS) if dtype is F32 else ("gemv", "upcast", TORCH))
-            assert name != "gemv" or most <= kernels.MAX_ROWS[dtype]
+            assert name != "gemv" or most <= kernels.GEMV_MAX_ROWS[dtype]
             assert name != PANELS or (layout is Layout.PANELS and most <= panels.MAX_ROWS)
-            assert name != "bf16x3" or (isa is Isa.AMX and least >= kernels.MIN_ROWS and layout is not Layout.COLUMNS)
+            assert name != "bf16x3" or (
+                isa is Isa.AMX and least >= kernels.BF16X3_MIN_ROWS and layout is not Layout.COLUMNS
+            )
 
 
 @given(isa=st.sampled_from(Isa), m=st.integers(1, 10**6))
