@@ -231,6 +231,20 @@ class _Bans:
 
 
 @both_kinds
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_processor_that_writes_into_the_logits_that_are_returned(model: Any, beams: int) -> None:
+    """It does in the library, where it gets the same tensor; with beams it gets another one."""
+    executor, options = ContinuousBatches(model, 8), {"num_beams": beams, "output_logits": True}
+    requests = requests_for(model, PROMPTS[:2], return_dict_in_generate=True, logits_processor=[_Bans(40)], **options)
+    run(executor, requests)
+    assert executor.counts["busy_row_steps"] and not executor.alone
+    for request, prompt in zip(requests, PROMPTS, strict=False):
+        with fastgen.disabled():
+            expected = alone(model, prompt, **request.options)
+        torch.testing.assert_close(request.future.result(0).logits, expected.logits, atol=1e-4, rtol=1e-4)
+
+
+@both_kinds
 def test_one_that_raises_leaves_the_others(model: Any) -> None:
     class Fails:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.part import Piece
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.view import CannotBeCaptured
@@ -231,7 +232,10 @@ class HostWork:
             sequences = self._search.running_tokens[rows, start:end]
             # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
             given = sequences.clone()
-            self.scores[rows] = host.process(given, self.scores[rows].clone())
+            scores = self.scores[rows].clone()
+            self.scores[rows] = host.process(given, scores)
+            if "logits" in self.kept and not isinstance(self._search, BeamSearch):
+                self.kept["logits"][rows] = scores  # the library returns what it gives to processors, which may write
             if not torch.equal(sequences, given):  # somebody has written there, which counts in the library's loop, too
                 sequences.copy_(given)
 
