@@ -179,6 +179,7 @@ def test_the_processes_of_a_server_that_is_killed_end(served: Command) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("known")
 def test_memory_does_not_grow() -> None:
     """A loop of 20,000 requests: what the first 2,000 take is all."""
