@@ -69,7 +69,7 @@ class EnteringDecoding(Decoding):
         """The shortest sliding window of the model's layers; None if they see everything."""
         return min((window for window in self._windows if window), default=None)
 
-    @property
+    @cached_property
     def numbers(self) -> list[tuple[float, ...]]:
         """Those of each processor, which are its inputs' own."""
         return [processors.numbers(each, self._lengths) for each in self._processors]
