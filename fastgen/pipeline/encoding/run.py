@@ -47,8 +47,20 @@ def embed_dataset(
 
         embed_dataset("sentence-transformers/all-MiniLM-L6-v2", "texts.txt", "vectors.npy")
 
-    Arguments, report and errors are those of `fastgen.pipeline.generate_dataset`; the options are the fields of
-    `EmbedOptions`. A .npy file holds [records, size] numbers in `output_dtype`, float32 by default.
+    Args:
+        model: a directory or hub name, or a model in memory.
+        input: a file, a data set, or "-" for standard input.
+        output: the file to write. A .npy file holds [records, size] numbers in `output_dtype`, float32 by default.
+        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        **options: the fields of `EmbedOptions`.
+
+    Returns:
+        What the run did: counts and seconds.
+
+    Raises:
+        SetupError: something given cannot work.
+        StrictError: the first bad record, under `strict`.
+        PipelineError: a file cannot be written.
     """
     return Embed.over(model, input, output, tokenizer, process_settings.renamed(options))
 
@@ -63,8 +75,20 @@ def classify_dataset(
 ) -> RunReport:
     """Writes labels and scores for every text of a data set, in input order.
 
-    The model has a classification head. Arguments, report and errors are those of
-    `fastgen.pipeline.generate_dataset`; the options are the fields of `ClassifyOptions`.
+    Args:
+        model: a directory or hub name, or a model in memory, with a classification head.
+        input: a file, a data set, or "-" for standard input.
+        output: the file to write.
+        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        **options: the fields of `ClassifyOptions`.
+
+    Returns:
+        What the run did: counts and seconds.
+
+    Raises:
+        SetupError: something given cannot work.
+        StrictError: the first bad record, under `strict`.
+        PipelineError: a file cannot be written.
     """
     return Classify.over(model, input, output, tokenizer, process_settings.renamed(options))
 
