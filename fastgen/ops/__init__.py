@@ -28,6 +28,8 @@ OPERATORS = (
     "quantized_linear",
     "rms_norm",
     "search_step",
+    "sort_rows",
+    "top_p",
     "top_two",
 )
 """The operators by name, which is also the name of their module in this package."""

@@ -140,6 +140,12 @@ def share_memory(x: Tensor, other: Tensor) -> bool:
     return begin < other_end and other_begin < end
 
 
+def is_in_storage(x: Tensor) -> bool:
+    """Whether the storage of a tensor reaches as far as its sizes and strides say."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return not x.numel() or (x.storage_offset() + last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+
+
 def _extent(x: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

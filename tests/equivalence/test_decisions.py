@@ -37,6 +37,11 @@ def _generated(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: family.build().generate(**family.make_inputs(), **{"max_new_tokens": 9, **options})
 
 
+def _drawn(name: str, **options: Any) -> Callable[[], Any]:
+    call = _generated(name, do_sample=True, **options)
+    return lambda: (torch.manual_seed(0), call())[1]
+
+
 def _classified(**options: Any) -> Any:
     with torch.inference_mode():
         return build("Bert", "SequenceClassification")(**inputs([3, 20, 9]), **options).logits
@@ -64,6 +69,7 @@ DECISIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "call:FastLayers.enter": (_generated("llama"), GENERATE),
     "logits:_ngrams": (lambda: _processed(NoRepeatNGramLogitsProcessor(2)), "transformers.no_repeat_ngram"),
     "logits:_banned": (_generated("llama", min_length=20), "transformers.min_length"),
+    "logits:_sorted_fast": (_drawn("llama", top_p=0.8), "transformers.top_p"),
     "encoders.call:known_of": (_classified, ENCODER),
     "encoders.call:UnpaddedForward.__init__": (_classified, ENCODER),
     "encoders.programs:_may_have_padding": (_short, f"{ENCODER}, recorded"),

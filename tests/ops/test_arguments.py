@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 ops = torch.ops.fastgen
 LARGEST = 2**63 - 1
 # Draws of `make test` and of `make test-long`, which runs them in so many parts.
-SAMPLE, ALL, PARTS = 300, 100_000, 20
+SAMPLE, ALL, PARTS = 500, 100_000, 20
 SECONDS_OF_A_DRAW = 60
 
 

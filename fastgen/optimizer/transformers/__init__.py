@@ -87,6 +87,12 @@ def patches() -> list[Patch]:
             )
         ),
         hook(
+            processors,
+            "TopPLogitsWarper.__call__",
+            "logits:top_p",
+            takes(scores, uses="top_p filter_value min_tokens_to_keep"),
+        ),
+        hook(
             prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(releases.TAKES_CACHE)
         ),
         hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", has(attention)),

@@ -1,4 +1,6 @@
-"""Logits processors that run in place: the n-gram ones on FastGen's operator, and those that wait for a length."""
+"""Logits processors that run in place: the n-gram ones and top-p on FastGen's operators, and those that wait for a
+length.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ from transformers.generation.logits_process import (
 )
 
 from fastgen import counters, patching
+from fastgen.ops import sort_rows
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.ops.top_p import top_p_
 from fastgen.optimizer.transformers.call import Call
 
 _ENTRY_POINT = "transformers.no_repeat_ngram"
 _MIN_LENGTH = "transformers.min_length"
+_TOP_P = "transformers.top_p"
 ENCODER_TOKENS = "_fastgen_encoder_tokens"
 
 
@@ -92,6 +97,25 @@ def _banned(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if input_ids.shape[-1] - skipped >= least:
         return scores, []
     return scores, [int(end) for end in ends.flatten().tolist() if 0 <= end < scores.shape[-1]]
+
+
+def top_p(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Wrapper of `TopPLogitsWarper.__call__(input_ids, scores)`."""
+    call = Call.current() if patching.is_active() else None
+    scores = None if call is None else counters.decided(_TOP_P, _sorted_fast, processor, args, kwargs)
+    if call is None or scores is None:
+        return wrapped(*args, **kwargs)
+    counters.count_accelerated(_TOP_P)
+    scores = scores if call.scores_are_private else scores.clone()
+    share = torch.tensor([processor.top_p], dtype=torch.float64)
+    least, is_exact = processor.min_tokens_to_keep, call.model.dtype is torch.float32
+    return top_p_(scores, share, processor.filter_value, least, orders_as_torch=is_exact)
+
+
+def _sorted_fast(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The scores, where the operator serves them; None where the original code does."""
+    _, scores = _arguments(*args, **kwargs)
+    return scores if isinstance(scores, torch.Tensor) and sort_rows.serves(scores) else None
 
 
 def _arguments(input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,6 +26,20 @@ def norm(rng: random.Random) -> Case:
     return Case([out, x, weight, 1e-6, offset, rounds])
 
 
+@of("sort_rows_out")
+def sort_rows(rng: random.Random) -> Case:
+    shape = size(rng, 4, 0), size(rng, 300, 0)
+    x = torch.randn(shape).masked_fill_(torch.rand(shape) < rng.choice((0.0, 0.5, 1.0)), -torch.inf)
+    return Case([untouched(shape), untouched(shape, torch.int64), x])
+
+
+@of("top_p_")
+def top_p(rng: random.Random) -> Case:
+    shape = size(rng, 4), size(rng, 3000)
+    shares = torch.rand((shape[0], 1) if rng.random() < 0.5 else (1,), dtype=torch.float64) * rng.choice((1.0, 2.0))
+    return Case([torch.randn(shape), shares, -torch.inf, rng.randint(1, 3), rng.random() < 0.5])
+
+
 @of("fingerprint")
 def fingerprint(rng: random.Random) -> Case:
     x = torch.randint(0, 100, (size(rng, 8, 0), size(rng, 40, 0))).to(rng.choice((*_FLOATING, torch.int64, torch.bool)))

@@ -329,7 +329,8 @@ class Decoding:
         if key.processors is None:
             return None
         vocabulary = self.prompt.logits.shape[-1]
-        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots)
+        is_float32 = self.model.dtype is torch.float32
+        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots, is_float32)
         return processors.all_captured(self._processors, bucket, self._lengths)
 
     def refresh(self, made: Sequence[CapturedProcessor]) -> bool:

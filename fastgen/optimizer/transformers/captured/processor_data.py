@@ -17,6 +17,7 @@ class Bucket(NamedTuple):
     per_input: int = 1  # rows of each
     vocabulary: int | None = None  # of the scores, where it is known
     slots: bool = False  # inputs come and go: each has numbers of its own
+    is_float32: bool = True  # the model computes in it: of scores, few are equal
 
 
 class Number:

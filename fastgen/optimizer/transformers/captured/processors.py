@@ -287,6 +287,13 @@ def _library(number: str | None = None, *names: str) -> _Reader:
     return _Reader(sign, (*given_names, *names))
 
 
+def _top_p(processor: Any, lengths: Lengths, share: Any, filter_value: Any, least: Any) -> _Signed:
+    if lengths.freezes:
+        return _library("top_p", *_KEPT).sign(processor, lengths, share, filter_value, least)
+    frozen = _of_type(filter_value, int, float), _of_type(least, int)
+    return _Signed((rewritten.TopP, *frozen), numbers=(_of_type(share, int, float),))
+
+
 _BIASES = _Reader(
     _sequence_bias,
     ("sequence_bias",),
@@ -322,7 +329,7 @@ _READERS_BY_NAME = {
     "NoBadWordsLogitsProcessor": _BIASES,
     "TemperatureLogitsWarper": _library("temperature"),
     "TopKLogitsWarper": _Reader(_top_k, ("top_k", "filter_value"), others=(releases.KEPT_BY_TOP_K,)),
-    "TopPLogitsWarper": _library("top_p", *_KEPT),
+    "TopPLogitsWarper": _Reader(_top_p, ("top_p", *_KEPT)),
     "MinPLogitsWarper": _library("min_p", *_KEPT),
     "TypicalLogitsWarper": _library("mass", *_KEPT),
     "EpsilonLogitsWarper": _library("epsilon", *_KEPT),
@@ -348,5 +355,6 @@ _OF_ANY_ROWS = (
     rewritten.SequenceBias,
     rewritten.Library,
     rewritten.TopK,
+    rewritten.TopP,
     rewritten.Eta,
 )

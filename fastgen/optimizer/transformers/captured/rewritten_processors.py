@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.ops.top_p import top_p_
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured.processor_data import Bucket, Buffer, Number
 
@@ -409,6 +410,18 @@ class TopK(CapturedProcessor):
         best = scores.topk(min(self._room, scores.shape[1])).values
         last = (self._kept.values - 1).clamp(max=best.shape[1] - 1).expand(len(scores), 1)
         return scores.masked_fill(scores < best.gather(1, last), self._filter_value)
+
+
+class TopP(CapturedProcessor):
+    """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On the CPU."""
+
+    def __init__(self, bucket: Bucket, filter_value: float, least: int) -> None:
+        self._share = Number(bucket)
+        self._filter_value, self._least, self._orders_as_torch = filter_value, least, bucket.is_float32
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        kept = self._filter_value, self._least
+        return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)
 
 
 class Eta(CapturedProcessor):

@@ -1,0 +1,130 @@
+// Sorts the rows of a matrix of float32, on the CPU. The schema is defined in fastgen/ops/sort_rows.py.
+//
+// A radix sort of the bits, least significant digit first (Knuth, "The Art of Computer Programming", volume 3, section
+// 5.2.5): it compares nothing, and keeps the order of equal numbers. Where top-k sampling has left a few scores and set
+// the others to -inf, only those few are sorted.
+#include "checks.h"
+#include "parallel.h"
+#include "plan.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Three digits of 11 bits are 32 bits and one more.
+constexpr int kDigits = 3, kBits = 11;
+constexpr uint32_t kValues = 1u << kBits;
+constexpr uint32_t kSign = 1u << 31, kInfinity = 0x7f800000u;
+// The key of -inf, the smallest: below are those of negative NaN, which get another one.
+constexpr uint32_t kLeast = ~(kSign | kInfinity);
+
+// Bits in the order of the numbers: 0 and -0 are equal, and NaN is above everything, as for torch.sort.
+uint32_t key_of(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t magnitude = bits & ~kSign;
+  if (magnitude > kInfinity) return ~0u;
+  if (magnitude == 0) return kSign;
+  return (bits & kSign) != 0 ? ~bits : bits | kSign;
+}
+
+// A key, and the column that it comes from.
+struct Item {
+  uint32_t key, column;
+};
+
+class Sorter {
+ public:
+  explicit Sorter(int64_t width) : items_(new Item[width]), others_(new Item[width]) {}
+
+  void sort(const float* row, int64_t width, float* values, int64_t* columns) {
+    const int64_t least = take(row, width, columns), count = width - least;
+    for (int digit = 0; digit < kDigits; ++digit) {
+      if (place_of_digit(digit, count)) items_.swap(others_);
+    }
+    for (int64_t at = 0; at < count; ++at) columns[least + at] = items_[at].column;
+    std::fill_n(values, least, -std::numeric_limits<float>::infinity());
+    for (int64_t at = 0; at < count; ++at) values[least + at] = row[items_[at].column];
+  }
+
+ private:
+  // Counts digits, and has those behind all that are -inf in `items_`. Another thread may write into the row meanwhile: it
+  // is read once. Returns how many are -inf; their columns are written.
+  int64_t take(const float* row, int64_t width, int64_t* columns) {
+    for (auto& each : counts_) each.fill(0);
+    int64_t least = 0, count = 0;
+    for (int64_t column = 0; column < width; ++column) {
+      const uint32_t key = key_of(row[column]);
+      if (key == kLeast) {
+        columns[least++] = column;
+        continue;
+      }
+      items_[count++] = {key, static_cast<uint32_t>(column)};
+      for (int digit = 0; digit < kDigits; ++digit) ++counts_[digit][value_of(key, digit)];
+    }
+    return least;
+  }
+
+  // Has the items in `others_` in the order of a digit; false where all have the same.
+  bool place_of_digit(int digit, int64_t count) {
+    std::array<uint32_t, kValues>& places = counts_[digit];
+    uint32_t before = 0;
+    for (uint32_t& each : places) {
+      if (each == count) return false;
+      const uint32_t here = each;
+      each = before;
+      before += here;
+    }
+    for (int64_t at = 0; at < count; ++at) {
+      const Item item = items_[at];
+      others_[places[value_of(item.key, digit)]++] = item;
+    }
+    return true;
+  }
+
+  static uint32_t value_of(uint32_t key, int digit) { return (key >> (digit * kBits)) & (kValues - 1); }
+
+  std::unique_ptr<Item[]> items_, others_;
+  std::array<std::array<uint32_t, kValues>, kDigits> counts_;
+};
+
+void sort_rows_out(Tensor values, Tensor columns, Tensor x) {
+  fastgen::Arguments("sort_rows").writes(values, columns).reads(x);
+  const auto is_like_x = [&x](const Tensor& each) {
+    return each.dim() == 2 && each.size(0) == x.size(0) && each.size(1) == x.size(1) && each.is_contiguous();
+  };
+  STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::Float && is_like_x(x) && is_like_x(values) &&
+                      is_like_x(columns),
+                  "sort_rows: x must be [rows, width], float32 and contiguous, and the results like it");
+  STD_TORCH_CHECK(values.scalar_type() == ScalarType::Float && columns.scalar_type() == ScalarType::Long,
+                  "sort_rows: values are float32, and columns int64");
+  const int64_t width = x.size(1);
+  STD_TORCH_CHECK(width <= std::numeric_limits<uint32_t>::max(), "sort_rows: too many numbers in a row");
+  const auto* from = static_cast<const float*>(x.const_data_ptr());
+  auto* to = static_cast<float*>(values.mutable_data_ptr());
+  auto* at = static_cast<int64_t*>(columns.mutable_data_ptr());
+  fastgen::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {
+    const auto sorter = std::make_unique<Sorter>(width);
+    for (int64_t row = begin; row < end; ++row) {
+      sorter->sort(from + row * width, width, to + row * width, at + row * width);
+    }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("sort_rows_out", FASTGEN_PLANNED(sort_rows_out)); }

@@ -1,0 +1,78 @@
+"""Top-p sampling, in place (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1).
+
+The library sorts the whole vocabulary of each row in each step. Here a radix sort does (`fastgen.ops.sort_rows`), and
+only for the rows that ask for it. What goes is what goes there: of scores that are equal, and of which some go, torch's
+order decides, so that such rows are sorted once more, by torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import _library
+from fastgen.ops.sort_rows import backend as backend
+from fastgen.ops.sort_rows import sort_rows
+
+# A share that no probability exceeds: the row stays what it is.
+EVERYTHING = 2.0
+
+
+def top_p_(scores: Tensor, share: Tensor, fill: float, least: int, *, orders_as_torch: bool = True) -> Tensor:
+    """Fills the scores of those tokens in that are the least probable, and have 1 - `share` of the probability.
+
+    Args:
+        scores: [rows, vocabulary], float32: written to.
+        share: float64, of one number, or [rows, 1]. Above 1, such as `EVERYTHING`, the row stays what it is.
+        fill: what is written there.
+        least: so many tokens stay in any case, 1 or more.
+        orders_as_torch: which of equal scores go is what it is in the library. Scores of 16 bits, of which many are
+            equal, have nothing to gain by that, and half of the rows to lose.
+
+    Returns:
+        `scores`.
+    """
+    torch.ops.fastgen.top_p_(scores, share, fill, least, orders_as_torch)
+    return scores
+
+
+def _top_p_(scores: Tensor, share: Tensor, fill: float, least: int, orders_as_torch: bool) -> None:
+    _check(scores, share, least)
+    share = share.reshape(-1, 1)
+    if bool((share <= 1).all()):
+        scores.masked_fill_(_goes(scores, share, least, orders_as_torch), fill)
+        return
+    rows = (share.expand(len(scores), 1) <= 1).view(-1).nonzero().view(-1)
+    if len(rows):
+        some = scores.index_select(0, rows)
+        goes = _goes(some, share.expand(len(scores), 1)[rows], least, orders_as_torch)
+        scores.index_copy_(0, rows, some.masked_fill_(goes, fill))
+
+
+def _check(scores: Tensor, share: Tensor, least: int) -> None:
+    """Raises RuntimeError, as a compiled operator does, before anything is written."""
+    require = _library.checks("top_p_", RuntimeError)
+    is_whole = all(each.is_cpu and _library.is_in_storage(each) for each in (scores, share))
+    require(is_whole and not _library.share_memory(scores, share), "takes tensors in memory of their own on the CPU")
+    require(scores.dim() == 2 and scores.dtype is torch.float32, "scores must be [rows, vocabulary], float32")
+    is_number = share.dtype is torch.float64 and share.numel() in (1, len(scores))
+    require(is_number, "share must be one number, or one of each row, float64")
+    require(least > 0, "some token must stay")
+
+
+def _goes(scores: Tensor, share: Tensor, least: int, orders_as_torch: bool) -> Tensor:
+    """[rows, vocabulary], bool: the tokens that go."""
+    values, columns = sort_rows(scores)
+    goes = values.softmax(dim=-1).cumsum(dim=-1) <= (1 - share).to(scores.dtype)
+    goes[:, -least:] = False
+    if orders_as_torch and bool((goes[:, :-1] & ~goes[:, 1:] & (values[:, :-1] == values[:, 1:])).any()):
+        columns = torch.sort(scores).indices
+    return goes.scatter(1, columns, goes)
+
+
+_library.define(
+    "top_p_(Tensor(a!) scores, Tensor share, float fill, int least, bool orders_as_torch) -> ()",
+    reference=_top_p_,
+    fake=lambda *args: None,
+)
+OPERATOR = torch.ops.fastgen.top_p_.default
