@@ -26,6 +26,7 @@ from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
+from fastgen.optimizer.transformers.captured.kind import Kind
 from fastgen.optimizer.transformers.captured.slots import Slot, Slots
 from fastgen.optimizer.transformers.entering import entering
 
@@ -77,7 +78,7 @@ class ContinuousBatches:
 
     def reset(self) -> None:
         """Nothing runs: at the beginning, and in a forked process, as the requests are those of the other one."""
-        self._in_use: dict[Hashable, Slots] = {}
+        self._in_use: list[Slots] = []
         self._running: list[Slot] = []  # in the order in which they entered
         self._again: list[list[Request]] = []  # batches that begin again, before others begin
 
@@ -92,7 +93,7 @@ class ContinuousBatches:
     @property
     def busy(self) -> int:
         """Slots that are taken."""
-        return sum(step.rows for step in list(self._in_use.values()))  # other threads ask, too
+        return sum(step.rows for step in list(self._in_use))  # other threads ask, too
 
     def stats(self) -> dict[str, Any]:
         """What `Engine.stats` says of running."""
@@ -188,7 +189,7 @@ class ContinuousBatches:
         while True:
             while requests:
                 self._begin(requests)
-                for step in [step for step in self._in_use.values() if step.is_new]:
+                for step in [step for step in self._in_use if step.is_new]:
                     self._advance(step)  # whether it can be captured is known then
                 if self._running and self.prefills.max_stall is not None:
                     break  # others go on before the next prefill
@@ -196,7 +197,7 @@ class ContinuousBatches:
             if not (self._running or self._again):
                 return
             yield
-            for step in list(self._in_use.values()):
+            for step in list(self._in_use):
                 self._advance(step)
             self._make_room()
             most = _SHARED_TURN if graph.is_wanted(self.model.device) else _TURN
@@ -211,7 +212,7 @@ class ContinuousBatches:
         """
         again, self._again = [requests, *self._again], []
         self._run_again(*again)
-        for step in list(self._in_use.values()):
+        for step in list(self._in_use):
             if not any(slot.owner.runs_user_code for slot in step.taken.values()):
                 self._evict(step, RuntimeError(str(error)))
         while requests := self._next(list):
@@ -283,10 +284,10 @@ class ContinuousBatches:
 
     def _enter(self, batch: list[Request], decoding: EnteringDecoding) -> None:
         """Has the inputs of a call enter. Raises CannotBeCaptured if they cannot."""
-        if len(batch) > 1 and decoding.processors_data is None:
+        if len(batch) > 1 and decoding.shared_processors is None:
             raise CannotBeCaptured("processors that are those of a call of its own")
-        identity = slots.identity(decoding)
-        step = self._in_use.get(identity)
+        kind = Kind.of(decoding)
+        step = next((each for each in self._in_use if each.serves(kind)), None)
         if step is None and len(self._in_use) >= MOST_IN_USE:
             raise CannotBeCaptured("steps of many kinds")
         if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
@@ -301,7 +302,8 @@ class ContinuousBatches:
             if not self._budget.has_room(needed):
                 slot.error = ExceedsBudget(f"the request may need {needed} bytes of K and V: cache_gib is less")
             entered.append(slot)
-        self._in_use[identity] = step
+        if step not in self._in_use:
+            self._in_use.append(step)
         self._running += entered
         try:
             step.admit(decoding, entered, self._expected)
@@ -339,7 +341,7 @@ class ContinuousBatches:
 
         What is over, or fails, is seen in the next step.
         """
-        for step in self._in_use.values():
+        for step in self._in_use:
             if step.is_captured and step.failure is None:
                 try:
                     self._stepped(step)
@@ -359,9 +361,9 @@ class ContinuousBatches:
 
     def _leave(self, slot: Slot) -> None:
         self._running.remove(slot)
-        for step in self._in_use.values():
+        for step in self._in_use:
             step.remove(slot)
-        self._in_use = {identity: step for identity, step in self._in_use.items() if step.taken}
+        self._in_use = [step for step in self._in_use if step.taken]
 
     # ---- beginning again
 
@@ -370,7 +372,7 @@ class ContinuousBatches:
         before, self._state = self._state, state_of(self.model)
         if self._state == before:
             return False
-        for step in list(self._in_use.values()):
+        for step in list(self._in_use):
             self._evict(step, RuntimeError(CHANGED))
         return True
 
@@ -407,6 +409,6 @@ class ContinuousBatches:
 
 
 def _may_share_step(one: Request, other: Request) -> bool:
-    """Whether requests are likely to be of one kind: numbers of processors are each one's own."""
-    kinds = [(each.rows, getattr(each.config, "do_sample", None)) for each in (one, other)]
+    """Whether requests are likely to be in one step: greedy ones and those that sample may be."""
+    kinds = [(each.rows, getattr(each.config, "num_beams", None)) for each in (one, other)]
     return kinds[0] == kinds[1]

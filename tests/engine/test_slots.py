@@ -132,6 +132,12 @@ DIFFERENT: list[list[dict[str, Any]]] = [
     [{"num_beams": 3, "temperature": 0.7}, {"num_beams": 3, "temperature": 1.5}],
     [{"do_sample": False, "repetition_penalty": 1.4}, {"do_sample": False, "repetition_penalty": 0.9}],
     [{"do_sample": False, "num_beams": 2, "min_new_tokens": n} for n in (2, 5, 9)],
+    # Processors that others do not have are neutral for these.
+    [{"do_sample": False}, {"temperature": 0.7}, {"top_p": 0.8}, {"do_sample": False, "repetition_penalty": 1.4}],
+    [{"top_k": 5}, {"do_sample": False}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02}, {"min_p": 0.1}],
+    [{"do_sample": False, "num_beams": 3, **each} for each in ({}, {"repetition_penalty": 1.3}, {"min_new_tokens": 4})],
+    [{"num_beams": 3}, {"num_beams": 3, "top_p": 0.7}, {"num_beams": 3, "repetition_penalty": 1.3}],
+    [{"no_repeat_ngram_size": 2, **each} for each in ({"do_sample": False}, {}, {"top_p": 0.5})],
 ]
 
 
@@ -219,6 +225,48 @@ def test_what_is_returned_beside_the_sequences(model: Any, options: dict[str, An
                 own, others = torch.stack(own)[goes_on], torch.stack(others)[goes_on]
             if own is not None:
                 torch.testing.assert_close(own, others, atol=1e-4, rtol=1e-4)
+
+
+@both_kinds
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_others_ask_for_leaves_a_request_alone(
+    model: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Criteria, scores and draws of some requests are in the step of all."""
+    if captured:
+        monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
+    dicts: dict[str, Any] = {"return_dict_in_generate": True}
+    options: list[dict[str, Any]] = [
+        {}, {"stopping_criteria": [_StopsAt(4)]}, {"do_sample": True, "top_k": 0}, {**dicts, "output_scores": True},
+        {**dicts, "output_logits": True}, {**dicts, "do_sample": True, "top_p": 0.7, "output_scores": True},
+    ]  # fmt: skip
+    executor, prompts, requests, most = ContinuousBatches(model, 16), PROMPTS * 4, [], 0
+    prompts = prompts[: 3 * len(options)]
+    for number, prompt in enumerate(prompts):
+        given = {"max_new_tokens": 9 + 3 * (number % 4), "eos_token_id": None, **options[number % len(options)]}
+        requests.append(make(model, prompt, None, given, number if given.get("do_sample") else None, 16))
+    enter = ContinuousBatches._enter
+
+    def enters(executor: ContinuousBatches, *given: Any) -> None:
+        nonlocal most
+        enter(executor, *given)
+        most = max(most, len(executor._in_use))
+
+    monkeypatch.setattr(ContinuousBatches, "_enter", enters)
+    run(executor, requests, at_once=4)
+    assert most == 1 and not executor.alone
+    for request, prompt in zip(requests, prompts, strict=True):
+        torch.manual_seed(request.seed or 0)
+        found, expected = request.future.result(0), alone(model, prompt, **request.options)
+        if isinstance(found, torch.Tensor):
+            assert torch.equal(found, expected)
+            continue
+        assert torch.equal(found.sequences, expected.sequences)
+        for name in ("scores", "logits"):
+            own, others = getattr(found, name), getattr(expected, name)
+            assert (own is None) == (others is None)
+            if own is not None:
+                torch.testing.assert_close(torch.stack(own), torch.stack(others), atol=1e-4, rtol=1e-4)
 
 
 class _Bans:

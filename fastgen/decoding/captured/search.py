@@ -47,6 +47,7 @@ class Search:
         nan_inputs: [batch, 1], bool: the same where inputs come and go: only these are over.
         noise: [rows, vocabulary], float32, exponentially distributed: what the next step draws with, where inputs have
             generators of their own; None: torch's draws.
+        draws: [batch, 1], bool: inputs whose tokens are drawn. The others take the most probable, where there is noise.
     """
 
     parents: Tensor | None = None
@@ -82,6 +83,7 @@ class Search:
         self.done = torch.zeros((), dtype=torch.bool, device=device)
         self.has_nan = torch.zeros_like(self.done)
         self.nan_inputs = torch.zeros(batch, 1, dtype=torch.bool, device=device)
+        self.draws = torch.ones_like(self.nan_inputs)
         # Inputs that are there; the others fill the batch up.
         self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
         if growing is not None:
@@ -184,7 +186,7 @@ class Search:
 
         The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
         """
-        tokens = (self._exponential_race(scores) if self._samples else scores).argmax(dim=-1)
+        tokens = (self._drawn(scores) if self._samples else scores).argmax(dim=-1)
         return (torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens,)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: slice, start: int, end: int) -> Tensor:
@@ -257,6 +259,14 @@ class Search:
         """Which tokens end a sequence, in the shape of `tokens`."""
         ends = (tokens.unsqueeze(-1) == self._eos).any(dim=-1)
         return ends if stops is None else ends | stops.view_as(ends)
+
+    def _drawn(self, scores: Tensor) -> Tensor:
+        """[rows, vocabulary], of which the largest is taken."""
+        race = self._exponential_race(scores)
+        if self.noise is None:
+            return race
+        self.nan_inputs.logical_and_(self.draws)
+        return torch.where(self.draws.expand(-1, self._per_input).reshape(-1, 1), race, scores)
 
     def _exponential_race(self, scores: Tensor) -> Tensor:
         """p / e for the probabilities p of each row, some rows for each input, and exponentially distributed e.

@@ -328,10 +328,12 @@ class Decoding:
         """For a step of this key; None if the host runs them."""
         if key.processors is None:
             return None
-        vocabulary = self.prompt.logits.shape[-1]
-        is_float32 = self.model.dtype is torch.float32
-        bucket = processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots, is_float32)
-        return processors.all_captured(self._processors, bucket, self._lengths)
+        return processors.all_captured(self._processors, self.bucket(key), self._lengths)
+
+    def bucket(self, key: Key) -> processors.Bucket:
+        """What processors of a step of this key are made for."""
+        vocabulary, is_float32 = self.prompt.logits.shape[-1], self.model.dtype is torch.float32
+        return processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots, is_float32)
 
     def refresh(self, made: Sequence[CapturedProcessor]) -> bool:
         """Has captured processors do what those of this call do; whether they can."""

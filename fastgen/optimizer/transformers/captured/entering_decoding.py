@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from functools import cached_property, partial
 from typing import Any
 
@@ -55,7 +54,7 @@ class EnteringDecoding(Decoding):
         if self.config.do_sample:
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed)
-        is_seen = self.own_key.waits_for_host or self.processors_data is None
+        is_seen = self.own_key.waits_for_host or self.shared_processors is None
         # Criteria, of which there are none where several inputs enter, are given what this call keeps.
         kept = self._code.kept if self.prompt.inputs == 1 else {name: [] for name in self._code.kept}
         host = self.host._replace(keep=partial(append, kept))
@@ -75,11 +74,11 @@ class EnteringDecoding(Decoding):
         return [processors.numbers(each, self._lengths) for each in self._processors]
 
     @cached_property
-    def processors_data(self) -> tuple[Hashable, ...] | None:
-        """What processors that do the same for any rows have besides their numbers; None if not all are such."""
-        if not all(processors.is_of_any_rows(each, self._lengths) for each in self._processors):
-            return None
-        return tuple(processors.data(each, self._lengths) for each in self._processors)
+    def shared_processors(self) -> tuple[processors.Shared, ...] | None:
+        """What each processor does to all inputs of a step; None if some do not do the same for rows of any number."""
+        found = [processors.shared(each, self._lengths) for each in self._processors]
+        known = [each for each in found if each is not None]
+        return tuple(known) if len(known) == len(found) else None
 
 
 def _results(count: int, kept: dict[str, list[Tensor]], config: Any, output: Any, search: Search, inputs: slice) -> Any:

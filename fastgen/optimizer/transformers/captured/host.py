@@ -141,9 +141,9 @@ class HostCode:
 
 
 def append(kept: dict[str, list[Tensor]], made: dict[str, Tensor]) -> None:
-    """Keeps copies of what was made in a step, by name."""
-    for name, tensor in made.items():
-        kept[name].append(tensor.clone())
+    """Keeps copies of what was made in a step, by name: of what somebody asks for."""
+    for name, each in kept.items():
+        each.append(made[name].clone())
 
 
 class HostWork:
@@ -246,6 +246,7 @@ class HostWork:
     def _stop(self, turns: Sequence[Turn]) -> None:
         self._keep(turns)
         search, self._written = self._search, []
+        self._stops.fill_(False)  # of inputs that have no criteria
         stops = self._stops.view(len(search.length), -1)
         for host, inputs, start, end in turns:
             tokens = search.proposed(self._proposal, inputs, start, end)

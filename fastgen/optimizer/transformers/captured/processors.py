@@ -10,7 +10,8 @@ temperatures (`CapturedProcessor.fill`), which are those of each input where inp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,11 @@ from transformers.generation import logits_process as library
 from fastgen import releases
 from fastgen.decoding import library_code
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.ops import top_p
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
+from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
 from fastgen.optimizer.transformers.captured.sizes import round_up
 
@@ -45,6 +48,13 @@ class _Signed(NamedTuple):
     frozen: Signature
     data: tuple[Any, ...] = ()
     numbers: tuple[float, ...] = ()
+
+
+class Shared(NamedTuple):
+    """What a processor does to all inputs of a step with slots, of which each has numbers of its own."""
+
+    signature: Signature
+    data: tuple[Any, ...]  # what its `refresh` gets
 
 
 class Lengths(NamedTuple):
@@ -129,18 +139,43 @@ def all_captured(given: Iterable[Any], bucket: Bucket, lengths: Lengths) -> list
     return found
 
 
-def is_of_any_rows(processor: Any, lengths: Lengths) -> bool:
-    """Whether its capturable form does the same for rows of any number, each of a length of its own. A whitelist."""
+def shared(processor: Any, lengths: Lengths) -> Shared | None:
+    """What a processor does to all inputs of a step with slots.
+
+    None if its capturable form does not do the same for rows of any number, each of a length of its own: a whitelist.
+    """
     signed = _signed(processor, lengths)
-    if signed is None or signed.frozen[0] not in _OF_ANY_ROWS:
-        return False
-    return signed.frozen[0] is not rewritten.RepetitionPenalty or signed.frozen[1] is None
+    kind = None if signed is None else signed.frozen[0]
+    if signed is None or kind not in _OF_ANY_ROWS:
+        return None
+    if kind is rewritten.RepetitionPenalty and signed.frozen[1] is not None:
+        return None
+    return Shared(signed.frozen, tuple(x.tolist() if isinstance(x, Tensor) else x for x in signed.data))
 
 
-def data(processor: Any, lengths: Lengths) -> Hashable:
-    """What slots have in common: those that agree in it, and in the signature, do the same but for their numbers."""
-    signed = _signed(processor, lengths)
-    return None if signed is None else tuple(x.tolist() if isinstance(x, Tensor) else x for x in signed.data)
+def neutral(signature: Signature) -> tuple[float, ...] | None:
+    """Numbers with which a processor of this signature changes no bit of a row; None if there are none such."""
+    kind, *frozen = signature
+    if kind is of_scores.Library:
+        names = frozen[-1]
+        return tuple(_NEUTRAL[name] for name in names) if names and _NEUTRAL.keys() >= set(names) else None
+    if kind in (rewritten.Ban, rewritten.Force):
+        when = frozen[-1]
+        return None if when is None else (_NEVER[when.compare],)
+    return _NEUTRAL_OF.get(kind)
+
+
+def of_shared(given: Iterable[Shared], bucket: Bucket) -> list[CapturedProcessor]:
+    """Captured processors that do this to all inputs. CannotBeCaptured: one does not fit into its buffers."""
+    made = [each.signature[0](bucket, *each.signature[1:]) for each in given]
+    if not refresh_shared(made, given):
+        raise CannotBeCaptured("a processor does not fit into its buffers")
+    return made
+
+
+def refresh_shared(made: Sequence[CapturedProcessor], given: Iterable[Shared]) -> bool:
+    """Has captured processors of these signatures do this to all inputs; False if it does not fit."""
+    return all(captured.refresh(*each.data) for captured, each in zip(made, given, strict=True))
 
 
 def numbers(processor: Any, lengths: Lengths) -> tuple[float, ...]:
@@ -263,13 +298,13 @@ def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> _Signed:
 def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep: Any) -> _Signed:
     if not isinstance(epsilon, Tensor) or epsilon.dim() or epsilon.dtype is not torch.float32:
         raise Unknown
-    return _Signed((rewritten.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
+    return _Signed((of_scores.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
 
 
 def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> _Signed:
     most = min(_of_type(kept, int), _MOST_BY_TOP_K)
     room = power_of_two(max(most, _KEPT_BY_TOP_K))
-    return _Signed((rewritten.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
+    return _Signed((of_scores.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
 
 
 def _library(number: str | None = None, *names: str) -> _Reader:
@@ -281,7 +316,7 @@ def _library(number: str | None = None, *names: str) -> _Reader:
         given = tuple(name for name in given_names if not lengths.freezes)
         frozen = tuple((name, value) for name, value in known.items() if name not in given)
         return _Signed(
-            (rewritten.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given)
+            (of_scores.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given)
         )
 
     return _Reader(sign, (*given_names, *names))
@@ -291,7 +326,7 @@ def _top_p(processor: Any, lengths: Lengths, share: Any, filter_value: Any, leas
     if lengths.freezes:
         return _library("top_p", *_KEPT).sign(processor, lengths, share, filter_value, least)
     frozen = _of_type(filter_value, int, float), _of_type(least, int)
-    return _Signed((rewritten.TopP, *frozen), numbers=(_of_type(share, int, float),))
+    return _Signed((of_scores.TopP, *frozen), numbers=(_of_type(share, int, float),))
 
 
 _BIASES = _Reader(
@@ -339,6 +374,16 @@ _READERS_BY_NAME = {
 }
 _READERS = {getattr(library, name): reader for name, reader in _READERS_BY_NAME.items() if hasattr(library, name)}
 
+# Numbers that change no bit: of the library's own processors by their names, of others by their class.
+_NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0, "mass": math.inf}
+_NEUTRAL_OF: dict[Any, tuple[float, ...]] = {
+    rewritten.RepetitionPenalty: (1.0,),
+    of_scores.TopK: (of_scores.TopK.ALL,),
+    of_scores.TopP: (top_p.EVERYTHING,),
+}
+# Numbers to which no position compares so.
+_NEVER = {torch.lt: -(2**40), torch.eq: 2**40}
+
 # Where the library applies a temperature, these come behind it.
 _BEHIND_TEMPERATURE = tuple(
     getattr(library, name)
@@ -353,8 +398,8 @@ _OF_ANY_ROWS = (
     rewritten.RepetitionPenalty,
     rewritten.NoRepeatNGram,
     rewritten.SequenceBias,
-    rewritten.Library,
-    rewritten.TopK,
-    rewritten.TopP,
-    rewritten.Eta,
+    of_scores.Library,
+    of_scores.TopK,
+    of_scores.TopP,
+    of_scores.Eta,
 )

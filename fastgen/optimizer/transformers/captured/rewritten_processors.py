@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-from fastgen.ops.top_p import top_p_
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured.processor_data import Bucket, Buffer, Number
 
@@ -80,6 +79,12 @@ class CapturedProcessor:
         """Takes over the numbers of an input, at `source` in another processor of this signature."""
         for own, each in zip(self.numbers, other.numbers, strict=True):
             own.insert(each, source, target)
+
+    def put(self, numbers: Sequence[float], target: int) -> None:
+        """Takes over these numbers for an input."""
+        one = self.of_batch(1)
+        one.fill(numbers)
+        self.insert(one, 0, target)
 
     def of_batch(self, batch: int) -> CapturedProcessor:
         """One for so many inputs that a recording cannot tell from this one; it shares what has no rows."""
@@ -366,78 +371,3 @@ class SequenceBias(CapturedProcessor):
         last = step.tokens.gather(1, positions.clamp(min=0).expand(len(step.tokens), -1)).unsqueeze(1)
         equal = ((last == self._prefixes) | self._is_any).all(dim=2)
         return equal & (step.length - step.start >= self._least)
-
-
-# Scores alone -----------------------------------------------------------------------------------------------------
-
-
-class Library(CapturedProcessor):
-    """The library's own processor: it looks at nothing but the scores, and its operations can be captured.
-
-    Args:
-        frozen: its attributes.
-        names: of attributes that are numbers of each call.
-    """
-
-    def __init__(self, bucket: Bucket, kind: type, frozen: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> None:
-        self._processor: Any = object.__new__(kind)
-        self._processor.__dict__.update(frozen, **{name: Number(bucket) for name in names})
-        self._names = names
-
-    @property
-    def numbers(self) -> list[Number]:
-        return [self._processor.__dict__[name] for name in self._names]
-
-    def of_batch(self, batch: int) -> CapturedProcessor:
-        other = copy.copy(self)
-        other._processor = copy.copy(self._processor)
-        numbers = zip(self._names, self.numbers, strict=True)
-        other._processor.__dict__.update({name: number.of_batch(batch) for name, number in numbers})
-        return other
-
-    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        return self._processor(step.tokens, scores)
-
-
-class TopK(CapturedProcessor):
-    """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1: a number of tokens up to `room`."""
-
-    def __init__(self, bucket: Bucket, room: int, filter_value: float) -> None:
-        self._room, self._filter_value = room, filter_value
-        self._kept = Number(bucket, torch.int64)
-
-    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        best = scores.topk(min(self._room, scores.shape[1])).values
-        last = (self._kept.values - 1).clamp(max=best.shape[1] - 1).expand(len(scores), 1)
-        return scores.masked_fill(scores < best.gather(1, last), self._filter_value)
-
-
-class TopP(CapturedProcessor):
-    """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On the CPU."""
-
-    def __init__(self, bucket: Bucket, filter_value: float, least: int) -> None:
-        self._share = Number(bucket)
-        self._filter_value, self._least, self._orders_as_torch = filter_value, least, bucket.is_float32
-
-    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        kept = self._filter_value, self._least
-        return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)
-
-
-class Eta(CapturedProcessor):
-    """Hewitt et al., "Truncation Sampling as Language Model Desmoothing" (2022), section 3."""
-
-    def __init__(self, bucket: Bucket, filter_value: float, keep: int) -> None:
-        self._epsilon = torch.zeros((), device=bucket.device)
-        self._filter_value, self._keep = filter_value, keep
-
-    def refresh(self, epsilon: Tensor) -> bool:
-        self._epsilon.copy_(epsilon)
-        return True
-
-    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        # The library's distribution validates its arguments, which waits for the device.
-        entropy = torch.distributions.Categorical(logits=scores, validate_args=False).entropy()
-        eta = torch.min(self._epsilon, self._epsilon.sqrt() * torch.exp(-entropy)).unsqueeze(1)
-        kept = scores.topk(min(self._keep, scores.shape[1])).values[:, -1:]
-        return scores.masked_fill((scores.softmax(dim=-1) < eta) & (scores < kept), self._filter_value)

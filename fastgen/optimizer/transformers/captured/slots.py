@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,10 +24,11 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import Turn
-from fastgen.optimizer.transformers.captured.key import Key, Prompt
+from fastgen.optimizer.transformers.captured.key import Prompt
+from fastgen.optimizer.transformers.captured.kind import Kind
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.slot import Slot
@@ -58,7 +59,7 @@ def running(device: torch.device) -> Iterator[None]:
 
 
 class Slots:
-    """A step of a model, and the inputs in it. All agree in what is frozen in it, and in its data but for numbers.
+    """A step of a model, and the inputs in it. It is of a kind that serves them all, and gets wider with them.
 
     Args:
         decoding: the first call whose inputs are to enter.
@@ -74,10 +75,11 @@ class Slots:
 
     def __init__(self, decoding: EnteringDecoding, most: int) -> None:
         self._model, self._most = decoding.model, most
-        self._key = key_of(decoding)
-        self._eos, self._fill = decoding.prompt.eos, decoding.fill()
+        self._kind = Kind.of(decoding)
+        self._key = self._kind.key
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
+        self._is_changing = True  # with the input that has come last, and more are about to come
         self._is_recorded = False  # what serves any number of inputs, the last time that somebody asked
         self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
         self._lost = 0.0  # seconds of idle rows, for want of a program for fewer
@@ -101,6 +103,10 @@ class Slots:
         """Whether the model is no longer the one that the step was made with."""
         return self._step is not None and graph_cache.state(self._model) != self._step.state
 
+    def serves(self, kind: Kind) -> bool:
+        """Whether inputs of this kind can be in it, with those that are there."""
+        return self._kind.with_inputs_of(kind) is not None
+
     # ---- inputs that come
 
     def admit(self, decoding: EnteringDecoding, entering: list[Slot], expected: int) -> None:
@@ -109,27 +115,32 @@ class Slots:
         Args:
             expected: inputs that are likely to come soon.
         """
+        kind = Kind.of(decoding)
         prompts = [
             decoding.prompt.only(number, self._key.per_input, slot.new_tokens, slot.padding)
             for number, slot in enumerate(entering)
         ]
         needed = Sizes(*map(max, *map(_sizes_of, prompts), Sizes(0, 0, 0, 0)))
         self._check_window(decoding, needed)
+        self._is_changing = (self._widen(decoding, kind) or self.is_new) and expected > len(entering)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
         for slot, prompt in zip(entering, prompts, strict=True):
             self._note(slot, prompt, decoding)
-            self._enter(step, slot, prompt, decoding)
+            self._enter(step, slot, prompt, decoding, kind)
 
-    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: EnteringDecoding) -> None:
+    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: EnteringDecoding, kind: Kind) -> None:
         place = next(place for place in range(self._key.batch) if place not in self.taken)
         step.load(place, prompt)
         if not step.forward.is_watched:  # before code of the user's sees a token
             self._try(step, place)
         options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
-        search, choice = step.arrival(prompt, self._fill, decoding.numbers, **options)
-        if slot.generator is not None:
-            search.noise = torch.empty(self._key.per_input, prompt.logits.shape[-1])
-            search.noise.exponential_(generator=slot.generator)
+        numbers = [decoding.numbers[each] if isinstance(each, int) else each for each in kind.numbers(self._kind)]
+        search, choice = step.arrival(prompt, kind.fill, numbers, **options)
+        search.draws.fill_(slot.generator is not None)
+        if self._key.samples:
+            search.noise = noise = torch.ones(self._key.per_input, prompt.logits.shape[-1])
+            if slot.generator is not None:
+                noise.exponential_(generator=slot.generator)
         start, end = int(search.start[0, 0]), search.prompt_capacity
         turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
@@ -179,24 +190,40 @@ class Slots:
         """The step, with room for so many inputs, where there is such, and for what they need."""
         batch = min(max(power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
-            self._step = self._taken(decoding, batch, self._rounded(decoding, needed))
-            self._step.open(self._eos)
+            self._step = self._taken(decoding, batch, self._rounded(decoding, needed), self._kind)
+            self._step.open(self._kind.eos)
         self._step.make_room(self._rounded(decoding, needed))
         if batch > self._step.key.batch:
-            self._step = self._moved(decoding, batch)
+            self._step = self._moved(decoding, batch, self._kind)
         self._key = self._step.key
         return self._step
 
-    def _taken(self, decoding: EnteringDecoding, batch: int, room: Sizes) -> DecodeStep:
+    def _widen(self, decoding: EnteringDecoding, kind: Kind) -> bool:
+        """Has the step serve inputs of this kind, too: they are about to enter. Whether it has not done so before."""
+        wider = self._kind.with_inputs_of(kind)
+        if wider is None:
+            raise CannotBeCaptured("inputs of another kind")
+        if wider == self._kind:
+            return False
+        if self._step is not None:
+            # Where it was captured, the inputs that are there have shown that it pays.
+            self._captures_from = self._steps if self._step.is_captured else math.inf
+            self._is_recorded = False
+            self._step = self._moved(decoding, self._key.batch, wider)
+        self._kind, self._key = wider, replace(wider.key, batch=self._key.batch)
+        return True
+
+    def _taken(self, decoding: EnteringDecoding, batch: int, room: Sizes, kind: Kind) -> DecodeStep:
         """The step for so many inputs, as the cache has it or a new one, with buffers of these sizes at least."""
-        key = replace(self._key, batch=batch)
+        key, given = replace(kind.key, batch=batch), kind.processors
         vocabulary = decoding.prompt.logits.shape[-1]
 
         def make() -> DecodeStep:
-            return DecodeStep(key, decoding.prompt, decoding.captured_processors(key), room)
+            made = None if given is None else processors.of_shared(given, decoding.bucket(key))
+            return DecodeStep(key, decoding.prompt, made, room)
 
         step: DecodeStep = graph_cache.take(self._model, key, make)
-        if not decoding.refresh(step.processors or ()):
+        if not processors.refresh_shared(step.processors or (), given or ()):
             step = make()
             step.state = graph_cache.state(self._model)
         step.make_room(room)
@@ -207,16 +234,17 @@ class Slots:
     def _rounded(self, decoding: EnteringDecoding, needed: Sizes) -> Sizes:
         return sizes.rounded(needed, decoding.may_pad, on_gpu=False, at_once=True)
 
-    def _moved(self, decoding: EnteringDecoding, batch: int) -> DecodeStep:
-        """A step for more inputs, with those that are there."""
+    def _moved(self, decoding: EnteringDecoding, batch: int, kind: Kind) -> DecodeStep:
+        """A step for more inputs, or of a wider kind, with those that are there."""
         before = self._step
         assert before is not None
-        step = self._taken(decoding, batch, before.sizes)
+        step = self._taken(decoding, batch, before.sizes, kind)
         before.make_room(step.sizes)
         step.make_room(before.sizes)
-        step.open(self._eos)
+        step.open(kind.eos)
+        numbers = self._kind.numbers(kind)
         for place in self.taken:
-            step.move_in(before, place, place)
+            step.move_in(before, place, place, numbers)
         graph_cache.give_back(self._model, before)
         return step
 
@@ -233,7 +261,9 @@ class Slots:
         if self.failure is not None:
             raise self.failure
         if len(self._over(step)) < len(self.taken):
-            captures = self._steps >= self._captures_from
+            # What comes next may be of another kind still, for which this recording would not do.
+            captures = self._steps >= self._captures_from and not self._is_changing
+            self._is_changing = False
             if (captures or step.is_captured) and any_batch.is_symbolic(step.key):
                 self._close_ranks(step)
             for slot in self.taken.values():
@@ -344,28 +374,6 @@ class Slots:
     def slots(self) -> int:
         """Rows that the last step has computed."""
         return self._places * self._key.per_input
-
-
-def key_of(decoding: EnteringDecoding) -> Key:
-    """What is frozen in a step that inputs of such a call enter; its batch says nothing.
-
-    Raises:
-        CannotBeCaptured: they cannot.
-    """
-    key: Key = decoding.own_key
-    if not graph.is_recorded(decoding.model.device):
-        raise CannotBeCaptured("inputs come and go on the CPU only, so far")
-    if key.source_in_front or key.width > 1:
-        raise CannotBeCaptured("a model whose inputs cannot come and go")
-    if decoding.processors_data is None:
-        key = replace(key, processors=None)  # the host runs them, for each input its own
-    return replace(decoding.of_any_sizes(key), batch=1, slots=True)
-
-
-def identity(decoding: EnteringDecoding) -> Hashable:
-    """Inputs of calls that agree in it can be in one step at a time."""
-    key = key_of(decoding)
-    return key, key.processors and decoding.processors_data, decoding.prompt.eos, decoding.fill()
 
 
 def _sizes_of(prompt: Prompt) -> Sizes:

@@ -400,19 +400,31 @@ class DecodeStep:
         self.move_in(self, source, target)
         self.leave(source)
 
-    def move_in(self, other: DecodeStep, source: int, target: int) -> None:
-        """Has an input go on here, at `target`, that is at `source` in `other`, of the same sizes."""
+    def move_in(
+        self, other: DecodeStep, source: int, target: int, numbers: Sequence[Sequence[float] | int] | None = None
+    ) -> None:
+        """Has an input go on here, at `target`, that is at `source` in `other`, of the same sizes.
+
+        Args:
+            numbers: of each processor those of the input, or which of the other step's has them; None for the same.
+        """
         self.search.insert(other.search, source, target)
         if not self.buffers.insert(other.buffers, source, target):
             self.parts.drop()
-        self._take_choice(other.choice, source, target)
+        self._take_choice(other.choice, source, target, numbers)
         self.forward.is_watched |= other.forward.is_watched
 
-    def _take_choice(self, other: Choice, source: int, target: int) -> None:
+    def _take_choice(
+        self, other: Choice, source: int, target: int, numbers: Sequence[Sequence[float] | int] | None = None
+    ) -> None:
         """What there is of an input besides its sequences: `target` here is `source` there."""
         self.choice.host_work.take_over(other.host_work)
-        for own, each in zip(self.processors or (), other.processors or (), strict=True):
-            own.insert(each, source, target)
+        others, own = other.processors or (), self.processors or ()
+        for each, given in zip(own, range(len(others)) if numbers is None else numbers, strict=True):
+            if isinstance(given, int):
+                each.insert(others[given], source, target)
+            else:
+                each.put(given, target)
 
     # ---- what is captured
 

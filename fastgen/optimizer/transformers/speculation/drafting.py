@@ -22,7 +22,7 @@ from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.optimizer.transformers.captured import rewritten_processors
+from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.key import LAST, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 # behind the draft, some sequences have as many rows to verify as fill vectors without a rest.
 LENGTHS = (0, 1, 3, 7)
 # Processors that look at nothing but scores, row by row.
-_SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.TopK, rewritten_processors.Eta)
+_SCORES_ALONE = (of_scores.Library, of_scores.TopK, of_scores.TopP, of_scores.Eta)
 
 
 def lengths_of(key: Key) -> tuple[int, ...]:

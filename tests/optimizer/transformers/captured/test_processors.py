@@ -19,10 +19,10 @@ from fastgen.optimizer.transformers.captured.processor_data import Bucket
 from fastgen.optimizer.transformers.captured.processors import (
     Lengths,
     captured,
-    data,
-    is_of_any_rows,
+    neutral,
     numbers,
     refresh,
+    shared,
     signature,
     with_temperature,
 )
@@ -278,7 +278,7 @@ def test_each_input_has_numbers_of_its_own(name: str) -> None:
     for place, each in enumerate(given[:2]):
         one.fill(numbers(each, lengths))
         made.insert(one, 0, place)
-        assert is_of_any_rows(each, lengths) and data(each, lengths) == data(given[2], lengths)
+        assert shared(each, lengths) is not None and shared(each, lengths) == shared(given[2], lengths)
     for place, target in enumerate((4, 0, 2)):
         larger.insert(made, place, target)
     order, step, large = [1, 1, 2, 1, 0], Step(call.rows), call._replace(inputs=5)
@@ -293,6 +293,32 @@ def test_each_input_has_numbers_of_its_own(name: str) -> None:
         result = larger(scores.clone(), Step(large.rows).set(large, length)).unflatten(0, (5, 2))
         for place in (0, 2, 4):
             torch.testing.assert_close(result[place], expected[place].unflatten(0, (5, 2))[place], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [*OF_EACH_INPUT, "suppress_at_begin"])
+def test_neutral_numbers_change_no_bit(name: str) -> None:
+    """Of one input; those beside it get what their own numbers say."""
+    call = Call(inputs=3, beams=2)
+    lengths = Lengths(call.prompt, call.limit)
+    processor = PROCESSORS[name](call) if name in PROCESSORS else OF_EACH_INPUT[name](call)[0]
+    made = captured(processor, Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
+    nothing = neutral(signature(processor, lengths) or ())
+    assert made is not None and nothing is not None
+    made.put(nothing, 1)
+    step = Step(call.rows)
+    for length in range(call.prompt, call.limit):
+        scores = _scores(call.rows, seed=length)
+        scores[2:4, length % VOCABULARY] = -torch.inf
+        expected = _expected(processor, call, length, scores)
+        result = made(scores.clone(), step.set(call, length))
+        assert torch.equal(result[2:4], scores[2:4])
+        for rows in (slice(0, 2), slice(4, 6)):
+            torch.testing.assert_close(result[rows], expected[rows], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["suppress", "no_repeat_2", "bad_words", "eta", "inf_nan", "normalise"])
+def test_some_are_never_neutral(name: str) -> None:
+    assert neutral(signature(PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)) or ()) is None
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:

@@ -1,0 +1,115 @@
+"""What inputs have in common that can be in one step with slots, and how inputs that differ come to share one.
+
+A step does more for some inputs than they ask for, where that changes nothing for them: a processor with a neutral
+number, a draw that a greedy row does not take, a copy of scores that nobody keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fastgen.decoding.captured import graph
+from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.optimizer.transformers.captured import processors
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
+from fastgen.optimizer.transformers.captured.host import RECORDS
+from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.processors import Shared
+
+
+class Kind(NamedTuple):
+    """What inputs agree in that can be in one step at a time.
+
+    Attributes:
+        key: what is frozen in the step; its batch says nothing.
+        processors: what they do to all inputs; None if the host runs them, for each input its own.
+        eos: tokens that end a sequence.
+        fill: what stands behind the end of one.
+    """
+
+    key: Key
+    processors: tuple[Shared, ...] | None
+    eos: tuple[int, ...]
+    fill: int
+
+    @classmethod
+    def of(cls, decoding: EnteringDecoding) -> Kind:
+        """That of a call.
+
+        Raises:
+            CannotBeCaptured: inputs of such calls cannot come and go.
+        """
+        key: Key = decoding.own_key
+        if not graph.is_recorded(decoding.model.device):
+            raise CannotBeCaptured("inputs come and go on the CPU only, so far")
+        if key.source_in_front or key.width > 1:
+            raise CannotBeCaptured("a model whose inputs cannot come and go")
+        shared = decoding.shared_processors
+        if shared is None:
+            key = replace(key, processors=None)
+        key = replace(decoding.of_any_sizes(key), batch=1, slots=True)
+        return cls(key, shared, decoding.prompt.eos, decoding.fill())
+
+    def with_inputs_of(self, other: Kind) -> Kind | None:
+        """The kind of a step that does for inputs of both what theirs does; None where there is no such."""
+        if (self.processors is None) is not (other.processors is None):
+            return None
+        found = self._merged(other)
+        is_served = all(each.places(found) is not None for each in (self, other))
+        return found if is_served and found._but_for_more() == self._but_for_more() == other._but_for_more() else None
+
+    def places(self, wider: Kind) -> list[int | None] | None:
+        """Of each processor of a step of a `wider` kind: which of this one's it is; None for one that is neutral.
+
+        None altogether if one of this kind's is missing there, or one of the others is never neutral.
+        """
+        found: list[int | None] = []
+        own, count = self.processors or (), 0
+        for each in wider.processors or ():
+            is_own = count < len(own) and own[count] == each
+            if not is_own and processors.neutral(each.signature) is None:
+                return None
+            found.append(count if is_own else None)
+            count += is_own
+        return found if count == len(own) else None
+
+    def numbers(self, wider: Kind) -> list[Sequence[float] | int]:
+        """Of each processor of a `wider` kind's step: which of this kind's has its numbers, or the neutral ones."""
+        places = self.places(wider)
+        assert places is not None, "the step serves inputs of this kind"
+        neutral = (processors.neutral(each.signature) or () for each in wider.processors or ())
+        return [other if place is None else place for place, other in zip(places, neutral, strict=True)]
+
+    def _merged(self, other: Kind) -> Kind:
+        made = None if self.processors is None else _merged(self.processors, other.processors or ())
+        key = replace(
+            self.key,
+            samples=self.key.samples or other.key.samples,
+            has_criteria=self.key.has_criteria or other.key.has_criteria,
+            kept=tuple(name for name in RECORDS if name in (*self.key.kept, *other.key.kept)),
+            processors=None if made is None else tuple(each.signature for each in made),
+        )
+        return self._replace(key=key, processors=made)
+
+    def _but_for_more(self) -> Hashable:
+        """All that inputs must agree in. Beams are drawn, or they are not: that is another search."""
+        samples = self.key.samples and self.key.early_stopping is not None
+        key = replace(self.key, samples=samples, has_criteria=False, kept=(), processors=None)
+        return self._replace(key=key, processors=None)
+
+
+def _merged(one: tuple[Shared, ...], other: tuple[Shared, ...]) -> tuple[Shared, ...]:
+    """All of both, each in its order, and what is in both once. The result does not depend on who comes first."""
+    if not (one and other):
+        return one or other
+    if one[0] == other[0]:
+        return one[:1] + _merged(one[1:], other[1:])
+    first, second = sorted((one, other), key=lambda each: (each[0] in _rest(each, one, other), repr(each[0])))
+    return first[:1] + _merged(first[1:], second)
+
+
+def _rest(each: tuple[Shared, ...], one: tuple[Shared, ...], other: tuple[Shared, ...]) -> tuple[Shared, ...]:
+    """What comes behind the first one, of the two that `each` is not."""
+    return other[1:] if each is one else one[1:]

@@ -1,0 +1,92 @@
+"""Logits processors that look at the scores alone: the library's own objects, and those of sampling, rewritten.
+
+What `rewritten_processors` says of captured steps holds here, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.top_p import top_p_
+from fastgen.optimizer.transformers.captured.processor_data import Bucket, Number
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+
+
+class Library(CapturedProcessor):
+    """The library's own processor: it looks at nothing but the scores, and its operations can be captured.
+
+    Args:
+        frozen: its attributes.
+        names: of attributes that are numbers of each call.
+    """
+
+    def __init__(self, bucket: Bucket, kind: type, frozen: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> None:
+        self._processor: Any = object.__new__(kind)
+        self._processor.__dict__.update(frozen, **{name: Number(bucket) for name in names})
+        self._names = names
+
+    @property
+    def numbers(self) -> list[Number]:
+        return [self._processor.__dict__[name] for name in self._names]
+
+    def of_batch(self, batch: int) -> CapturedProcessor:
+        other = copy.copy(self)
+        other._processor = copy.copy(self._processor)
+        numbers = zip(self._names, self.numbers, strict=True)
+        other._processor.__dict__.update({name: number.of_batch(batch) for name, number in numbers})
+        return other
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        return self._processor(step.tokens, scores)
+
+
+class TopK(CapturedProcessor):
+    """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1: a number of tokens up to `room`."""
+
+    ALL = 0  # in the place of the number
+
+    def __init__(self, bucket: Bucket, room: int, filter_value: float) -> None:
+        self._room, self._filter_value = room, filter_value
+        self._kept = Number(bucket, torch.int64)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        best = scores.topk(min(self._room, scores.shape[1])).values
+        kept = self._kept.values
+        last = (kept - 1).clamp(0, best.shape[1] - 1).expand(len(scores), 1)
+        goes = (scores < best.gather(1, last)) & (kept != self.ALL)
+        return scores.masked_fill(goes, self._filter_value)
+
+
+class TopP(CapturedProcessor):
+    """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On the CPU."""
+
+    def __init__(self, bucket: Bucket, filter_value: float, least: int) -> None:
+        self._share = Number(bucket)
+        self._filter_value, self._least, self._orders_as_torch = filter_value, least, bucket.is_float32
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        kept = self._filter_value, self._least
+        return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)
+
+
+class Eta(CapturedProcessor):
+    """Hewitt et al., "Truncation Sampling as Language Model Desmoothing" (2022), section 3."""
+
+    def __init__(self, bucket: Bucket, filter_value: float, keep: int) -> None:
+        self._epsilon = torch.zeros((), device=bucket.device)
+        self._filter_value, self._keep = filter_value, keep
+
+    def refresh(self, epsilon: Tensor | float) -> bool:
+        self._epsilon.copy_(torch.as_tensor(epsilon))
+        return True
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        # The library's distribution validates its arguments, which waits for the device.
+        entropy = torch.distributions.Categorical(logits=scores, validate_args=False).entropy()
+        eta = torch.min(self._epsilon, self._epsilon.sqrt() * torch.exp(-entropy)).unsqueeze(1)
+        kept = scores.topk(min(self._keep, scores.shape[1])).values[:, -1:]
+        return scores.masked_fill((scores.softmax(dim=-1) < eta) & (scores < kept), self._filter_value)

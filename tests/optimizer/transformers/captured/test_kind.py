@@ -1,0 +1,93 @@
+"""Kinds of inputs that share a step: what serves both of two, whoever comes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
+from fastgen.optimizer.transformers.captured import score_processors as of_scores
+from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.kind import Kind
+from fastgen.optimizer.transformers.captured.processors import Shared
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+
+PENALTY = Shared((rewritten.RepetitionPenalty, None), (None,))
+TOP_K, TOP_P = Shared((of_scores.TopK, 64, -1.0), ()), Shared((of_scores.TopP, -1.0, 1), ())
+NGRAM = Shared((rewritten.NoRepeatNGram, 3), ())  # never neutral
+BAN, OTHER_BAN = (Shared((rewritten.Ban, 4, rewritten.When(torch.lt, "prompt")), ((n,),)) for n in (1, 2))
+
+
+def kind(*processors: Shared, eos: tuple[int, ...] = (1,), host: bool = False, **changes: Any) -> Kind:
+    options: dict[str, Any] = {"early_stopping": None, "samples": False, "has_criteria": False, "kept": ()} | changes
+    signatures = None if host else tuple(each.signature for each in processors)
+    key = Key(1, 1, Sizes(0, 0, 0, 0), 1, None, False, ends=4, processors=signatures, tensors=(), constants=(), kv=(),
+              windows=(), **options)  # fmt: skip
+    return Kind(key, None if host else processors, eos, 0)
+
+
+def test_a_kind_serves_itself() -> None:
+    for each in (kind(), kind(PENALTY, NGRAM), kind(host=True), kind(samples=True, kept=("scores",))):
+        assert each.with_inputs_of(each) == each
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "processors"),
+    [
+        (kind(), kind(TOP_P, samples=True), (TOP_P,)),
+        (kind(PENALTY), kind(TOP_K, samples=True), {PENALTY, TOP_K}),
+        (kind(PENALTY, TOP_P), kind(TOP_K, TOP_P), {PENALTY, TOP_K, TOP_P}),
+        (kind(BAN), kind(OTHER_BAN), {BAN, OTHER_BAN}),
+        (kind(NGRAM, TOP_K), kind(NGRAM), (NGRAM, TOP_K)),
+    ],
+)
+def test_neutral_processors(one: Kind, other: Kind, processors: Any) -> None:
+    found = one.with_inputs_of(other)
+    assert found is not None and found == other.with_inputs_of(one)
+    assert found.key.samples == (one.key.samples or other.key.samples)
+    assert type(processors)(found.processors or ()) == processors
+    assert found.key.processors == tuple(each.signature for each in found.processors or ())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (kind(NGRAM), kind()),
+        (kind(), kind(eos=(2,))),
+        (kind(), kind(host=True)),
+        (kind(early_stopping=False), kind(early_stopping=False, samples=True)),
+        (kind(early_stopping=False), kind(early_stopping=True)),
+        (kind(), kind()._replace(fill=7)),
+    ],
+)
+def test_what_does_not_go_together(one: Kind, other: Kind) -> None:
+    assert one.with_inputs_of(other) is None and other.with_inputs_of(one) is None
+
+
+def test_criteria_and_what_is_kept() -> None:
+    found = kind(has_criteria=True, kept=("logits",)).with_inputs_of(kind(kept=("scores",)))
+    assert found is not None and found.key.has_criteria and found.key.kept == ("scores", "logits")
+    on_host = kind(host=True).with_inputs_of(kind(host=True, samples=True))
+    assert on_host is not None and on_host.key.samples and on_host.processors is None
+
+
+ALL = (PENALTY, TOP_K, TOP_P, BAN, OTHER_BAN)
+
+
+@given(one=st.lists(st.sampled_from(ALL), max_size=5), other=st.lists(st.sampled_from(ALL), max_size=5))
+@settings(max_examples=60)
+def test_numbers_find_their_places(one: list[Shared], other: list[Shared]) -> None:
+    """In any order, and more than once: each processor of either is there, in its order; the rest is neutral."""
+    kinds = kind(*one), kind(*other)
+    wide = kinds[0].with_inputs_of(kinds[1])
+    assert wide is not None and wide == kinds[1].with_inputs_of(kinds[0])
+    assert len(wide.processors or ()) <= len(one) + len(other)
+    for each, own in zip(kinds, (one, other), strict=True):
+        found = each.numbers(wide)
+        assert [number for number in found if isinstance(number, int)] == list(range(len(own)))
+        for shared, number in zip(wide.processors or (), found, strict=True):
+            assert shared == own[number] if isinstance(number, int) else len(number) == 1
