@@ -328,8 +328,9 @@ def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None
     plain = requests_for(llama, PROMPTS, streamer=_Hears(), **options)
     hears = _Hears()
     (spoilt,) = requests_for(llama, [[5, token, 6]], streamer=hears, **options)
-    run(executor, [*plain[:2], spoilt, *plain[2:]], at_once=2)
-    assert_as_alone(llama, plain, PROMPTS)
+    (greedy,) = requests_for(llama, [[5, token, 6]], **{**options, "do_sample": False})  # it has a largest score
+    run(executor, [*plain[:2], spoilt, *plain[2:4], greedy, *plain[4:]], at_once=2)
+    assert_as_alone(llama, [*plain, greedy], [*PROMPTS, [5, token, 6]])
     assert len(hears.heard) <= 1, "its prompt, and no token"
     assert "not numbers" in str(spoilt.future.exception(0))
     assert not executor.counts["repeated"] and not executor.busy
