@@ -182,7 +182,7 @@ def test_the_processes_of_a_server_that_is_killed_end(served: Command) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("known")
 def test_memory_does_not_grow() -> None:
-    """A loop of 20,000 requests: what the first 2,000 take is all."""
+    """A loop of 20,000 requests: what the first 6,000 take is all, but for what the allocator cannot give back."""
     with command(*FOLDERS.values(), "--slots", "32", "--no-warm-up") as server:
         server.wait_until_ready()
         main = psutil.Process(server.process.pid)
@@ -190,12 +190,12 @@ def test_memory_does_not_grow() -> None:
         def resident() -> int:
             return sum(each.memory_info().rss for each in (main, *main.children(recursive=True)))
 
-        Load(server.url, 2_000, []).run()
+        Load(server.url, 6_000, []).run()
         before = resident()
         sizes = []
-        for _ in range(9):
+        for _ in range(7):
             load = Load(server.url, 2_000, [])
             load.run()
             assert not load.wrong
             sizes.append(resident())
-        assert max(sizes) < before + 2**25, [before >> 20, *[size >> 20 for size in sizes]]
+        assert max(sizes) < before + 2**24, [before >> 20, *[size >> 20 for size in sizes]]
