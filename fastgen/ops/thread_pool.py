@@ -4,8 +4,12 @@ Torch's threads look out for the next operator for a few milliseconds, and then 
 than processors, they sleep at once (libgomp). A second thread that has used torch is enough, because it has threads of
 its own: a web server's, say. Then each operator wakes them, which takes as long as a small operator.
 
-So a replay counts how often its thread has slept. If that was often, the next replays run on the pool
-(csrc/cpu/parallel.cpp). Work is divided in the same way, and results are the same.
+Where other processes want the processors, a thread that looks out for another one's part may hold the very processor
+that the part is waiting for.
+
+So a replay counts how often its thread has slept, or has lost its processor. If that was often, the next replays run on
+the pool (csrc/cpu/parallel.cpp), where a part that no thread has come to is run by the one that asked for it. Work is
+divided in the same way, and results are the same.
 
 Where the thread may not use a processor for each of torch's threads, there is no pool: while some of its threads looked
 out for work, others would wait for their processor.
@@ -29,10 +33,10 @@ _resource: Any = importlib.import_module("resource") if importlib.util.find_spec
 # Only Linux counts by threads.
 _OF_THREAD: int | None = getattr(_resource, "RUSAGE_THREAD", None)
 
-# Replays on the pool after one whose thread has slept. Then torch's threads have another try.
+# Replays on the pool after one whose thread has paused. Then torch's threads have another try.
 REPLAYS = 256
-# So often it may sleep in a replay: now and then another process has the processor.
-_MOST_SLEEPS = 8
+# So often it may in a replay: now and then another process has the processor.
+_MOST_PAUSES = 8
 
 _left = 0
 
@@ -48,9 +52,9 @@ def for_replay() -> Iterator[None]:
                 _left -= 1
                 yield
                 return
-    before = _sleeps()
+    before = _pauses()
     yield
-    if _sleeps() - before > _MOST_SLEEPS and is_available():
+    if _pauses() - before > _MOST_PAUSES and is_available():
         _left = REPLAYS
 
 
@@ -64,9 +68,12 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _sleeps() -> int:
-    """How often this thread has waited in its sleep so far."""
-    return 0 if _OF_THREAD is None else _resource.getrusage(_OF_THREAD).ru_nvcsw
+def _pauses() -> int:
+    """How often this thread has slept so far, or has had to give its processor to another one."""
+    if _OF_THREAD is None:
+        return 0
+    usage = _resource.getrusage(_OF_THREAD)
+    return usage.ru_nvcsw + usage.ru_nivcsw
 
 
 # From now on, FastGen's operators that this thread calls run on so many threads of the pool. False if they do not: they

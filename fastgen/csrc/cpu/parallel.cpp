@@ -80,10 +80,11 @@ void leave(int processor) {
 // The calling thread is at a part of a range already.
 thread_local bool inside = false;
 
-// A thread, and the part of a range that it is to run.
+// A thread, and the part of a range that it is to run. Whoever claims the part runs it: where the thread does not come to
+// it, because another process has its processor or because it sleeps, that is the thread that has asked for it.
 class Worker {
  public:
-  // `left` is one less when a part is done.
+  // `left` is one less when the thread has done a part.
   explicit Worker(std::atomic<int64_t>& left) : left_(left) {
     std::thread thread([this] { work(); });
     handle_ = thread.native_handle();
@@ -96,12 +97,21 @@ class Worker {
 
   void start(int64_t begin, int64_t end, fastgen::Range run, void* context, int starts_on) {
     begin_ = begin, end_ = end, run_ = run, context_ = context, starts_on_ = starts_on;
+    const uint64_t number = number_.load() + 1;
+    unclaimed_.store(number);
     // Either this sees that the thread sleeps, or that one sees the new number before it does.
-    number_.store(number_.load() + 1);
+    number_.store(number);
     if (sleeps_.load()) {
       const std::lock_guard<std::mutex> lock(mutex_);
       woken_.notify_one();
     }
+  }
+
+  // Runs the part if nobody has claimed it. For the thread that has asked for it.
+  bool run_unclaimed() {
+    if (!claim(number_.load())) return false;
+    run_(begin_, end_, context_);
+    return true;
   }
 
   // What the last part has thrown; nothing from then on.
@@ -110,8 +120,10 @@ class Worker {
  private:
   void work() {
     inside = true;
-    for (uint64_t seen = 0;; ++seen) {
+    for (uint64_t seen = 0;;) {
       if (!look_for([&] { return number_.load() != seen; })) sleep(seen);
+      seen = number_.load();
+      if (!claim(seen)) continue;
       if (starts_on_ >= 0 && starts_on_ == processor()) leave(starts_on_);
       try {
         run_(begin_, end_, context_);
@@ -121,6 +133,9 @@ class Worker {
       left_.fetch_sub(1);
     }
   }
+
+  // Whether the part of this number is the caller's from now on. Until it is done, nobody writes another one.
+  bool claim(uint64_t number) { return unclaimed_.compare_exchange_strong(number, 0); }
 
   void sleep(uint64_t seen) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -132,6 +147,7 @@ class Worker {
   std::atomic<int64_t>& left_;
   std::thread::native_handle_type handle_;  // the thread never ends
   alignas(64) std::atomic<uint64_t> number_{0};  // of the parts so far
+  std::atomic<uint64_t> unclaimed_{0};           // the part of this number
   std::atomic<bool> sleeps_{false};
   int64_t begin_ = 0, end_ = 0;
   fastgen::Range run_ = nullptr;
@@ -170,6 +186,14 @@ class Team {
       run(begin, std::min(begin + size, end), context);
     } catch (...) {
       error = std::current_exception();
+    }
+    for (int64_t i = 0; i < others; ++i) {
+      try {
+        left_.fetch_sub(workers_[i]->run_unclaimed());
+      } catch (...) {
+        left_.fetch_sub(1);
+        if (error == nullptr) error = std::current_exception();
+      }
     }
     inside = false;
     const auto all_done = [&] { return left_.load() == 0; };
