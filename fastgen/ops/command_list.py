@@ -38,6 +38,7 @@ OPERATORS = frozenset(
         "panels_gemm_batch_out",
         "packed_attention.out",
         "rms_norm_out",
+        "sort_rows_out",
         "bf16x3_gemm_out",
         "gemm_out",
         "gemm_batch_out",
