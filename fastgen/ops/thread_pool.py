@@ -33,18 +33,19 @@ _resource: Any = importlib.import_module("resource") if importlib.util.find_spec
 # Only Linux counts by threads.
 _OF_THREAD: int | None = getattr(_resource, "RUSAGE_THREAD", None)
 
-# Replays on the pool after one whose thread has paused. Then torch's threads have another try.
-REPLAYS = 256
+# Replays on the pool after one whose thread has paused. Then torch's threads have another try, which may take seconds
+# where they are in each other's way: after each that fails twice as many, up to the most.
+REPLAYS, MOST_REPLAYS = 256, 8192
 # So often it may in a replay: now and then another process has the processor.
 _MOST_PAUSES = 8
 
-_left = 0
+_left, _next = 0, REPLAYS
 
 
 @contextlib.contextmanager
 def for_replay() -> Iterator[None]:
     """Inside this, FastGen's operators run on the pool, if torch's threads have slept lately."""
-    global _left
+    global _left, _next
     threads = torch.get_num_threads()
     if _left > 0 and threads <= processors():
         with undoing(torch.ops.fastgen.give_team_back.default):
@@ -54,8 +55,8 @@ def for_replay() -> Iterator[None]:
                 return
     before = _pauses()
     yield
-    if _pauses() - before > _MOST_PAUSES and is_available():
-        _left = REPLAYS
+    has_paused = _pauses() - before > _MOST_PAUSES and is_available()
+    _left, _next = (_next, min(2 * _next, MOST_REPLAYS)) if has_paused else (_left, REPLAYS)
 
 
 def is_available() -> bool:

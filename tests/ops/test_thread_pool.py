@@ -161,6 +161,8 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
     sleeps, threads = 0, torch.get_num_threads()
     monkeypatch.setattr(thread_pool, "_pauses", lambda: sleeps)
     monkeypatch.setattr(thread_pool, "REPLAYS", 3)
+    monkeypatch.setattr(thread_pool, "_next", 3)
+    monkeypatch.setattr(thread_pool, "MOST_REPLAYS", 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: max(threads, 2))
     monkeypatch.setattr(thread_pool, "processors", lambda: max(threads, 2))
 
@@ -182,6 +184,13 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
     assert [replay(0) for _ in range(4)] == [True, True, True, False]
     assert not replay(0)
     assert not has_pool()
+    slept = thread_pool._MOST_PAUSES + 1
+    for count in (3, 6, 8, 8):  # torch's threads have a try behind more and more
+        assert not replay(slept)
+        assert [replay(0) for _ in range(count)] == [True] * count
+    assert not replay(0)
+    assert not replay(slept)
+    assert [replay(0) for _ in range(4)] == [True, True, True, False]
 
 
 @needs_kernel
