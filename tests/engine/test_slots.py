@@ -278,6 +278,23 @@ class _Bans:
         return scores
 
 
+def _doubled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor whose scores are of a type that only the library's loop serves."""
+    return scores.double()
+
+
+def test_one_that_cannot_enter_leaves_the_others_its_wider_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It brings criteria, for which the step gets room, and goes before its first token."""
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
+    executor, options = ContinuousBatches(llama, 8), {"max_new_tokens": 20, "eos_token_id": None}
+    first, own = {"logits_processor": [_Bans(40)]}, {"logits_processor": [_doubled]}
+    plain = requests_for(llama, PROMPTS[:2], **first, **options)
+    other = make(llama, PROMPTS[2], None, {**own, "stopping_criteria": [_StopsAt(4)], **options}, None, 8)
+    run(executor, [plain[0], other, plain[1]])
+    assert_as_alone(llama, [*plain, other], PROMPTS[:3])
+    assert list(executor.alone.values()) == [1] and not executor.counts["repeated"] and not executor.busy
+
+
 @both_kinds
 @pytest.mark.parametrize("beams", [1, 2])
 def test_a_processor_that_writes_into_the_logits_that_are_returned(model: Any, beams: int) -> None:

@@ -192,6 +192,15 @@ class HostWork:
         if name in self.kept:
             self.kept[name].copy_(made)
 
+    def prepare(self, scores: Tensor) -> None:
+        """Makes the buffers of criteria, for inputs that come from a step without: they make no first token here.
+
+        Args:
+            scores: any, [rows, vocabulary].
+        """
+        if self._has_criteria and not self._proposal:
+            self._make_proposal(self._search.propose(scores, False))
+
     def take_over(self, other: HostWork) -> None:
         """Goes on where another one is, of a step of the same key, but maybe for another number of inputs."""
         if not self._proposal and other._proposal:
