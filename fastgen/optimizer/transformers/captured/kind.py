@@ -6,6 +6,7 @@ number, a draw that a greedy row does not take, a copy of scores that nobody kee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +18,11 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.host import RECORDS
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.processors import Shared
+
+# Processors of one signature in a step, at the most, that inputs of several kinds have brought. Each reads all scores
+# in each step, and another number of them is another recording: of a translator that forces the token of a language,
+# there are as many as languages.
+MOST_ALIKE = 4
 
 
 class Kind(NamedTuple):
@@ -58,6 +64,7 @@ class Kind(NamedTuple):
             return None
         found = self._merged(other)
         is_served = all(each.places(found) is not None for each in (self, other))
+        is_served &= found.processors in (self.processors, other.processors) or not found._repeats_itself()
         return found if is_served and found._but_for_more() == self._but_for_more() == other._but_for_more() else None
 
     def places(self, wider: Kind) -> list[int | None] | None:
@@ -92,6 +99,10 @@ class Kind(NamedTuple):
             processors=None if made is None else tuple(each.signature for each in made),
         )
         return self._replace(key=key, processors=made)
+
+    def _repeats_itself(self) -> bool:
+        """Whether it has more processors of one signature than are worth a step for all."""
+        return max(Counter(each.signature for each in self.processors or ()).values(), default=0) > MOST_ALIKE
 
     def _but_for_more(self) -> Hashable:
         """All that inputs must agree in. Beams are drawn, or they are not: that is another search."""
