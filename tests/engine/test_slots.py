@@ -420,6 +420,26 @@ def test_what_is_recorded_is_asked_for_once(llama: Any, monkeypatch: pytest.Monk
     assert len(asked) == 1
 
 
+def test_a_short_one_of_another_kind_does_not_keep_a_long_one_from_its_recording(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It widens the step before that is recorded, and leaves at once."""
+    recorded, specialize = list[int](), CapturedPart.specialize
+    monkeypatch.setattr(
+        CapturedPart, "specialize", lambda part, *given: (recorded.append(1), specialize(part, *given))[1]
+    )
+    executor = ContinuousBatches(llama, 8, max_stall=None)
+    long, short = {"max_new_tokens": 60}, {"max_new_tokens": 2, "do_sample": True}
+    requests = [
+        each
+        for prompt, options in zip(PROMPTS, (long, short), strict=False)
+        for each in requests_for(llama, [prompt], eos_token_id=None, **options)
+    ]
+    run(executor, requests, at_once=2)
+    assert_as_alone(llama, requests, PROMPTS[:2])
+    assert recorded and executor.counts["steps"] < 70
+
+
 def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes is measured where no step was recorded for itself: one that takes long is not made for each row."""
     made, specialize = list[int](), CapturedPart.specialize

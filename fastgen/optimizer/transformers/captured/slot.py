@@ -26,6 +26,8 @@ class Slot:
         generator: what its tokens are drawn with; None where none are.
         streamer: gets each token, [1], as it comes.
         error: what code of the user's has raised, or that there is nothing to draw from.
+        certain_tokens: that it generates whatever the model says.
+        entered: steps that had been made when it came.
         positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
         is_over: it has come to its end.
     """
@@ -39,6 +41,8 @@ class Slot:
     streamer: Any = None
     error: BaseException | None = None
     place: int = field(default=-1, init=False)
+    certain_tokens: int = field(default=0, init=False)
+    entered: int = field(default=0, init=False)
     positions: int = field(default=0, init=False)
     source: int = field(default=0, init=False)
     is_over: bool = field(default=False, init=False)

@@ -125,7 +125,8 @@ class Slots:
         self._is_changing = (self._widen(decoding, kind) or self.is_new) and expected > len(entering)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
         for slot, prompt in zip(entering, prompts, strict=True):
-            self._note(slot, prompt, decoding)
+            slot.certain_tokens, slot.entered = decoding.certain_tokens, self._steps
+            self._note(slot)
             self._enter(step, slot, prompt, decoding, kind)
 
     def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: EnteringDecoding, kind: Kind) -> None:
@@ -174,7 +175,7 @@ class Slots:
             raise TooLong("more positions than the sliding window")
         self._longest = longest
 
-    def _note(self, slot: Slot, prompt: Prompt, decoding: EnteringDecoding) -> None:
+    def _note(self, slot: Slot) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""
         if settings.current().captured_step == "always":
             self._captures_from = 0
@@ -182,9 +183,11 @@ class Slots:
             return
         room = Sizes(0, 0, 0, 0) if self._step is None else self._step.sizes
         self._is_recorded = self._is_recorded or any_batch.is_recorded(self._model, self._key, room)
-        starts = self._ledger.starts_at(self._key, decoding.certain_tokens, prompt.new_tokens, self._is_recorded)
+        done = self._steps - slot.entered
+        asked = max(slot.certain_tokens - done, 0), slot.new_tokens - done
+        starts = self._ledger.starts_at(self._key, *asked, self._is_recorded)
         if starts is not None:
-            self._captures_from = min(self._captures_from, self._steps + starts)
+            self._captures_from = min(self._captures_from, self._steps + max(starts - done, 0))
 
     def _with_room(self, decoding: EnteringDecoding, inputs: int, needed: Sizes) -> DecodeStep:
         """The step, with room for so many inputs, where there is such, and for what they need."""
@@ -205,12 +208,14 @@ class Slots:
             raise CannotBeCaptured("inputs of another kind")
         if wider == self._kind:
             return False
+        was_captured = self.is_captured
         if self._step is not None:
-            # Where it was captured, the inputs that are there have shown that it pays.
-            self._captures_from = self._steps if self._step.is_captured else math.inf
-            self._is_recorded = False
             self._step = self._moved(decoding, self._key.batch, wider)
         self._kind, self._key = wider, replace(wider.key, batch=self._key.batch)
+        # Where it was captured, the inputs that are there have shown that it pays.
+        self._captures_from, self._is_recorded = self._steps if was_captured else math.inf, False
+        for slot in self.taken.values():
+            self._note(slot)
         return True
 
     def _taken(self, decoding: EnteringDecoding, batch: int, room: Sizes, kind: Kind) -> DecodeStep:
