@@ -379,9 +379,10 @@ class ContinuousBatches:
     def _evict(self, step: Slots, error: Exception) -> None:
         """A step does not go on: its requests begin again, without slots."""
         step.failure, left = error, list(step.taken.values())
+        says_all = isinstance(error, CannotBeCaptured) and not step.is_widened
         for slot in left:
             self._leave(slot)
-            if isinstance(error, CannotBeCaptured) and slot.owner.prefill_group is not None:
+            if says_all and slot.owner.prefill_group is not None:
                 self._has_slots[slot.owner.prefill_group] = False
         self._run_again([slot.owner for slot in left], error=error)
 

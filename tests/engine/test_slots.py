@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.decoding.captured.part import CapturedPart
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers.captured import any_batch
@@ -418,6 +419,31 @@ def test_what_is_recorded_is_asked_for_once(llama: Any, monkeypatch: pytest.Monk
     run(executor, requests)
     assert_as_alone(llama, requests, PROMPTS * 2)
     assert len(asked) == 1
+
+
+def test_a_wider_step_that_cannot_be_recorded_says_nothing_of_others(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests go on to run in slots: from then on each kind in a step of its own."""
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
+    verify = DecodeStep.verify
+
+    def fails(step: DecodeStep, model: Any, turns: Any, captures: bool = True) -> None:
+        if step.key.samples and len(step.key.processors or ()) > 2:
+            raise CannotBeCaptured("a penalty beside draws")
+        verify(step, model, turns, captures)
+
+    monkeypatch.setattr(DecodeStep, "verify", fails)
+    executor, prompts = ContinuousBatches(llama, 8), [each for each in PROMPTS for _ in range(2)]
+    both: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"do_sample": True}]
+    requests = [
+        each
+        for number, prompt in enumerate(prompts)
+        for each in requests_for(llama, [prompt], max_new_tokens=8, **both[number % 2])
+    ]
+    run(executor, requests, at_once=2)
+    assert_as_alone(llama, requests, prompts)
+    assert executor.counts["repeated"] <= 2 and sum(executor.alone.values()) <= 2
 
 
 def test_a_short_one_of_another_kind_does_not_keep_a_long_one_from_its_recording(

@@ -67,6 +67,7 @@ class Slots:
 
     Attributes:
         taken: by place.
+        is_widened: it does more than some of them ask for, so that why it fails may be no matter of theirs.
         failure: why it must not go on; None as long as it may.
 
     Raises:
@@ -84,6 +85,7 @@ class Slots:
         self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
         self._lost = 0.0  # seconds of idle rows, for want of a program for fewer
         self.taken: dict[int, Slot] = {}
+        self.is_widened = False
         self.failure: Exception | None = None
         self._longest = 0  # prompt, in positions
         self._step: DecodeStep | None = None
@@ -104,8 +106,12 @@ class Slots:
         return self._step is not None and graph_cache.state(self._model) != self._step.state
 
     def serves(self, kind: Kind) -> bool:
-        """Whether inputs of this kind can be in it, with those that are there."""
-        return self._kind.with_inputs_of(kind) is not None
+        """Whether inputs of this kind can be in it, with those that are there, as far as is known."""
+        wider = self._kind.with_inputs_of(kind)
+        if wider is None or wider == self._kind:
+            return wider is not None
+        batches = {*(1 << n for n in range(self._most.bit_length())), self._most}
+        return not any(graph_cache.is_refused(self._model, replace(wider.key, batch=n)) for n in batches)
 
     # ---- inputs that come
 
@@ -208,7 +214,7 @@ class Slots:
             raise CannotBeCaptured("inputs of another kind")
         if wider == self._kind:
             return False
-        was_captured = self.is_captured
+        was_captured, self.is_widened = self.is_captured, True
         if self._step is not None:
             self._step = self._moved(decoding, self._key.batch, wider)
         self._kind, self._key = wider, replace(wider.key, batch=self._key.batch)
