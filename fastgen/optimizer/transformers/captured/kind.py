@@ -112,12 +112,21 @@ class Kind(NamedTuple):
 
 
 def _merged(one: tuple[Shared, ...], other: tuple[Shared, ...]) -> tuple[Shared, ...]:
-    """All of both, each in its order, and what is in both once. The result does not depend on who comes first."""
+    """All of both, each in its order, and what is in both once, if both have it in the library's order. The result does
+    not depend on who comes first: another order of the same would be another recording.
+    """
     if not (one and other):
         return one or other
     if one[0] == other[0]:
         return one[:1] + _merged(one[1:], other[1:])
-    first, second = sorted((one, other), key=lambda each: (each[0] in _rest(each, one, other), repr(each[0])))
+    first, second = sorted(
+        (one, other),
+        key=lambda each: (
+            each[0] in _rest(each, one, other),
+            processors.rank(each[0].signature),
+            repr(each[0]),
+        ),
+    )
     return first[:1] + _merged(first[1:], second)
 
 

@@ -165,6 +165,13 @@ def neutral(signature: Signature) -> tuple[float, ...] | None:
     return _NEUTRAL_OF.get(kind)
 
 
+def rank(signature: Signature) -> int:
+    """Where the library has such a processor among those that options make."""
+    kind, *frozen = signature
+    which = frozen[0] if kind is of_scores.Library else frozen[-1] if kind in (rewritten.Ban, rewritten.Force) else None
+    return _RANKS.get((kind, which), len(_RANKS))
+
+
 def of_shared(given: Iterable[Shared], bucket: Bucket) -> list[CapturedProcessor]:
     """Captured processors that do this to all inputs. CannotBeCaptured: one does not fit into its buffers."""
     made = [each.signature[0](bucket, *each.signature[1:]) for each in given]
@@ -383,6 +390,30 @@ _NEUTRAL_OF: dict[Any, tuple[float, ...]] = {
 }
 # Numbers to which no position compares so.
 _NEVER = {torch.lt: -(2**40), torch.eq: 2**40}
+
+_RANKS: dict[tuple[Any, Any], int] = {
+    each: number
+    for number, each in enumerate(
+        (
+            (rewritten.RepetitionPenalty, None),
+            (rewritten.NoRepeatNGram, None),
+            (rewritten.SequenceBias, None),
+            (rewritten.Ban, rewritten.When(torch.lt, "prompt")),
+            (rewritten.Force, rewritten.When(torch.eq, "start")),
+            (rewritten.Force, rewritten.When(torch.eq, "limit")),
+            (of_scores.Library, getattr(library, "InfNanRemoveLogitsProcessor", None)),
+            (rewritten.Ban, None),
+            (rewritten.Ban, rewritten.When(torch.eq, "prompt")),
+            (of_scores.Library, getattr(library, "TemperatureLogitsWarper", None)),
+            (of_scores.TopK, None),
+            (of_scores.TopP, None),
+            (of_scores.Library, getattr(library, "MinPLogitsWarper", None)),
+            (of_scores.Library, getattr(library, "TypicalLogitsWarper", None)),
+            (of_scores.Library, getattr(library, "EpsilonLogitsWarper", None)),
+            (of_scores.Eta, None),
+        )
+    )
+}
 
 # Where the library applies a temperature, these come behind it.
 _BEHIND_TEMPERATURE = tuple(

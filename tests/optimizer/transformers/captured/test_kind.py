@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper
 
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured import score_processors as of_scores
@@ -83,6 +84,27 @@ def test_a_step_does_not_get_a_processor_of_each_request() -> None:
     assert most.with_inputs_of(kind(bans[0])) == kind(bans[0]).with_inputs_of(most) == most
     assert most.with_inputs_of(kind(bans[-1])) is None and kind(bans[-1]).with_inputs_of(most) is None
     assert kind(*bans).with_inputs_of(kind(bans[2])) == kind(*bans)  # a request may have more
+
+
+TEMPERATURE, MIN_P = (
+    Shared((of_scores.Library, warper, (), (name,)), ())
+    for warper, name in ((TemperatureLogitsWarper, "temperature"), (MinPLogitsWarper, "min_p"))
+)
+ENDS = Shared((rewritten.Force, 1, rewritten.When(torch.eq, "limit")), ((1,),))
+IN_ORDER = (PENALTY, BAN, OTHER_BAN, ENDS, TEMPERATURE, TOP_K, TOP_P, MIN_P)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_any_that_the_library_makes_come_to_one_step(data: st.DataObject) -> None:
+    """Whoever comes when: each processor is there once, so that what is recorded serves the next mixture of these."""
+    several = data.draw(st.lists(st.lists(st.sampled_from(IN_ORDER), unique=True), min_size=1, max_size=5))
+    wide: Kind | None = kind()
+    for chosen in several:
+        assert wide is not None
+        wide = wide.with_inputs_of(kind(*sorted(chosen, key=IN_ORDER.index)))
+    present = {each for chosen in several for each in chosen}
+    assert wide == kind(*sorted(present, key=IN_ORDER.index))
 
 
 ALL = (PENALTY, TOP_K, TOP_P, BAN, OTHER_BAN)

@@ -21,12 +21,14 @@ from fastgen.optimizer.transformers.captured.processors import (
     captured,
     neutral,
     numbers,
+    rank,
     refresh,
     shared,
     signature,
     with_temperature,
 )
 from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
+from tests.equivalence.models import BY_NAME
 
 VOCABULARY = 19
 CAPACITY = 24
@@ -319,6 +321,26 @@ def test_neutral_numbers_change_no_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ["suppress", "no_repeat_2", "bad_words", "eta", "inf_nan", "normalise"])
 def test_some_are_never_neutral(name: str) -> None:
     assert neutral(signature(PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)) or ()) is None
+
+
+def test_ranks_are_in_the_librarys_order() -> None:
+    options = {
+        "repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "bad_words_ids": [[5]], "min_length": 5,
+        "forced_bos_token_id": 3, "forced_eos_token_id": 1, "remove_invalid_values": True, "suppress_tokens": [6],
+        "begin_suppress_tokens": [7], "do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1,
+        "typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "renormalize_logits": True,
+    }  # fmt: skip
+    model = BY_NAME["bart"].build()
+    config, _ = model._prepare_generation_config(None, **options)
+    model._prepare_special_tokens(config, True, device=CPU)
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    made = model._get_logits_processor(
+        config, input_ids_seq_length=4, encoder_input_ids=tokens, device=CPU, model_kwargs={}
+    )
+    found = [signature(each, Lengths(4, 12)) for each in made]
+    assert len(found) > len(options) - 3 and None not in found
+    ranks = [rank(each) for each in found if each is not None]
+    assert ranks == sorted(set(ranks)), "each has one of its own"
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
