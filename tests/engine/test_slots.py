@@ -135,7 +135,7 @@ DIFFERENT: list[list[dict[str, Any]]] = [
     [{"do_sample": False, "num_beams": 2, "min_new_tokens": n} for n in (2, 5, 9)],
     # Processors that others do not have are neutral for these.
     [{"do_sample": False}, {"temperature": 0.7}, {"top_p": 0.8}, {"do_sample": False, "repetition_penalty": 1.4}],
-    [{"top_k": 5}, {"do_sample": False}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02}, {"min_p": 0.1}],
+    [{"top_k": 5}, {"do_sample": False}, {"epsilon_cutoff": 0.02}, {"min_p": 0.1}],
     [{"do_sample": False, "num_beams": 3, **each} for each in ({}, {"repetition_penalty": 1.3}, {"min_new_tokens": 4})],
     [{"num_beams": 3}, {"num_beams": 3, "top_p": 0.7}, {"num_beams": 3, "repetition_penalty": 1.3}],
     [{"no_repeat_ngram_size": 2, **each} for each in ({"do_sample": False}, {}, {"top_p": 0.5})],

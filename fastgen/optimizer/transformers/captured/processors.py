@@ -10,7 +10,6 @@ temperatures (`CapturedProcessor.fill`), which are those of each input where inp
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -381,8 +380,9 @@ _READERS_BY_NAME = {
 }
 _READERS = {getattr(library, name): reader for name, reader in _READERS_BY_NAME.items() if hasattr(library, name)}
 
-# Numbers that change no bit: of the library's own processors by their names, of others by their class.
-_NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0, "mass": math.inf}
+# Numbers that change no bit: of the library's own processors by their names, of others by their class. Not the mass of
+# typical sampling: that sorts the whole vocabulary of each row, which takes longer than a row's share of a step.
+_NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0}
 _NEUTRAL_OF: dict[Any, tuple[float, ...]] = {
     rewritten.RepetitionPenalty: (1.0,),
     of_scores.TopK: (of_scores.TopK.ALL,),
