@@ -53,10 +53,11 @@ def _check(scores: Tensor, share: Tensor, least: int) -> None:
     """Raises RuntimeError, as a compiled operator does, before anything is written."""
     require = _library.checks("top_p_", RuntimeError)
     is_whole = all(each.is_cpu and _library.is_in_storage(each) for each in (scores, share))
-    require(is_whole and not _library.share_memory(scores, share), "takes tensors in memory of their own on the CPU")
+    require(is_whole, "takes tensors on the CPU, in a storage that reaches as far as they do")
+    require(not _library.share_memory(scores, share), "what is written shares memory with what is read")
     require(scores.dim() == 2 and scores.dtype is torch.float32, "scores must be [rows, vocabulary], float32")
-    is_number = share.dtype is torch.float64 and share.numel() in (1, len(scores))
-    require(is_number, "share must be one number, or one of each row, float64")
+    is_number = share.dtype is torch.float64 and share.shape in ((), (1,), (len(scores), 1))
+    require(is_number, "share must be one number, or [rows, 1], float64")
     require(least > 0, "some token must stay")
 
 

@@ -30,7 +30,7 @@ TAKEN: dict[str, dict[str, set[str]]] = {
     "a dimension more": {
         "grouped_linear": PACKED, "grouped_linear_out": PACKED, "grouped_linear_batch_out": PACKED,
         "grouped_rows": {*PACKED, "like"}, "exact_cast_out": {"x", "out"}, "rms_norm_out": {"x", "out"},
-        "decode_attention_out": {"suffix_lengths"}, "kv_write": {"position"},
+        "decode_attention_out": {"suffix_lengths"}, "kv_write": {"position"}, "top_p_": {"share"},
     },
     "a row more": {
         "advance_": {"numbers"}, "commit_": {"eos"}, "take_beams_": {"eos"}, "take_rows_": {"eos"},
@@ -38,7 +38,7 @@ TAKEN: dict[str, dict[str, set[str]]] = {
         "grouped_linear": {"x"},
         "grouped_rows": {"like", "which"}, "packed_attention": {"query", "lengths"},
         "packed_attention.out": {"lengths"}, "rms_norm_out": {"x", "out"},
-        "decode_attention_out": {"suffix_lengths", "mask"}, "kv_write": {"position"},
+        "decode_attention_out": {"suffix_lengths", "mask"}, "kv_write": {"position"}, "top_p_": {"scores"},
     },
 }  # fmt: skip
 # These take numbers of any type and shape, or no tensors.
