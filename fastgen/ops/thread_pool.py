@@ -33,11 +33,11 @@ _resource: Any = importlib.import_module("resource") if importlib.util.find_spec
 # Only Linux counts by threads.
 _OF_THREAD: int | None = getattr(_resource, "RUSAGE_THREAD", None)
 
-# Replays on the pool after one whose thread has paused. Then torch's threads have another try, which may take seconds
-# where they are in each other's way: after each that fails twice as many, up to the most.
+# Replays on the pool after one whose thread has given way. Then torch's threads have another try, which may take
+# seconds where they are in each other's way: after each that fails twice as many, up to the most.
 REPLAYS, MOST_REPLAYS = 256, 8192
-# So often it may in a replay: now and then another process has the processor.
-_MOST_PAUSES = 8
+# So often it may give way in a replay: now and then another process has the processor.
+_MOST_SWITCHES = 8
 
 _left, _next = 0, REPLAYS
 
@@ -53,10 +53,10 @@ def for_replay() -> Iterator[None]:
                 _left -= 1
                 yield
                 return
-    before = _pauses()
+    before = _switches()
     yield
-    has_paused = _pauses() - before > _MOST_PAUSES and is_available()
-    _left, _next = (_next, min(2 * _next, MOST_REPLAYS)) if has_paused else (_left, REPLAYS)
+    has_switched = _switches() - before > _MOST_SWITCHES and is_available()
+    _left, _next = (_next, min(2 * _next, MOST_REPLAYS)) if has_switched else (_left, REPLAYS)
 
 
 def is_available() -> bool:
@@ -69,7 +69,7 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _pauses() -> int:
+def _switches() -> int:
     """How often this thread has slept so far, or has had to give its processor to another one."""
     if _OF_THREAD is None:
         return 0

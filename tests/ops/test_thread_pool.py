@@ -159,7 +159,7 @@ assert others < alone / 4, (others, alone)  # three quarters of the work are the
 @pytest.mark.skipif(thread_pool._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
 def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
     sleeps, threads = 0, torch.get_num_threads()
-    monkeypatch.setattr(thread_pool, "_pauses", lambda: sleeps)
+    monkeypatch.setattr(thread_pool, "_switches", lambda: sleeps)
     monkeypatch.setattr(thread_pool, "REPLAYS", 3)
     monkeypatch.setattr(thread_pool, "_next", 3)
     monkeypatch.setattr(thread_pool, "MOST_REPLAYS", 8)
@@ -179,12 +179,12 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
             return has_pool()
 
     assert not replay(0)
-    assert not replay(thread_pool._MOST_PAUSES)
-    assert not replay(thread_pool._MOST_PAUSES + 1)
+    assert not replay(thread_pool._MOST_SWITCHES)
+    assert not replay(thread_pool._MOST_SWITCHES + 1)
     assert [replay(0) for _ in range(4)] == [True, True, True, False]
     assert not replay(0)
     assert not has_pool()
-    slept = thread_pool._MOST_PAUSES + 1
+    slept = thread_pool._MOST_SWITCHES + 1
     for count in (3, 6, 8, 8):  # torch's threads have a try behind more and more
         assert not replay(slept)
         assert [replay(0) for _ in range(count)] == [True] * count
