@@ -60,6 +60,11 @@ class Admission:
         self._full, self._last = 0.0, now()
         self._ends: deque[float] = deque(maxlen=_LAST)
 
+    def batch_all(self) -> None:
+        """The model has no slots: one request keeps it busy, and it makes batches of all that wait."""
+        self._tick()
+        self._slots = 1
+
     @property
     def waiting(self) -> int:
         """Rows that wait for a slot."""

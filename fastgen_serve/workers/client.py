@@ -146,6 +146,8 @@ class ClientModel(ABC):
             self.progress = message.text
         elif isinstance(message, messages.Ready):
             self.info, self.is_ready, self.progress = message.info, True, "ready"
+            if message.info.kind == "encoder":
+                self._admission.batch_all()
         elif isinstance(message, messages.Broken):
             self.progress = message.reason
         else:

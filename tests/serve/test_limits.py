@@ -124,6 +124,22 @@ def test_a_budget_refuses_nobody_for_whom_there_are_slots() -> None:
     admission.enter()
 
 
+def test_a_budget_without_slots() -> None:
+    """An encoder is busy with one request: how fast it goes is known then, however many slots generation has."""
+    clock = Clock()
+    admission = Admission(slots=64, most=100, budget=3.0, now=clock)
+    admission.batch_all()
+    admission.enter(4)
+    for _ in range(4):  # two a second
+        clock.now += 0.5
+        admission.leave()
+        admission.enter()
+    admission.enter(2)
+    with pytest.raises(Busy) as refused:
+        admission.enter()
+    assert refused.value.retry_after == 3
+
+
 def test_a_request_asks_for_no_more_than_there_is() -> None:
     settings, info = ServeSettings(max_tokens=100, max_beams=8, slots=4), ModelInfo("m", "decoder-only", (), None)
     job = Generate((1,), {"max_new_tokens": 100, "num_beams": 4})
