@@ -293,7 +293,7 @@ class ContinuousBatches:
         if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
             self._state = None
             raise CannotBeCaptured("the model has changed")
-        step = step or Slots(decoding, self.most_rows // batch[0].rows)
+        step = step or Slots(self.model, kind, self.most_rows // batch[0].rows)
         self._budget.note(*decoding.prompt.bytes_per_position)
         is_whole, entered = self.model.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request in batch:
@@ -306,7 +306,7 @@ class ContinuousBatches:
             self._in_use.append(step)
         self._running += entered
         try:
-            step.admit(decoding, entered, self._expected)
+            step.admit(decoding, kind, entered, self._expected)
             decoding.release()
             caches.limit(self._has_slots)
             self._has_slots[batch[0].prefill_group] = True

@@ -142,13 +142,16 @@ def share_memory(x: Tensor, other: Tensor) -> bool:
 
 def is_in_storage(x: Tensor) -> bool:
     """Whether the storage of a tensor reaches as far as its sizes and strides say."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return not x.numel() or (x.storage_offset() + last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+    return not x.numel() or (x.storage_offset() + _reach(x)) * x.element_size() <= x.untyped_storage().nbytes()
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    return x.data_ptr(), x.data_ptr() + _reach(x) * x.element_size()
+
+
+def _reach(x: Tensor) -> int:
+    """Numbers from the first one of a tensor up to the last one, gaps included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _devices() -> list[str]:

@@ -62,8 +62,8 @@ class Sorter {
   }
 
  private:
-  // Counts digits, and has those behind all that are -inf in `items_`. Another thread may write into the row meanwhile: it
-  // is read once. Returns how many are -inf; their columns are written.
+  // Counts digits, and has those behind all that are -inf in `items_`. Another thread may write into the row meanwhile:
+  // keys are made once. Returns how many are -inf; their columns are written.
   int64_t take(const float* row, int64_t width, int64_t* columns) {
     for (auto& each : counts_) each.fill(0);
     int64_t least = 0, count = 0;

@@ -157,7 +157,7 @@ class HostWork:
         self._search, self._per_input = search, key.per_input
         self._device = device = search.tokens.device
         self._has_criteria, self._has_processors = key.has_criteria, key.processors is None
-        size = key.rows, vocabulary
+        self._size = size = key.rows, vocabulary
         self.scores = torch.zeros(size if self._has_processors else (0,), device=device)
         self.kept = {name: torch.zeros(size, device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
@@ -192,14 +192,10 @@ class HostWork:
         if name in self.kept:
             self.kept[name].copy_(made)
 
-    def prepare(self, scores: Tensor) -> None:
-        """Makes the buffers of criteria, for inputs that come from a step without: they make no first token here.
-
-        Args:
-            scores: any, [rows, vocabulary].
-        """
+    def prepare(self) -> None:
+        """Makes the buffers of criteria, for inputs that come from a step without: they make no first token here."""
         if self._has_criteria and not self._proposal:
-            self._make_proposal(self._search.propose(scores, False))
+            self._make_proposal(self._search.propose(torch.zeros(self._size, device=self._device), False))
 
     def take_over(self, other: HostWork) -> None:
         """Goes on where another one is, of a step of the same key, but maybe for another number of inputs."""

@@ -50,6 +50,10 @@ class Number:
         if self.values.dim():
             self._of(target).copy_(other._of(source))
 
+    def put(self, value: float, target: int) -> None:
+        """For an input, where each has its own."""
+        self._of(target).fill_(value)
+
     def of_batch(self, batch: int) -> Number:
         """One for so many inputs, with the number of the first."""
         other = copy.copy(self)

@@ -82,9 +82,8 @@ class CapturedProcessor:
 
     def put(self, numbers: Sequence[float], target: int) -> None:
         """Takes over these numbers for an input."""
-        one = self.of_batch(1)
-        one.fill(numbers)
-        self.insert(one, 0, target)
+        for own, value in zip(self.numbers, numbers, strict=True):
+            own.put(value, target)
 
     def of_batch(self, batch: int) -> CapturedProcessor:
         """One for so many inputs that a recording cannot tell from this one; it shares what has no rows."""

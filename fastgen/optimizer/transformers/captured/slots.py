@@ -62,22 +62,19 @@ class Slots:
     """A step of a model, and the inputs in it. It is of a kind that serves them all, and gets wider with them.
 
     Args:
-        decoding: the first call whose inputs are to enter.
+        model: whose step it is.
+        kind: of the first inputs that are to enter.
         most: places, at the most.
 
     Attributes:
         taken: by place.
         is_widened: it does more than some of them ask for, so that why it fails may be no matter of theirs.
         failure: why it must not go on; None as long as it may.
-
-    Raises:
-        CannotBeCaptured: inputs of such calls cannot come and go.
     """
 
-    def __init__(self, decoding: EnteringDecoding, most: int) -> None:
-        self._model, self._most = decoding.model, most
-        self._kind = Kind.of(decoding)
-        self._key = self._kind.key
+    def __init__(self, model: Any, kind: Kind, most: int) -> None:
+        self._model, self._kind, self._most = model, kind, most
+        self._key = kind.key
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
         self._is_changing = True  # with the input that has come last, and more are about to come
@@ -115,13 +112,13 @@ class Slots:
 
     # ---- inputs that come
 
-    def admit(self, decoding: EnteringDecoding, entering: list[Slot], expected: int) -> None:
+    def admit(self, decoding: EnteringDecoding, kind: Kind, entering: list[Slot], expected: int) -> None:
         """Takes in the inputs of a call behind its prefill, with their first tokens.
 
         Args:
+            kind: of the call.
             expected: inputs that are likely to come soon.
         """
-        kind = Kind.of(decoding)
         prompts = [
             decoding.prompt.only(number, self._key.per_input, slot.new_tokens, slot.padding)
             for number, slot in enumerate(entering)

@@ -359,7 +359,7 @@ class DecodeStep:
         self.buffers.present = self.key.batch
         for place in range(self.key.batch):
             self.leave(place)
-        self.choice.host_work.prepare(torch.zeros(self.key.rows, self.choice.vocabulary))
+        self.choice.host_work.prepare()
         self.flag.reset()
 
     def arrival(
