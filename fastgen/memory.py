@@ -1,14 +1,17 @@
-"""The host: how much of its memory is free for this process, and its processor; and how a buffer grows."""
+"""The host: how much of its memory is free for this process, and its processor; how a buffer grows; no collection."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from fastgen import interrupts
 
 # psutil does not know the limits of containers.
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -26,6 +29,14 @@ def capacity(needed: int, present: int) -> int:
     It grows by a quarter at least, so that its content is seldom copied.
     """
     return max(needed, present + max(present // 4, _MIN_GROWTH))
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python does not look for garbage meanwhile: to look through all of a process takes as long as several steps."""
+    with interrupts.undoing(gc.enable) if gc.isenabled() else contextlib.nullcontext():
+        gc.disable()
+        yield
 
 
 def is_out(error: BaseException) -> bool:

@@ -10,9 +10,9 @@ size. Here, all of these share one new chunk, which is as large as they need.
 
 from __future__ import annotations
 
-import bisect
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,10 +43,11 @@ class Spot(NamedTuple):
     begin: int
 
 
-class _Placed(NamedTuple):
+class _Extent(NamedTuple):
+    """A place within a chunk, in bytes."""
+
     begin: int
     end: int
-    buffer: Buffer
 
 
 def lifetimes(moments: Iterable[Iterable[tuple[int, int]]]) -> dict[int, Buffer]:
@@ -72,26 +73,35 @@ def plan(buffers: Mapping[int, Buffer], chunks: Sequence[int] = ()) -> tuple[dic
     Returns:
         Where each buffer lies, and the bytes that are needed of a chunk behind the given ones; 0 where they suffice.
     """
-    placed: list[list[_Placed]] = [[] for _ in range(len(chunks) + 1)]  # each in the order of `begin`
+    # What each chunk holds, by the moment: of hundreds of buffers a few are needed at the same time.
+    held: list[defaultdict[int, list[_Extent]]] = [defaultdict(list) for _ in range(len(chunks) + 1)]
     spots: dict[int, Spot] = {}
+    needed = 0
     for number, buffer in sorted(buffers.items(), key=lambda item: -item[1].size):
-        size = _rounded(buffer.size)
+        size, moments = _rounded(buffer.size), range(buffer.first, buffer.last + 1)
         ends = enumerate((*chunks, math.inf))
-        begins = ((chunk, _gap(buffer, size, placed[chunk], end)) for chunk, end in ends)
+        begins = ((chunk, _gap(size, _held(held[chunk], moments), end)) for chunk, end in ends)
         spot = next(Spot(chunk, begin) for chunk, begin in begins if begin is not None)
-        bisect.insort(placed[spot.chunk], _Placed(spot.begin, spot.begin + size, buffer))
+        for moment in moments:
+            held[spot.chunk][moment].append(_Extent(spot.begin, spot.begin + size))
         spots[number] = spot
-    return spots, max((each.end for each in placed[-1]), default=0)
+        if spot.chunk == len(chunks):
+            needed = max(needed, spot.begin + size)
+    return spots, needed
 
 
-def _gap(buffer: Buffer, size: int, placed: list[_Placed], end: float) -> int | None:
-    """Where the smallest gap begins that has the size and is free while the buffer is needed; None without one."""
+def _held(by_moment: Mapping[int, list[_Extent]], moments: Iterable[int]) -> list[_Extent]:
+    """What is held at some of these moments, in the order of `begin`."""
+    return sorted({extent for moment in moments if moment in by_moment for extent in by_moment[moment]})
+
+
+def _gap(size: int, held: Iterable[_Extent], end: float) -> int | None:
+    """Where the smallest gap between these begins that has the size, or what is free behind them; None without one."""
     free, best, smallest = 0, None, math.inf
-    for other in placed:
-        if other.buffer.first <= buffer.last and buffer.first <= other.buffer.last:
-            if size <= other.begin - free < smallest:
-                best, smallest = free, other.begin - free
-            free = max(free, other.end)
+    for begin, last in held:
+        if size <= begin - free < smallest:
+            best, smallest = free, begin - free
+        free = max(free, last)
     return free if best is None and free + size <= end else best
 
 

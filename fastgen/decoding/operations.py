@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # thousands are made while a step is recorded: frozen ones take thrice as long
 class TensorRef:
-    """A tensor as a recording knows it: where it lies and how it is laid out."""
+    """A tensor as a recording knows it: where it lies and how it is laid out. Never changed."""
 
     storage: int
     dtype: torch.dtype
@@ -28,9 +28,9 @@ class TensorRef:
         size, stride = tuple(tensor.shape), tensor.stride()
         return TensorRef(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
-    def of_storage(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, in this memory."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+    def of_storage(self, storage: torch.UntypedStorage, begin: int = 0) -> Tensor:
+        """The tensor, in this memory, from so many elements on."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset + begin, self.size, self.stride)
 
     @property
     def end(self) -> int:

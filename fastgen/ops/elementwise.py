@@ -12,6 +12,7 @@ result, that of GELU 1e-6 of it, and 2e-5 for arguments below -3. Norms add up i
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ _MAX_DIMS = 8
 _MAX_STRIDE = 2**28
 _OPERANDS = 3
 _LENGTH = 2 + _MAX_DIMS + 7 + (1 + _OPERANDS) * (3 + _MAX_DIMS)  # integers of an instruction
+_AS_FLOATS, _AS_INTEGERS = struct.Struct("=2d"), struct.Struct("=2q")
 
 
 class Instruction(NamedTuple):
@@ -236,7 +238,7 @@ def _encoded(instruction: Instruction, memory: dict[int, Tensor]) -> list[int]:
     """An instruction as the kernel reads it (`Instruction` in csrc/cpu/elementwise.cpp)."""
     kind, out, operands, given, rounds_scaled, position = instruction
     scalars = given or [each if isinstance(each, float) else 0.0 for each in operands]
-    bits = torch.tensor([*scalars, 0.0, 0.0][:2], dtype=torch.float64).view(torch.int64).tolist()
+    bits = _AS_INTEGERS.unpack(_AS_FLOATS.pack(*[*scalars, 0.0, 0.0][:2]))
     line = [kind, out.dim(), *_padded(out.shape), *bits, int(rounds_scaled)]
     line += [-1, 0, 0, 0] if position is None else [*_place(position[0], memory), *position[1:]]
     for tensor in (out, *operands, *[None] * (_OPERANDS - len(operands))):

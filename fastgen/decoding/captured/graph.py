@@ -6,7 +6,6 @@ On the CPU a `Program` stands for it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import threading
 import weakref
@@ -15,15 +14,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
 from fastgen.decoding.captured.program import Program
+from fastgen.decoding.kv import symbolic_length
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import cache
 from fastgen.interrupts import undoing
 from fastgen.locks import forkable_lock
+from fastgen.memory import no_collection
 from fastgen.ops import _library
 from fastgen.ops import gpu as operators
 
@@ -188,7 +190,7 @@ class Graph:
             RuntimeError: it does something that cannot be captured: waits for the device, say.
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with torch.cuda.device(index), _no_collection():
+        with torch.cuda.device(index), no_collection():  # which might free another graph
             # While a capture is under way, torch cannot give memory that it holds for others to the pool.
             torch.cuda.empty_cache()
             pool, stream, _ = _shared_by_graphs(index)
@@ -251,37 +253,56 @@ def _capture_little(index: int, **options: Any) -> Any:
     return little
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python does not look for garbage meanwhile, which takes time, and might free another graph."""
-    with undoing(gc.enable) if gc.isenabled() else contextlib.nullcontext():
-        gc.disable()
-        yield
-
-
 def capturable(function: Callable[[], object]) -> Callable[[], None]:
-    """The function, with numbers that become tensors made on the device."""
+    """The function, without what could not be captured though it need not wait for the host (`Capturable`)."""
 
     def run() -> None:
-        with _NumbersOnDevice():
+        with Capturable():
             function()
 
     return run
 
 
-class _NumbersOnDevice(TorchFunctionMode):
-    """`torch.where` with a number, and `torch.tensor` of one: their copy from the host could not be captured."""
+class Capturable(TorchFunctionMode):
+    """What torch would copy from the host, or ask the device for, is made on the device from what the host knows.
+
+    One mode for all of it: each takes a microsecond of every call that a model makes of torch.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.where and len(args) == 3:
-            condition, x, y = args
-            args = condition, _tensor(x, y, condition.device), _tensor(y, x, condition.device)
-        elif func is torch.Tensor.where and len(args) == 3:
-            x, condition, y = args
-            args = x, condition, _tensor(y, x, condition.device)
-        elif func is torch.tensor and args and _is_number_for_a_device(*args, **(kwargs or {})):
-            func, args = torch.full, ((), *args)
-        return func(*args, **(kwargs or {}))
+        func = _CAPTURABLE.get(func, func)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _where(*args: Any, **options: Any) -> Any:
+    """`torch.where`, whose numbers become tensors."""
+    if len(args) == 3:
+        condition, x, y = args
+        args = condition, _tensor(x, y, condition.device), _tensor(y, x, condition.device)
+    return torch.where(*args, **options)
+
+
+def _where_of(*args: Any, **options: Any) -> Any:
+    """`Tensor.where`, whose number becomes a tensor."""
+    if len(args) == 3:
+        x, condition, y = args
+        args = x, condition, _tensor(y, x, condition.device)
+    return Tensor.where(*args, **options)
+
+
+def _tensor_of(*args: Any, **options: Any) -> Tensor:
+    """`torch.tensor`, which makes that of a number for a device there."""
+    if args and _is_number_for_a_device(*args, **options):
+        return torch.full((), *args, **options)
+    return torch.tensor(*args, **options)
+
+
+_CAPTURABLE: dict[Any, Callable[..., Any]] = {
+    torch.where: _where,
+    Tensor.where: _where_of,
+    torch.tensor: _tensor_of,
+    torch.arange: symbolic_length.arange,
+}
 
 
 def _is_number_for_a_device(data: Any, device: Any = None, **more: Any) -> bool:
@@ -290,7 +311,7 @@ def _is_number_for_a_device(data: Any, device: Any = None, **more: Any) -> bool:
 
 def _tensor(x: Any, other: Any, device: torch.device) -> Any:
     """A number as a tensor of the type that it and `other` have together."""
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         return x
     return torch.full((), x, dtype=torch.result_type(x, other), device=device)
 
@@ -313,7 +334,7 @@ class LateFlag:
         self._events.clear()
         self._flag.fill_(False)
 
-    def send(self, flag: torch.Tensor) -> None:
+    def send(self, flag: Tensor) -> None:
         """Part of the step: copies the flag to the host, without waiting."""
         self._flag.copy_(flag, non_blocking=True)
 
@@ -342,7 +363,7 @@ def _wait_for(events: list[torch.cuda.Event]) -> None:
         event.synchronize()
 
 
-def _let_end(events: list[torch.cuda.Event], flag: torch.Tensor) -> None:
+def _let_end(events: list[torch.cuda.Event], flag: Tensor) -> None:
     """What is under way still writes to the flag."""
     with contextlib.suppress(Exception):
         _wait_for(events)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_p
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import Constant, Operation, Recording, TensorRef, storage_of, with_out
+from fastgen.memory import no_collection
 from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
@@ -56,7 +57,7 @@ class Program:
         Raises:
             RuntimeError: it does what cannot be captured on a GPU.
         """
-        with torch._C._InferenceMode(True):
+        with torch._C._InferenceMode(True), no_collection():
             self.take(prepared(function, self._memory))
 
     def take(self, prepared: Prepared) -> None:
@@ -208,7 +209,7 @@ class _Compiler:
             return arg.value
         chunk, begin = self._places.get(arg.storage, (None, 0))
         storage = self._storages[arg.storage] if chunk is None else chunk.storage
-        found = replace(arg, offset=arg.offset + begin // arg.dtype.itemsize).of_storage(storage)
+        found = arg.of_storage(storage, begin // arg.dtype.itemsize)
         if self._growing is not None and self.follows and chunk is None:
             self._growing.note(found, storage)
         return found
@@ -239,20 +240,26 @@ def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
 
 def _grouped(operations: list[Operation]) -> list[list[Operation]]:
     """The operators in an order in which products with one input are a group: none reads what another one writes."""
-    found, left = [], list(operations)
-    while left:
-        group, written, others = left[:1], left[0].made, 0
-        read = linear_ops.input_of(left[0])
-        for other in left[1:] if read is not None else []:
+    found: list[list[Operation]] = []
+    taken: set[int] = set()  # numbers of operators that belong to a group that began before
+    for number, first in enumerate(operations):
+        if number in taken:
+            continue
+        group, written, others = [first], first.made, 0
+        read = linear_ops.input_of(first)
+        for behind in range(number + 1, len(operations)) if read is not None else ():
+            if behind in taken:
+                continue
+            other = operations[behind]
             if linear_ops.input_of(other) == read and not written & other.used:
                 group.append(other)
+                taken.add(behind)
             else:
                 others += 1
                 if others > 2 or other.function._schema.is_mutable:  # between a gate and the rest is an activation
                     break
             written |= other.made
         found.append(group)
-        left = left[1:] if len(group) == 1 else [each for each in left if not any(each is one for one in group)]
     return found
 
 

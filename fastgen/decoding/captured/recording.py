@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, overrides
@@ -27,15 +27,18 @@ from fastgen.ops import kv_write
 
 _aten = torch.ops.aten
 
+_PLAIN: frozenset[Any] = frozenset({Tensor, torch.nn.Parameter})
 # Results whose size, or a decision of the host's that, only the device knows.
 _WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _INDEXING = frozenset({_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+_COPYING = frozenset({_aten.copy_, _aten._to_copy})
 # On the CPU these need no operator; on a GPU they copy to the host, or from it.
 # Whoever asks for the address has a kernel that torch's dispatcher does not see.
 _TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr})
 _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
 # With a number in the place of a tensor these make a tensor of it on the host first.
 _CHOOSING = frozenset({torch.where, Tensor.where})
+_BETWEEN_HOST_AND_DEVICE = _TO_HOST | _FROM_HOST | _CHOOSING
 
 
 def record(function: Callable[[], Any], scratch: frozenset[int] = frozenset()) -> tuple[Recording, Any]:
@@ -123,11 +126,16 @@ class _HostAccess(TorchFunctionMode):
     """Refuses what a GPU would copy to the host or from pageable memory, and a CPU has no operator for."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        from_host = func in _FROM_HOST and not (args and isinstance(args[0], Tensor) and func is not Tensor.new_tensor)
-        from_host |= func in _CHOOSING and any(isinstance(argument, (bool, int, float)) for argument in args)
-        if func in _TO_HOST or from_host:
+        if func in _BETWEEN_HOST_AND_DEVICE and _copies(func, args):
             _refuse(func.__name__, "copies between pageable host memory and the device")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _copies(func: Any, args: tuple) -> bool:
+    """Whether a call of one of `_BETWEEN_HOST_AND_DEVICE` copies."""
+    if func in _FROM_HOST:
+        return not (args and isinstance(args[0], Tensor)) or func is Tensor.new_tensor
+    return func in _TO_HOST or any(isinstance(argument, (bool, int, float)) for argument in args)
 
 
 class _Recorder(TorchDispatchMode):
@@ -146,11 +154,13 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         arguments = tensors_in((args, kwargs))
         kinds: set[Any] = set(map(type, arguments))
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in kinds):
+        if not kinds <= _PLAIN and any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in kinds):
             return NotImplemented  # the subclass calls operators with ordinary tensors, and those come here
-        self._check(func, args, kwargs, arguments)
+        facts = _facts(func)
+        if self._host or facts.is_checked:
+            self._check(func, args, kwargs, arguments)
         # In inference mode composed operators arrive in one piece; the synchronising one may be inside.
-        if _is_composed(func):
+        if facts.is_composed:
             with self:
                 if func is _aten.linear.default and _is_plain_linear(*args, **kwargs):
                     return _linear(*args, **kwargs)
@@ -159,10 +169,10 @@ class _Recorder(TorchDispatchMode):
                 return result
         if func is _aten.lift_fresh.default:
             return self._lift(func, args)
-        if _is_view(func):
+        if facts.is_view:
             return func(*args, **kwargs)
 
-        changed = _written(func, args, kwargs)
+        changed = tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in facts.written])
         if self._scratch and all(tensor.untyped_storage()._cdata in self._scratch for tensor in changed):
             pass
         elif func is kv_write.OPERATOR and not self._numbers_of(changed) & (self.recording.made | self._saved):
@@ -170,7 +180,7 @@ class _Recorder(TorchDispatchMode):
         else:
             for written in changed:
                 self._save(written)
-        self._draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self._draws |= facts.draws
         for generator in kwargs.values():
             if isinstance(generator, torch.Generator):
                 self._remember(generator)
@@ -182,8 +192,7 @@ class _Recorder(TorchDispatchMode):
         result = self._result(func, args, kwargs, arguments)
         outputs = [self._allocate(tensor) for tensor in tensors_in(result)]
         # What changes only how a tensor is laid out is in the args of those that follow.
-        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if writes or any(ref is not None for ref in outputs) or not outputs:
+        if facts.writes or any(ref is not None for ref in outputs) or not outputs:
             in_place = frozenset(self._numbers_of(changed))
             self.recording.operations.append(Operation(func, refs, structure, outputs, in_place))
         return result
@@ -223,7 +232,7 @@ class _Recorder(TorchDispatchMode):
             _refuse(func, "waits for the device")
         elif host and func not in (_aten.fill_.Tensor, _aten.lift_fresh.default):
             _refuse(func, "copies from pageable host memory to the device")
-        elif packet in (_aten.copy_, _aten._to_copy):
+        elif packet in _COPYING:
             source = args[1] if packet is _aten.copy_ else args[0]
             target = args[0].device if packet is _aten.copy_ else kwargs.get("device") or source.device
             if target.type != source.device.type and not (kwargs.get("non_blocking") and source.is_pinned()):
@@ -274,19 +283,40 @@ class _Recorder(TorchDispatchMode):
             self._generators[generator] = generator.get_state()
 
 
-@cache
-def _is_composed(function: Any) -> bool:
-    """Whether an operator is made of others."""
-    return function.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+class _Facts(NamedTuple):
+    """What the recorder asks of an operator.
+
+    Attributes:
+        is_checked: it may do what cannot be captured on a GPU.
+        is_composed: it is made of others.
+        is_view: it does nothing but make other views of the memory of its arguments.
+        draws: it uses a generator of random numbers.
+        writes: it writes to its arguments, more than how they are laid out.
+        written: which ones: their places and names.
+    """
+
+    is_checked: bool
+    is_composed: bool
+    is_view: bool
+    draws: bool
+    writes: bool
+    written: list[tuple[int, str]]
 
 
 @cache
-def _is_view(function: Any) -> bool:
-    """Whether an operator does nothing but make other views of the memory of its arguments."""
-    schema = function._schema
+def _facts(func: Any) -> _Facts:
+    schema, tags, packet = func._schema, set(func.tags), func.overloadpacket
     returns = [each.alias_info for each in schema.returns]
     is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-    return is_view and not schema.is_mutable
+    arguments = enumerate(schema.arguments)
+    return _Facts(
+        is_checked=bool(_WAITING & tags) or packet in _INDEXING | _COPYING,
+        is_composed=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
+        is_view=is_view and not schema.is_mutable,
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        writes=schema.is_mutable and torch.Tag.inplace_view not in tags,
+        written=[(at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write],
+    )
 
 
 @cache
@@ -334,15 +364,3 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
 
 def _key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors that an operator changes in place."""
-    return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in _places_written(func)])
-
-
-@cache
-def _places_written(func: Any) -> list[tuple[int, str]]:
-    """Which arguments an operator writes to: their places and names."""
-    arguments = enumerate(func._schema.arguments)
-    return [(at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 class SymbolicLength(Tensor):
@@ -80,18 +79,16 @@ class SymbolicLength(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class Ranges(TorchFunctionMode):
-    """In this context, a range from one such number to another has the size that their distance says.
+def arange(*args: Any, **options: Any) -> Tensor:
+    """`torch.arange`, which does not ask the classes of its arguments.
 
-    `torch.arange` does not ask the classes of its arguments.
+    A range from one such number to another has the size that their distance says.
     """
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.arange and len(args) == 2 and all(isinstance(number, SymbolicLength) for number in args):
-            start, end = args
-            if start.origin is end.origin:
-                return torch.arange(end.offset - start.offset, **(kwargs or {})) + start
-        return func(*args, **(kwargs or {}))
+    if len(args) == 2 and all(isinstance(number, SymbolicLength) for number in args):
+        start, end = args
+        if start.origin is end.origin:
+            return torch.arange(end.offset - start.offset, **options) + start
+    return torch.arange(*args, **options)
 
 
 def _forms(name: str) -> tuple[Any, ...]:

@@ -39,6 +39,27 @@ SAME_BITS = [aten.neg.default, aten.relu.default, aten.add.Tensor, aten.sub.Tens
 SAME_BITS += [aten.pow.Tensor_Scalar, aten.clone.default, aten._to_copy.default]
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_looks_for_garbage_during_a_capture(collects: bool) -> None:
+    """Afterwards Python does so again, also where the capture fails, unless the user has told it not to."""
+    x, found = torch.ones(3), list[bool]()
+
+    def fails() -> None:
+        found.append(gc.isenabled())
+        assert bool(x.add_(1).sum() > 0)
+
+    if not collects:
+        gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="waits for the device"):
+            Program().capture(fails)
+        assert found == [False] and gc.isenabled() == collects
+        Program().capture(lambda: found.append(gc.isenabled()))
+        assert found == [False, False] and gc.isenabled() == collects
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("position", [0, 3, 9, -1])
 @pytest.mark.parametrize("others", ["", "before", "between", "behind"])
 def test_what_a_capture_writes_to_keys_and_values_is_undone(position: int, others: str) -> None:

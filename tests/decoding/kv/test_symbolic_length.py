@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.kv.symbolic_length import Ranges, SymbolicLength
+from fastgen.decoding.captured.graph import capturable
+from fastgen.decoding.kv.symbolic_length import SymbolicLength, arange
 from tests.recorded_graph import RecordedGraph
 
 LOW, HIGH = 3, 6
@@ -58,10 +59,9 @@ def test_ranges() -> None:
     number, bounded = made()
     found = torch.zeros(3, dtype=torch.int64)
     graph = RecordedGraph()
-    with Ranges():
-        graph.capture(lambda: found.copy_(torch.arange(bounded + 1, bounded + 4, dtype=torch.int64)))
-        assert torch.arange(bounded, 2 + bounded, dtype=torch.int32).tolist() == [4, 5]
-        assert torch.arange(1, 3).tolist() == [1, 2]
+    graph.capture(capturable(lambda: found.copy_(torch.arange(bounded + 1, bounded + 4, dtype=torch.int64))))
+    assert arange(bounded, 2 + bounded, dtype=torch.int32).tolist() == [4, 5]
+    assert arange(1, 3).tolist() == [1, 2]
     number.fill_(6)
     graph.replay()
     assert found.tolist() == [7, 8, 9]

@@ -148,7 +148,8 @@ def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
     step.buffers.begin_capture()
     buffers, growing = _tensors_of(step), step.buffers.growing if follows else None
     scratch = frozenset(buffer.untyped_storage()._cdata for buffer in buffers.values())
-    pieces = (program.prepared(graph.capturable(run), scratch=scratch) for run, _ in step.pieces(model))
+    with memory.no_collection():
+        pieces = [program.prepared(graph.capturable(run), scratch=scratch) for run, _ in step.pieces(model)]
     return [Recorded(prepared, step.key.batch, buffers, growing) for prepared in pieces]
 
 

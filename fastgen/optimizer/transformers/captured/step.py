@@ -18,7 +18,6 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import rows_of
-from fastgen.decoding.kv.symbolic_length import Ranges
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
@@ -64,8 +63,8 @@ class Forward:
         )
         # What is captured is made of torch's own products, for which others stand later.
         products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
-        ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
-        with ranges, fused(), products:
+        known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else graph.Capturable()
+        with known, fused(), products:
             logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
         if self._watches:
             self._logits = logits
