@@ -57,5 +57,7 @@ def check_installed(package: str, purpose: str, remedy: str = "") -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line; the type's name where it has no message."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    """The message of an exception on one line; its type where that says nothing, or names a key alone."""
+    message = " ".join(str(error).split())[:500]
+    kind = type(error).__name__
+    return f"{kind}: {message}" if isinstance(error, KeyError) and message else message or kind

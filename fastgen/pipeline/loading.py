@@ -93,7 +93,7 @@ def read_model(
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)
         chosen = kind(config)
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = _read_tokenizer(AutoTokenizer, name, options)
         _check_tokenizer(tokenizer, settings.model if gguf else name)
         torch.manual_seed(seed)  # a run with weights that are drawn can be repeated
         before = transformers_logging.get_verbosity()
@@ -152,15 +152,39 @@ def _how_loaded(model: Any, stored: Any) -> str:
     return f"{line}, as Transformers loads {method} (--keep-bits keeps weights in their bits)"
 
 
+# Files of which a tokenizer is read, beside those that a class names, which are called much like these.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json")
+_LIKE_TOKENIZER_FILES = ("*vocab*", "*merges*", "*bpe*", "*.model", "*.spm", "*.tiktoken", "token*.py")
+
+
+def _read_tokenizer(reader: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """A model's tokenizer. Raises `SetupError` where there is none, or its files are damaged."""
+    try:
+        return reader.from_pretrained(name, **options)
+    except (OSError, ImportError):  # of the hub, and of packages that it needs: these say what to do
+        raise
+    except Exception as error:
+        # Without any file the library says that a package is missing.
+        folder = Path(name, options.get("subfolder", ""))
+        is_local = folder.is_dir() and "gguf_file" not in options
+        if is_local and not any(any(folder.glob(like)) for like in (*_TOKENIZER_FILES, *_LIKE_TOKENIZER_FILES)):
+            raise _without_tokenizer(name) from error
+        raise SetupError(f"the tokenizer of model {name} cannot be loaded: {one_line(error)}") from error
+
+
+def _without_tokenizer(name: str) -> SetupError:
+    return SetupError(f"model {name} has no tokenizer: its files, such as tokenizer.json, are missing")
+
+
 def _check_tokenizer(tokenizer: Any, name: str) -> None:
     """Raises `SetupError` where the library made a tokenizer without the files that belong to it."""
     # Of special tokens alone, or of these and "▁". A tokenizer of bytes has no files.
     named = {*getattr(tokenizer, "vocab_files_names", {}).values()} - {"tokenizer_config.json"}
-    known = {*named, "tokenizer.json", "tokenizer.model", "tekken.json"}
+    known = {*named, *_TOKENIZER_FILES}
     ordinary = set(tokenizer.get_vocab()) - {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     has_file = is_gguf(name) or any(file_of(name, file) for file in known)
     if not ordinary or (named and not has_file):
-        raise SetupError(f"model {name} has no tokenizer: its files, such as tokenizer.json, are missing")
+        raise _without_tokenizer(name)
 
 
 def file_of(model: str, name: str) -> Path | None:

@@ -351,7 +351,7 @@ def open_source(path: str, input_format: str = "auto", config: str | None = None
         elif Path(path).is_dir():
             chosen = "dataset"
         elif Path(path).exists():
-            chosen = suffix or "txt"
+            chosen = suffix or _text(path)
         elif suffix or path.startswith((".", "/", "~")) or Path(path).suffix or path.count("/") > 1:
             raise SetupError(f"cannot read {path}: no such file")
         else:
@@ -363,6 +363,16 @@ def open_source(path: str, input_format: str = "auto", config: str | None = None
     if chosen == "tsv":
         return CsvSource(path, delimiter="\t")
     return {"txt": FileSource, "jsonl": JsonLinesSource, "csv": CsvSource, "parquet": ParquetSource}[chosen](path)
+
+
+def _text(path: str) -> str:
+    """The format of a file whose name says none. Raises `SetupError` for .json, whose lines are hardly texts."""
+    if Path(path).suffix.lower() == ".json":
+        raise SetupError(
+            f"{path} may be JSON in any layout: where each line is an object, name it .jsonl or give --input-format "
+            "jsonl (txt reads lines as they are; jq -c '.[]' makes lines of a list)"
+        )
+    return "txt"
 
 
 def quiet_hub() -> None:

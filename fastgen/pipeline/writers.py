@@ -201,7 +201,7 @@ def check_free(settings: DataOptions) -> None:
         path, partial = Path(settings.output), settings.partial_path
         if is_special(path):
             raise SetupError(f"cannot write {path}: it is not a regular file")
-        check_suffix(path)
+        check_suffix(path, is_chosen=settings.output_format != "auto")
         for target in (path, partial, settings.errors_path, settings.errors_partial_path):
             check_writable(target)
         left = journal.find(partial)
@@ -235,8 +235,14 @@ def _check_replaced(settings: DataOptions, left: journal.Left | None) -> None:
         check_unfinished(path, left, b"" if path == Path(settings.output) else _JSON_START)
 
 
-def check_suffix(path: Path) -> None:
-    """A SetupError where the name of an output promises that it is compressed."""
+def check_suffix(path: Path, is_chosen: bool = False) -> None:
+    """A SetupError where the name of an output promises what it would not be: compressed, or one JSON value.
+
+    Args:
+        is_chosen: the format does not follow from the name.
+    """
+    if path.suffix.lower() == ".json" and not is_chosen:
+        raise SetupError(f"{path} would not be JSON: name it {path.with_suffix('.jsonl').name}, with an object a line")
     if path.suffix.lower() in _COMPRESSED:
         raise SetupError(f"{path} is not written compressed: leave out {path.suffix}, or compress the output of -")
 

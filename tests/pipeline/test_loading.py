@@ -44,6 +44,20 @@ def test_without_tokenizer_files(copied: Path) -> None:
         load(settings(copied))
 
 
+def test_without_a_tokenizers_vocabulary(copied: Path) -> None:
+    """What is left names a class, for which the library asks for packages that are there."""
+    (copied / "tokenizer.json").unlink()
+    with pytest.raises(SetupError, match=r"^model \S+ has no tokenizer: its files, .* are missing"):
+        load(settings(copied))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"added_tokens": []}', "{", "[]", "\0"])
+def test_a_damaged_tokenizer(copied: Path, text: str) -> None:
+    (copied / "tokenizer.json").write_text(text)
+    with pytest.raises(SetupError, match=r"^the tokenizer of model \S+ cannot be loaded: (?!'added_tokens'$)"):
+        load(settings(copied))
+
+
 @pytest.mark.parametrize("kind", ["t5", "mt5", "mbart", "switch_transformers", "gpt2"])
 def test_the_tokenizer_that_the_library_makes_without_files(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -84,6 +84,16 @@ def test_compressed_inputs_are_refused(tmp_path, start, name):
         inputs(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["in.json", "IN.JSON"])
+def test_json_is_not_taken_for_lines_of_text(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(SetupError, match="name it .jsonl or give --input-format jsonl"):
+        inputs(path)
+    assert [record.text for record in inputs(path, input_format="jsonl")] == ["one", "two"]
+    assert [record.text for record in inputs(path, input_format="txt")] == path.read_text().split("\n")[:2]
+
+
 def test_a_pipe_is_read_as_standard_input_only(tmp_path):
     os.mkfifo(tmp_path / "in.txt")
     with pytest.raises(SetupError, match="not a regular file .- reads standard input"):

@@ -234,6 +234,14 @@ def test_compressed_outputs_are_refused(tmp_path, name):
         check_free(settings(tmp_path / name))
 
 
+def test_an_output_is_no_json(tmp_path):
+    path = tmp_path / "Out.JSON"
+    with pytest.raises(SetupError, match="Out.JSON would not be JSON: name it Out.jsonl"):
+        check_free(settings(path))
+    for form in ("jsonl", "txt"):
+        check_free(settings(path, output_format=form))
+
+
 def test_the_directory_that_a_link_leads_to_is_named(tmp_path):
     (tmp_path / "out.txt").symlink_to(tmp_path / "gone" / "out.txt")
     with pytest.raises(SetupError, match="the directory .*/gone does not exist"):
