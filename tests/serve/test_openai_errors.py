@@ -49,6 +49,9 @@ from tests.serve.servers import BART, GPT2, in_thread
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens"),
+        ({"no_repeat_ngram_size": 10**30}, "no_repeat_ngram_size"),
+        ({"model": "bart", "encoder_no_repeat_ngram_size": 10**30}, "encoder_no_repeat_ngram_size"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": {"text": "a"}}, "prompt"),
@@ -69,6 +72,13 @@ def test_what_is_refused_is_named(url: str, fields: dict[str, Any], param: str) 
     assert response.status_code == 400, error
     assert error["param"] == param and error["type"] == "invalid_request_error"
     assert param in error["message"] or "new tokens" in error["message"]
+
+
+def test_beams_need_a_token_to_go_on_with(client: OpenAI, paths: dict[str, str]) -> None:
+    size = len(checkpoints.loaded(paths["gpt2"])[1])
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, stop_token_ids=list(range(size)), num_beams=2)
+    assert refused.value.param == "stop_token_ids"
 
 
 @pytest.mark.parametrize(
