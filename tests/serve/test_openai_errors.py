@@ -74,6 +74,15 @@ def test_what_is_refused_is_named(url: str, fields: dict[str, Any], param: str) 
     assert param in error["message"] or "new tokens" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_results_that_are_refused_take_no_memory(url: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """A request may want any number of them."""
+    monkeypatch.delattr("fastgen_serve.api.openai.TextStream")
+    inputs = {"messages": [USER]} if "chat" in path else {"prompt": PROMPT}
+    response = httpx.post(f"{url}/v1/{path}", json={"model": "chat", "n": 9, "stream": True, **inputs})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "n"
+
+
 def test_beams_need_a_token_to_go_on_with(client: OpenAI, paths: dict[str, str]) -> None:
     size = len(checkpoints.loaded(paths["gpt2"])[1])
     with pytest.raises(openai.BadRequestError) as refused:
