@@ -127,6 +127,12 @@ def test_a_body_that_is_no_object(url: str, content: str, message: str) -> None:
     assert (response.status_code, error["param"]) == (400, None) and error["message"].startswith(message)
 
 
+def test_a_body_of_another_type(url: str) -> None:
+    """curl says that it is a form, unless it is told."""
+    response = httpx.post(f"{url}/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert response.status_code == 400 and "application/json" in response.json()["error"]["message"]
+
+
 def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="chat",
