@@ -134,6 +134,8 @@ def as_bad_request(error: RequestValidationError) -> BadRequest:
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is no JSON: {first['ctx']['error']}")
     where = [str(part) for part in first["loc"][1:]]
+    if not where and first["type"] in ("model_attributes_type", "model_type"):  # a text, or a form, for example
+        return BadRequest("the body: it is no JSON object, send one, with application/json as its content-type")
     param = ".".join(where) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     return BadRequest(f"{param or 'the body'}: {message}", param=param)

@@ -256,7 +256,8 @@ def _other_options(fields: Fields, info: ModelInfo) -> dict[str, Any]:
         options["eos_token_id"] = None
     if fields.stop_token_ids:
         own = [] if fields.ignore_eos else info.defaults.get("eos_token_id") or []
-        options["eos_token_id"] = [*(own if isinstance(own, (list, tuple)) else [own]), *fields.stop_token_ids]
+        own = own if isinstance(own, (list, tuple)) else [own]
+        options["eos_token_id"] = list(dict.fromkeys([*own, *fields.stop_token_ids]))
     return options
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen import caches, patching, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.engine.calls import alone_for_model, call, pads, state_of, written
 from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
 from fastgen.engine.planning import Costs, next_batch
@@ -311,7 +311,7 @@ class ContinuousBatches:
             caches.limit(self._has_slots)
             self._has_slots[batch[0].prefill_group] = True
         except BaseException as error:
-            self._is_for_itself = isinstance(error, slots.TooLong)
+            self._is_for_itself = isinstance(error, OfThisCall)
             for slot in entered:
                 self._leave(slot)
             raise
@@ -379,7 +379,7 @@ class ContinuousBatches:
     def _evict(self, step: Slots, error: Exception) -> None:
         """A step does not go on: its requests begin again, without slots."""
         step.failure, left = error, list(step.taken.values())
-        says_all = isinstance(error, CannotBeCaptured) and not step.is_widened
+        says_all = isinstance(error, CannotBeCaptured) and not (step.is_widened or isinstance(error, OfThisCall))
         for slot in left:
             self._leave(slot)
             if says_all and slot.owner.prefill_group is not None:

@@ -26,6 +26,7 @@ from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.decoding import Decoding, decoding, make_job, named_by
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
+from fastgen_serve.limits import bounded
 from fastgen_serve.served import ServedModel
 from fastgen_serve.text import TextStream
 
@@ -178,7 +179,11 @@ class _Run:
 
 
 def _run(
-    model: ServedModel, body: CompletionRequest | ChatRequest, inputs: list[tuple[int, ...]], limits: list[int | None]
+    request: Request,
+    model: ServedModel,
+    body: CompletionRequest | ChatRequest,
+    inputs: list[tuple[int, ...]],
+    limits: list[int | None],
 ) -> _Run:
     how, logprobs = decoding(body, model.info), body.wanted_logprobs
     is_completion = isinstance(body, CompletionRequest)
@@ -200,6 +205,8 @@ def _run(
         )
         for tokens, limit in zip(inputs, limits, strict=True)
     ]
+    with named_by(body):  # before there is anything for each result, of which the request may want any number
+        jobs = [bounded(job, model.info, request.app.state.settings) for job in jobs]
     # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
     goes_on = is_completion and model.info.kind == "decoder-only"
     texts = [
@@ -252,7 +259,7 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
             return [prompts.tokens_of(model, each, body.cut(), "prompt", room) for each in given]
 
     inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
-    run = _run(model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
+    run = _run(request, model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
 
     def written(pieces: Sequence[Piece]) -> answers.Completion:
         prompt_of = [tokens for tokens in inputs for _ in range(run.decoding.results)]
@@ -286,7 +293,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
             )
 
     tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
-    run = _run(model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
+    run = _run(request, model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
     prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:

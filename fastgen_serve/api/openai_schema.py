@@ -21,6 +21,9 @@ Probability = Annotated[float, Field(ge=1e-4, le=1)]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
 _LEAST_TEMPERATURE = 1e-3
 Count = Annotated[int, Field(ge=1)]
+# The library makes a list for each place of an n-gram: no sequence has more tokens.
+_LONGEST_NGRAM = 4096
+Ngram = Annotated[int, Field(ge=0, le=_LONGEST_NGRAM)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_STOP_LENGTH)]
 
 
@@ -34,7 +37,7 @@ class Cutting(Body):
     """How inputs are tokenised."""
 
     add_special_tokens: bool = Field(default=True, description="Special tokens, such as BOS, are added to texts.")
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         default=None,
         description="Tokens that the input is cut to; -1 for as many as the model reads.",
     )
@@ -92,9 +95,9 @@ class Generation(Cutting):
         default=None, description="Of beams."
     )
     repetition_penalty: Penalty | None = None
-    no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
+    no_repeat_ngram_size: Ngram | None = None
     encoder_repetition_penalty: Penalty | None = None
-    encoder_no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
+    encoder_no_repeat_ngram_size: Ngram | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         default=None, description="By token id."
     )

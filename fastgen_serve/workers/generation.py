@@ -183,7 +183,10 @@ class GenerationWorker:
         for name in _TOKEN_OPTIONS:
             if not all(0 <= token < size for token in _flat(job.options.get(name))):
                 raise BadRequest(f"{name} has token ids that are not from 0 to {size - 1}", param=name)
-        if job.logprobs is not None and int(self._option(job, "num_beams") or 1) > 1:
+        beams = int(self._option(job, "num_beams") or 1)
+        if beams > 1 and len(self._eos(job)) >= size:  # each beam has a candidate more than there are such tokens
+            raise BadRequest("all tokens end a sequence: leave one that beams go on with", param="eos_token_id")
+        if job.logprobs is not None and beams > 1:
             raise BadRequest(
                 "logprobs are those of sequences without beams: leave them out, or the beams", param="logprobs"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -352,6 +353,28 @@ def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None
     assert len(hears.heard) <= 1, "its prompt, and no token"
     assert "not numbers" in str(spoilt.future.exception(0))
     assert not executor.counts["repeated"] and not executor.busy
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_one_without_numbers_that_comes_first_says_nothing_of_others(options: dict[str, Any]) -> None:
+    """The encoder makes NaN of a token, and what shows that its output is not read would be NaN, too."""
+    bart, token = copy.deepcopy(BY_NAME["bart"].build()), 45
+    encoder = bart.get_encoder()
+    encoder.embed_tokens = copy.deepcopy(encoder.embed_tokens)
+    with torch.no_grad():
+        encoder.embed_tokens.weight[token] = torch.nan
+    prompts = [[5, token, 6], *PROMPTS[:3]]
+    executor, (spoilt, *others) = ContinuousBatches(bart, 8), requests_for(bart, prompts, **options)
+    run(executor, [spoilt])
+    assert not executor.counts["steps"]
+    if options.get("do_sample"):
+        assert spoilt.future.exception(0) is not None
+    else:
+        assert_as_alone(bart, [spoilt], prompts[:1])
+    for request in others:
+        run(executor, [request])
+    assert_as_alone(bart, others, prompts[1:])
+    assert executor.counts["steps"] and sum(executor.alone.values()) == 1, "only one of them has no slots"
 
 
 @pytest.mark.parametrize("spoil", [lambda found: found * torch.nan, lambda found: found[:, 1:]], ids=["nan", "size"])

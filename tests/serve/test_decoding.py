@@ -68,6 +68,7 @@ def asked(defaults: dict[str, Any], kind: str = "decoder-only", **fields: Any) -
         (PLAIN, {"ignore_eos": True}, {"eos_token_id": None}),
         (DRAWS, {"stop_token_ids": [9]}, {"eos_token_id": [2, 3, 9]}),
         (BEAMS, {"stop_token_ids": [9]}, {"num_beams": 4, "eos_token_id": [2, 9]}),
+        (BEAMS, {"stop_token_ids": [9, 2, 9]}, {"num_beams": 4, "eos_token_id": [2, 9]}),
         (DRAWS, {"stop_token_ids": [9], "ignore_eos": True}, {"eos_token_id": [9]}),
     ],
 )  # fmt: skip

@@ -49,6 +49,9 @@ from tests.serve.servers import BART, GPT2, in_thread
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens"),
+        ({"no_repeat_ngram_size": 10**30}, "no_repeat_ngram_size"),
+        ({"model": "bart", "encoder_no_repeat_ngram_size": 10**30}, "encoder_no_repeat_ngram_size"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": {"text": "a"}}, "prompt"),
@@ -69,6 +72,22 @@ def test_what_is_refused_is_named(url: str, fields: dict[str, Any], param: str) 
     assert response.status_code == 400, error
     assert error["param"] == param and error["type"] == "invalid_request_error"
     assert param in error["message"] or "new tokens" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_results_that_are_refused_take_no_memory(url: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """A request may want any number of them."""
+    monkeypatch.delattr("fastgen_serve.api.openai.TextStream")
+    inputs = {"messages": [USER]} if "chat" in path else {"prompt": PROMPT}
+    response = httpx.post(f"{url}/v1/{path}", json={"model": "chat", "n": 9, "stream": True, **inputs})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "n"
+
+
+def test_beams_need_a_token_to_go_on_with(client: OpenAI, paths: dict[str, str]) -> None:
+    size = len(checkpoints.loaded(paths["gpt2"])[1])
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, stop_token_ids=list(range(size)), num_beams=2)
+    assert refused.value.param == "stop_token_ids"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +125,12 @@ def test_a_body_that_is_no_object(url: str, content: str, message: str) -> None:
     response = httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, None) and error["message"].startswith(message)
+
+
+def test_a_body_of_another_type(url: str) -> None:
+    """curl says that it is a form, unless it is told."""
+    response = httpx.post(f"{url}/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert response.status_code == 400 and "application/json" in response.json()["error"]["message"]
 
 
 def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:

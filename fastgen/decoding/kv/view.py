@@ -170,6 +170,10 @@ class CannotBeCaptured(RuntimeError):
     """A decoding step does something that a captured one cannot, or should not."""
 
 
+class OfThisCall(CannotBeCaptured):
+    """It is a matter of this call's inputs: others of its kind may be captured."""
+
+
 ONE_TENSOR = "the model's attention wants all keys and values as one tensor"
 
 

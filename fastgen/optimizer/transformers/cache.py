@@ -323,12 +323,14 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
 
 
 def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
-    """Whether the rows of `tensor`, `per_input` per input, are the same for every input."""
+    """Whether the rows of `tensor`, `per_input` per input, are the same for every input. NaN is the same as NaN."""
     if tensor.shape[0] % per_input:
         return False
     rows = tensor.unflatten(0, (-1, per_input))
-    others = rows[:, 1:]
-    return per_input == 1 or torch.equal(others, rows[:, :1].expand_as(others))
+    others, first = rows[:, 1:], rows[:, :1].expand_as(rows[:, 1:])
+    if per_input == 1 or torch.equal(others, first):
+        return True
+    return tensor.is_floating_point() and bool(((others == first) | (others.isnan() & first.isnan())).all())
 
 
 def cache_of(

@@ -24,7 +24,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.rows import rows_of
-from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
@@ -252,9 +252,8 @@ class Decoding:
         try:
             return run()
         except Exception as error:
-            is_ours = (
-                error is not self._code.raised and interrupts.behind(error) is None and not isinstance(error, Written)
-            )
+            is_users = error is self._code.raised or interrupts.behind(error) is not None
+            is_ours = not (is_users or isinstance(error, (Written, OfThisCall)))
             if is_ours and not step.parts.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self.model, self._key, _describe(error))
             raise

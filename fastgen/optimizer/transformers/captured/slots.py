@@ -20,7 +20,7 @@ import torch
 from fastgen import memory, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import NOT_NUMBERS
-from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
@@ -40,7 +40,7 @@ PATIENCE = 10.0
 _STEPS_OF_PLACES = 8
 
 
-class TooLong(CannotBeCaptured):
+class TooLong(OfThisCall):
     """An input has more positions than a step has for it: others of its kind may have less."""
 
 
@@ -163,7 +163,7 @@ class Slots:
             step.watch(self._model)
         except Exception as error:
             step.leave(place)
-            if memory.is_out(error):
+            if memory.is_out(error) or isinstance(error, OfThisCall):
                 raise
             graph_cache.refuse(self._model, step.key, str(error))
             raise CannotBeCaptured(str(error)) from error
@@ -293,7 +293,7 @@ class Slots:
             step.verify(self._model, turns, captures)
             self._seconds = time.perf_counter() - begin
         except Exception as error:
-            if not (step.parts.is_complete or memory.is_out(error)):
+            if not (step.parts.is_complete or memory.is_out(error) or isinstance(error, OfThisCall)):
                 graph_cache.refuse(self._model, step.key, str(error))
             raise
 

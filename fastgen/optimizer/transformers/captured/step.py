@@ -18,7 +18,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import rows_of
-from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
@@ -50,7 +50,7 @@ class Forward:
         # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
         self.nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
         self.is_watched = self.is_eager = self._watches = False
-        self._logits: Tensor | None = None  # while it is watched
+        self._refused: CannotBeCaptured | None = None  # while it is watched
 
     def __call__(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
         """[any, width, vocabulary]: the logits behind `tokens`, [any, width]."""
@@ -66,8 +66,8 @@ class Forward:
         known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else graph.Capturable()
         with known, fused(), products:
             logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
-        if self._watches:
-            self._logits = logits
+            if self._watches and self._key.encoder is not None:
+                self._check_source(logits, lambda given: model(**{**inputs, **given}, return_dict=True).logits)
         return logits
 
     def cache(self, model: Any, cache: Any) -> Any:
@@ -90,11 +90,28 @@ class Forward:
         finally:
             for kv in kvs:
                 kv.host_may_wait = False
-            logits, self._logits, self._watches = self._logits, None, False
-        of_rows = None if logits is None or self._key.encoder is None else logits[: self._buffers.rows]
-        if of_rows is not None and bool(of_rows.isnan().any()):
-            raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
+            refused, self._refused, self._watches = self._refused, None, False
+        if refused is not None:
+            raise refused
         self.is_watched = True
+
+    def _check_source(self, logits: Tensor, again: Callable[[dict[str, Any]], Tensor]) -> None:
+        """Notes whether the model reads the encoder's output, which is NaN here, besides the stored keys and values.
+
+        Where scores are NaN, they may be so for another reason: they are then with another output, too.
+
+        Args:
+            again: makes the same logits, of all positions, with these arguments exchanged.
+        """
+        found = logits[: self._buffers.rows].isnan()
+        if not bool(found.any()):
+            return
+        zeros = self._source(torch.zeros_like(self.nothing))
+        same = again(zeros)[: self._buffers.rows, -logits.shape[1] :].isnan()
+        if not torch.equal(found, same):
+            self._refused = CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
+        elif bool(found.flatten(1).any(dim=1).all()):  # a row without NaN would show that nothing is read
+            self._refused = OfThisCall("scores are NaN, so that nothing shows whether the encoder's output is read")
 
     def _is_known(self, model: Any) -> bool:
         """Whether the host may ask how long the cache is, in a step that nobody looks at."""
@@ -106,11 +123,15 @@ class Forward:
         found: dict[str, Any] = dict(self._key.constants)
         if "logits_to_keep" in found:
             found["logits_to_keep"] = width
-        if self._key.encoder is not None:
-            kind_of_output, size = self._key.encoder
-            states = self.nothing.expand(self._key.rows, self._buffers.sizes.source, size)
-            found["encoder_outputs"] = kind_of_output(last_hidden_state=states)
-        return found
+        return {**found, **self._source(self.nothing)}
+
+    def _source(self, filled_with: Tensor) -> dict[str, Any]:
+        """The encoder's output as the model gets it, [1, 1, 1] in all places; nothing for a model without encoder."""
+        if self._key.encoder is None:
+            return {}
+        kind_of_output, size = self._key.encoder
+        states = filled_with.expand(self._key.rows, self._buffers.sizes.source, size)
+        return {"encoder_outputs": kind_of_output(last_hidden_state=states)}
 
 
 class Parts:
