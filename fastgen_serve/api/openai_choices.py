@@ -27,6 +27,7 @@ class Piece:
         offset: characters of the tokens before these.
         is_first: of its choice.
         end: the sequence, in the last piece.
+        generated: tokens of its choice until then, EOS among them.
         stopped: the stop string that has ended the text.
     """
 
@@ -36,6 +37,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...]
     offset: int
     is_first: bool
+    generated: int
     end: Result | None = None
     stopped: str | None = None
 
@@ -110,6 +112,7 @@ class Choices:
             logprobs,
             choice.offset,
             choice.is_first,
+            choice.received if end is None else end.generated,
             end,
             choice.text.stopped if end else None,
         )

@@ -196,6 +196,27 @@ def test_a_stream_is_what_is_not_streamed(client: OpenAI, fields: dict[str, Any]
         assert len(chunks) > 8, "tokens come one by one"
 
 
+@pytest.mark.parametrize("fields", [STREAMS[0], STREAMS[2], STREAMS[3]], ids=str)
+def test_each_chunk_has_the_usage_until_then(client: OpenAI, fields: dict[str, Any]) -> None:
+    """As vLLM has it: of the choice of the chunk. GuideLLM asks for it with each of its streams."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(
+        client, max_tokens=9, stream=True, stream_options=options, return_token_ids=True, ignore_eos=True, **fields
+    )
+    prompts = fields.get("prompt", PROMPT)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    read, written = [len(checkpoints.loaded(GPT2)[1](each)["input_ids"]) for each in prompts], [0, 0]
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        written[choice.index] += len(choice.token_ids)
+        prompt = read[choice.index if len(read) > 1 else 0]
+        assert chunk.usage.prompt_tokens == prompt
+        assert chunk.usage.completion_tokens == written[choice.index]
+        assert chunk.usage.total_tokens == prompt + written[choice.index]
+    assert last.choices == [] and last.usage.completion_tokens == sum(written) > 0
+    assert last.usage.prompt_tokens == sum(read)
+
+
 def test_a_stream_of_events(url: str) -> None:
     body = {"model": "gpt2", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "stream": True}
     response = httpx.post(f"{url}/v1/completions", json=body)
