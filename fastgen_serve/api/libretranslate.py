@@ -40,7 +40,7 @@ class TranslateRequest(Body):
     q: Text | Annotated[list[Text], Field(min_length=1)] = Field(description="Text, or texts, to translate.")
     source: Text = Field(description='Code of the language of the text, or "auto".')
     target: Text = Field(description="Code of the language to translate to.")
-    format: Literal["text", "html"] = Field(
+    format: Literal["text", "html", ""] | None = Field(
         "text", description='"html" keeps tags, and translates the text between two.'
     )
     alternatives: Annotated[int, Field(ge=0, strict=False)] = Field(0, description="Further translations of each text.")
@@ -75,7 +75,7 @@ class Translation(BaseModel):
 class Language(BaseModel):
     code: str
     name: str
-    targets: list[str] = Field(description="Codes of the languages that it is translated to.")
+    targets: list[str] = Field(description="Codes of the languages that it is translated to; none for a mere target.")
 
 
 class TranslatedFile(BaseModel):
@@ -206,9 +206,13 @@ async def detect(request: Request) -> list[Detection]:
 
 @router.get("/languages")
 async def list_languages(request: Request) -> list[Language]:
-    """The languages that are translated here, and to which."""
+    """The languages that are translated here, and to which. Of some there are translations only, and no targets."""
     found = (await _translator(request.app)).languages
-    return [Language(code=source, name=languages.name(source), targets=targets) for source, targets in found.items()]
+    codes = {*found, *(target for targets in found.values() for target in targets)}
+    return [
+        Language(code=code, name=languages.name(code), targets=found.get(code, []))
+        for code in sorted(codes, key=languages.name)
+    ]
 
 
 @router.post("/translate_file", openapi_extra=_body(FileRequest, _MULTIPART))
