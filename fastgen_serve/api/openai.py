@@ -222,7 +222,11 @@ def _run(
         for _ in range(how.results)
     ]
     writer = Writer(
-        model.tokenizer, logprobs is not None, bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+        model.tokenizer,
+        logprobs is not None,
+        bool(body.return_token_ids),
+        bool(body.return_tokens_as_token_ids),
+        frozenset(body.stop_token_ids or ()),
     )
     name = f"{'cmpl' if is_completion else 'chatcmpl'}-{uuid.uuid4().hex}"
     return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts), writer)

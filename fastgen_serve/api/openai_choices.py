@@ -133,12 +133,14 @@ class Writer:
         logprobs: they are wanted.
         token_ids: these are wanted.
         names_tokens: logprobs name tokens by their ids.
+        stop_tokens: that end a result as stop strings do, and are told.
     """
 
     tokenizer: Any
     logprobs: bool
     token_ids: bool
     names_tokens: bool
+    stop_tokens: frozenset[int] = frozenset()
 
     def completion(self, piece: Piece, prompt: Sequence[int]) -> answers.CompletionChoice:
         made = answers.CompletionChoice(
@@ -164,6 +166,8 @@ class Writer:
             made["score"] = piece.end.score
         if piece.stopped is not None:
             made["stop_reason"] = piece.stopped
+        elif piece.end is not None and piece.end.ended_by in self.stop_tokens:
+            made["stop_reason"] = piece.end.ended_by
         if self.token_ids:
             made["token_ids"] = list(piece.tokens)
         return made

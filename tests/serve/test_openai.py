@@ -150,7 +150,13 @@ def test_stop_tokens_and_eos(client: OpenAI) -> None:
     tokens = complete(client, return_token_ids=True, **GREEDY).choices[0].token_ids
     answer = complete(client, stop_token_ids=[tokens[4]], return_token_ids=True, **GREEDY)
     assert answer.choices[0].token_ids == tokens[: tokens.index(tokens[4])]
-    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == tokens[4]
+    *_, last = complete(client, stop_token_ids=[tokens[4]], stream=True, **GREEDY)
+    assert last.choices[0].stop_reason == tokens[4]
+    cut = complete(client, stop_token_ids=[tokens[4]], max_tokens=1, temperature=0).choices[0]
+    assert cut.finish_reason == "length" and not hasattr(cut, "stop_reason")
+    ended = complete(client, "bart", SOURCE, temperature=0, max_tokens=60, stop_token_ids=[tokens[4]]).choices[0]
+    assert ended.finish_reason == "stop" and not hasattr(ended, "stop_reason")  # by its own EOS
     long = complete(client, "bart", SOURCE, ignore_eos=True, temperature=0, max_tokens=60)
     assert long.choices[0].finish_reason == "length" and long.usage.completion_tokens == 60
 
