@@ -188,6 +188,7 @@ def test_forms_with_several_texts(client):
     assert answers[0].json() == answers[1].json()
     assert client.post("/translate", data={**fields, "format": ""}).json() == answers[0].json()
     assert client.post("/translate", json={**fields, "format": None}).json() == answers[0].json()
+    assert client.post("/translate", params=fields).json() == answers[0].json()
     parts = [("q", (None, "12")), ("source", (None, "en")), ("target", (None, "de"))]
     assert client.post("/translate", files=parts).json() == {"translatedText": "12"}
 
