@@ -394,13 +394,14 @@ def _read_generated(value: Any) -> Generated:
 
 
 def _read_sequence(value: Any) -> Written:
-    score, logprobs = value["score"], value["logprobs"]
+    score, logprobs, ended_by = value["score"], value["logprobs"], value["ended_by"]
     return Written(
         tuple(int(token) for token in value["tokens"]),
         str(value["finish_reason"]),
         None if score is None else float(score),
         None if logprobs is None else tuple(_read_logprob(each) for each in logprobs),
         int(value["generated"]),
+        None if ended_by is None else int(ended_by),
     )
 
 

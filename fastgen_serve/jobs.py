@@ -50,6 +50,7 @@ class Sequence:
         score: `sequences_scores` of beam search; None without beams.
         logprobs: of each token, where they were asked for.
         generated: number of new tokens, EOS among them: for `usage`.
+        ended_by: EOS, which is not among the tokens, or another token that ends it; None for a text, or the limit.
     """
 
     tokens: tuple[int, ...]
@@ -57,6 +58,7 @@ class Sequence:
     score: float | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     generated: int = 0
+    ended_by: int | None = None
 
 
 @dataclass(frozen=True)

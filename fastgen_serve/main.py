@@ -18,6 +18,9 @@ from fastgen_serve.translation.pairs import parse as read_pairs
 
 PROGRAM = "fastgen-serve"
 DONE, SETUP, INTERRUPTED = 0, 2, 130
+# What a server cannot begin without, as it is imported, and how it is installed.
+_PACKAGES = ("transformers", "fastapi", "uvicorn", "httptools", "prometheus_client", "python_multipart", "py3langid")
+_INSTALL = "pip install 'fastgen-transformers[transformers,serve]'"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _say = logging.getLogger("fastgen_serve")
 
@@ -38,11 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(f"{error} ({PROGRAM} --help)")
     logging.basicConfig(format=f"{PROGRAM}: %(message)s", level=logging.INFO, stream=sys.stderr)
-    from fastgen.pipeline.errors import PipelineError
+    from fastgen.pipeline.errors import PipelineError, check_installed
 
     if settings.host not in _LOCAL and not settings.api_keys:
         _say.warning("anybody who reaches %s may use it: --api-key-file asks for keys", settings.host)
     try:
+        for package in _PACKAGES:
+            check_installed(package, PROGRAM, _INSTALL)
         if settings.ray is not None:
             from fastgen_serve import on_ray
 

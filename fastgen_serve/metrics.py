@@ -47,8 +47,13 @@ RESTARTS = Counter("fastgen_restarts", "Processes of a model that had died.", ["
 # Characters of a reason that is a label.
 _LONGEST_REASON = 80
 
-# What `Engine.stats()` calls its numbers, and what they are.
-_GAUGES = {"busy": "Slots that are taken.", "slots": "Slots.", "kv_bytes": "The most K and V of requests at a time."}
+# What `ServedModel.stats()` calls its numbers, and what they are.
+_GAUGES = {
+    "busy": "Slots that are taken.",
+    "slots": "Slots.",
+    "kv_bytes": "The most K and V of requests at a time.",
+    "memory_bytes": "Resident memory of the process of the model.",
+}
 _COUNTS = {
     "steps": "Decode steps.",
     "row_steps": "Slots of decode steps.",

@@ -64,7 +64,8 @@ class ServedModel(Protocol):
         ...
 
     async def stats(self) -> dict[str, Any]:
-        """What its process has done so far: `fastgen.Engine.stats()` and, under "fastgen", `fastgen.stats()`.
+        """What its process has done so far: `fastgen.Engine.stats()`, under "fastgen" `fastgen.stats()`, and
+        "memory_bytes", its resident memory.
 
         An empty one while there is no process.
         """

@@ -1,6 +1,7 @@
 """LibreTranslate's interface: texts and files in, translations out.
 
-Bodies are JSON or forms. The API key may be in them, as LibreTranslate's clients send it, or in the header.
+Bodies are JSON or forms; without one, the query has the fields. The API key may be in them, as LibreTranslate's clients
+send it, or in the header.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
-from starlette.datastructures import UploadFile
+from starlette.datastructures import ImmutableMultiDict, UploadFile
 
 from fastgen_serve import keys
 from fastgen_serve.api.schema import Body, Text
@@ -40,7 +41,7 @@ class TranslateRequest(Body):
     q: Text | Annotated[list[Text], Field(min_length=1)] = Field(description="Text, or texts, to translate.")
     source: Text = Field(description='Code of the language of the text, or "auto".')
     target: Text = Field(description="Code of the language to translate to.")
-    format: Literal["text", "html"] = Field(
+    format: Literal["text", "html", ""] | None = Field(
         "text", description='"html" keeps tags, and translates the text between two.'
     )
     alternatives: Annotated[int, Field(ge=0, strict=False)] = Field(0, description="Further translations of each text.")
@@ -75,7 +76,7 @@ class Translation(BaseModel):
 class Language(BaseModel):
     code: str
     name: str
-    targets: list[str] = Field(description="Codes of the languages that it is translated to.")
+    targets: list[str] = Field(description="Codes of the languages that it is translated to; none for a mere target.")
 
 
 class TranslatedFile(BaseModel):
@@ -206,9 +207,13 @@ async def detect(request: Request) -> list[Detection]:
 
 @router.get("/languages")
 async def list_languages(request: Request) -> list[Language]:
-    """The languages that are translated here, and to which."""
+    """The languages that are translated here, and to which. Of some there are translations only, and no targets."""
     found = (await _translator(request.app)).languages
-    return [Language(code=source, name=languages.name(source), targets=targets) for source, targets in found.items()]
+    codes = {*found, *(target for targets in found.values() for target in targets)}
+    return [
+        Language(code=code, name=languages.name(code), targets=found.get(code, []))
+        for code in sorted(codes, key=languages.name)
+    ]
 
 
 @router.post("/translate_file", openapi_extra=_body(FileRequest, _MULTIPART))
@@ -279,7 +284,7 @@ Read = TypeVar("Read", TranslateRequest, DetectRequest, FileRequest)
 
 
 async def _read(request: Request, model: type[Read]) -> Read:
-    """The body of a request, JSON or a form, once its key has been seen to be right.
+    """The body of a request, JSON or a form, or its query, once its key has been seen to be right.
 
     Raises:
         BadRequest: it is none.
@@ -295,6 +300,8 @@ async def _read(request: Request, model: type[Read]) -> Read:
             raise BadRequest("the body is no JSON object")
     elif kind in (_FORM, _MULTIPART):
         fields = await _form(request)
+    elif not kind and request.query_params:  # as of `curl -X POST "http://.../translate?q=..."`
+        fields = _by_name(request.query_params)
     else:
         raise BadRequest(f"the body is neither {_JSON} nor a form: name one as its content-type")
     return _checked(request, model, fields)
@@ -317,7 +324,11 @@ async def _form(request: Request) -> dict[str, Any]:
     form = await request.form(
         max_files=1, max_fields=_FORM_FIELDS + request.app.state.settings.max_batch, max_part_size=most
     )
-    values = {name: form.getlist(name) for name in form}
+    return _by_name(form)
+
+
+def _by_name(fields: ImmutableMultiDict[str, Any]) -> dict[str, Any]:
+    values = {name: fields.getlist(name) for name in fields}
     return {name: each[0] if len(each) == 1 else each for name, each in values.items()}
 
 

@@ -153,6 +153,14 @@ class _Run:
         prompt = sum(map(len, self.prompts))
         return answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
 
+    def usage_until(self, piece: Piece, generated: int) -> dict[str, answers.Usage]:
+        """The usage of the choice of a piece, as a field of its chunk, where each chunk has one."""
+        if not self.body.sends_usage_always:
+            return {}
+        prompt = len(self.prompts[piece.index // self.decoding.results])
+        made = answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
+        return {"usage": made}
+
     async def whole(self) -> tuple[list[Piece], answers.Usage]:
         """The choices, each in one piece."""
         with named_by(self.body):
@@ -221,7 +229,11 @@ def _run(
         for _ in range(how.results)
     ]
     writer = Writer(
-        model.tokenizer, logprobs is not None, bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+        model.tokenizer,
+        logprobs is not None,
+        bool(body.return_token_ids),
+        bool(body.return_tokens_as_token_ids),
+        frozenset(body.stop_token_ids or ()),
     )
     name = f"{'cmpl' if is_completion else 'chatcmpl'}-{uuid.uuid4().hex}"
     return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts), writer)
@@ -261,13 +273,16 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
     run = _run(request, model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
 
-    def written(pieces: Sequence[Piece]) -> answers.Completion:
+    def written(pieces: Sequence[Piece], **more: Any) -> answers.Completion:
         prompt_of = [tokens for tokens in inputs for _ in range(run.decoding.results)]
         choices = [run.writer.completion(piece, prompt_of[piece.index]) for piece in pieces]
-        return answers.Completion(object="text_completion", choices=choices, **run.head)
+        return answers.Completion(object="text_completion", choices=choices, **run.head, **more)
+
+    def chunks(piece: Piece) -> list[BaseModel]:
+        return [written([piece], **run.usage_until(piece, piece.generated))]
 
     if body.stream:
-        return await _streamed(run, lambda piece: [written([piece])], written([]))
+        return await _streamed(run, chunks, written([]))
     pieces, usage = await run.whole()
     answer = written(pieces)
     answer.usage = usage
@@ -300,11 +315,12 @@ async def chat(body: ChatRequest, request: Request) -> Any:
         return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **run.head, **more)
 
     def chunks(piece: Piece) -> list[BaseModel]:
+        said = chunk([run.writer.chunk(piece)], **run.usage_until(piece, piece.generated))
         if not piece.is_first:
-            return [chunk([run.writer.chunk(piece)])]
+            return [said]
         role = answers.DeltaMessage(role="assistant", content="")
         start = answers.ChunkChoice(index=piece.index, delta=role, logprobs=None, finish_reason=None)
-        return [chunk([start], **prompt), chunk([run.writer.chunk(piece)])]
+        return [chunk([start], **prompt, **run.usage_until(piece, 0)), said]
 
     if body.stream:
         return await _streamed(run, chunks, chunk([]))

@@ -45,7 +45,9 @@ class _Choice(BaseModel):
     score: float | None = Field(
         default=None, description="Of a beam: the sum of its log-probabilities, by the length penalty."
     )
-    stop_reason: str | None = Field(default=None, description="The stop string that ended it.")
+    stop_reason: int | str | None = Field(
+        default=None, description="The stop string, or the one of stop_token_ids, that ended it."
+    )
     token_ids: list[int] | None = Field(default=None, description="New tokens, with return_token_ids.")
 
 

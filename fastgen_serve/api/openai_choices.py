@@ -27,6 +27,7 @@ class Piece:
         offset: characters of the tokens before these.
         is_first: of its choice.
         end: the sequence, in the last piece.
+        generated: tokens of its choice until then, EOS among them.
         stopped: the stop string that has ended the text.
     """
 
@@ -36,6 +37,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...]
     offset: int
     is_first: bool
+    generated: int
     end: Result | None = None
     stopped: str | None = None
 
@@ -110,6 +112,7 @@ class Choices:
             logprobs,
             choice.offset,
             choice.is_first,
+            choice.received if end is None else end.generated,
             end,
             choice.text.stopped if end else None,
         )
@@ -130,12 +133,14 @@ class Writer:
         logprobs: they are wanted.
         token_ids: these are wanted.
         names_tokens: logprobs name tokens by their ids.
+        stop_tokens: that end a result as stop strings do, and are told.
     """
 
     tokenizer: Any
     logprobs: bool
     token_ids: bool
     names_tokens: bool
+    stop_tokens: frozenset[int] = frozenset()
 
     def completion(self, piece: Piece, prompt: Sequence[int]) -> answers.CompletionChoice:
         made = answers.CompletionChoice(
@@ -161,6 +166,8 @@ class Writer:
             made["score"] = piece.end.score
         if piece.stopped is not None:
             made["stop_reason"] = piece.stopped
+        elif piece.end is not None and piece.end.ended_by in self.stop_tokens:
+            made["stop_reason"] = piece.end.ended_by
         if self.token_ids:
             made["token_ids"] = list(piece.tokens)
         return made

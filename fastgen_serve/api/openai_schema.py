@@ -29,8 +29,10 @@ Stop = Annotated[Text, Field(min_length=1, max_length=_STOP_LENGTH)]
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(default=None, description="A last chunk without choices has the usage.")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="So has each chunk that of its choice until then; with include_usage."
+    )
     include_obfuscation: Any = off(False)
-    continuous_usage_stats: Any = off(False)
 
 
 class Cutting(Body):
@@ -122,6 +124,15 @@ class Generation(Cutting):
     echo: Any = off(False)
     response_format: Any = off({"type": "text"})
     spaces_between_special_tokens: Any = off(True)
+    allowed_token_ids: Any = off([])
+    bad_words: Any = off([])
+    prompt_logprobs: Any = off()
+    structured_outputs: Any = off()
+    logits_processors: Any = off([])
+    priority: Any = off(0)
+    cache_salt: Any = off()
+    kv_transfer_params: Any = off()
+    vllm_xargs: Any = off({})
 
     @field_validator("temperature")
     @classmethod
@@ -158,6 +169,11 @@ class Generation(Cutting):
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def sends_usage_always(self) -> bool:
+        """Whether each chunk of a stream has the usage until then."""
+        return self.sends_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class CompletionRequest(Generation):
     """A prompt, or several, that the model continues; or sources that an encoder-decoder model turns into targets."""
@@ -170,6 +186,7 @@ class CompletionRequest(Generation):
     )
 
     suffix: Any = off("")
+    prompt_embeds: Any = off([])
 
     @property
     def limit(self) -> int | None:
@@ -263,6 +280,8 @@ class ChatRequest(Templating, Generation):
     audio: Any = off()
     prediction: Any = off()
     reasoning_effort: Any = off("none")
+    include_reasoning: Any = off(True)
+    mm_processor_kwargs: Any = off({})
     verbosity: Any = off("medium")
     service_tier: Any = off("auto", "default")
     store: Any = off(False)
@@ -305,4 +324,6 @@ class EmbeddingRequest(Cutting):
         default=None,
         description="The vector is cut to its first numbers, and gets the length 1: for models trained for that.",
     )
+    embed_dtype: Any = off("float32")
+    endianness: Any = off("native", "little")
     user: Text | None = Field(default=None, description="Accepted, and not used.")

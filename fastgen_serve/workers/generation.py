@@ -234,7 +234,8 @@ class GenerationWorker:
             written, finish_reason, generated = ends.cut(tokens[row], prompt, self._option(job, "pad_token_id"))
             score = None if scores is None else float(scores[row])
             logprobs = None if recorder is None else tuple(recorder.of(row)[: len(written)])
-            made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated))
+            ended_by = int(tokens[row, prompt + len(written)]) if generated > len(written) else None
+            made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated, ended_by))
         return tuple(made)
 
 

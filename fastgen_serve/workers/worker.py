@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import psutil
+
 import fastgen
 from fastgen.engine.kv_budget import ExceedsBudget
 from fastgen.pipeline.errors import one_line
@@ -116,6 +118,7 @@ class Worker:
 
     def stats(self) -> dict[str, Any]:
         own = {} if self._runner is None else self._runner.stats()
+        own["memory_bytes"] = psutil.Process().memory_info().rss
         return {**own, "fastgen": {name: dict(entry) for name, entry in fastgen.stats().items()}}
 
     def _stats_for(self, number: int) -> messages.Stats | messages.Failure:

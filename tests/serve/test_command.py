@@ -207,6 +207,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path, programs:
     assert str(tmp_path) in reason and "Traceback" not in "\n".join(server.lines)
 
 
+@pytest.mark.parametrize("package", ["transformers", "fastapi", "py3langid"])
+def test_without_its_packages_it_says_what_to_install(package: str) -> None:
+    """The command is there with every installation of FastGen."""
+    with command(GPT2, planted=f"import sys\nsys.modules[{package!r}] = None") as server:
+        assert server.wait() == 2
+    (line,) = server.lines
+    assert f"needs the package {package}, " in line and "pip install 'fastgen-transformers[transformers,serve]'" in line
+
+
 def test_no_such_folder_and_no_such_port_are_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/no/such/model", "--port", "0"]) == 2
     assert "/no/such/model: no such directory" in capsys.readouterr().err.splitlines()[-1]

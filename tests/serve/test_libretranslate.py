@@ -111,6 +111,7 @@ def test_a_client_of_libretranslate(url, translated):
     )
     assert client.translate(TEXT, "en", "de") == f"{first} {second}"
     assert client.languages() == [
+        {"code": "zh", "name": "Chinese", "targets": []},  # clients get the names of targets here
         {"code": "en", "name": "English", "targets": ["de"]},
         {"code": "fr", "name": "French", "targets": ["en"]},
         {"code": "de", "name": "German", "targets": ["en", "fr"]},
@@ -185,6 +186,9 @@ def test_forms_with_several_texts(client):
     fields = {"q": ["He saw a light!", "12"], "source": "en", "target": "de"}
     answers = [client.post("/translate", data=fields), client.post("/translate", json=fields)]
     assert answers[0].json() == answers[1].json()
+    assert client.post("/translate", data={**fields, "format": ""}).json() == answers[0].json()
+    assert client.post("/translate", json={**fields, "format": None}).json() == answers[0].json()
+    assert client.post("/translate", params=fields).json() == answers[0].json()
     parts = [("q", (None, "12")), ("source", (None, "en")), ("target", (None, "de"))]
     assert client.post("/translate", files=parts).json() == {"translatedText": "12"}
 

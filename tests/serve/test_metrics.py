@@ -66,6 +66,7 @@ def test_what_is_done_is_counted(model: LocalModel, url: str) -> None:
     assert more("fastgen_requests_total", "/metrics", "200") == 1
     assert more("fastgen_engine_steps_total", "counted") >= 5
     assert after["fastgen_engine_slots", "counted"] == 8
+    assert after["fastgen_engine_memory_bytes", "counted"] > 2**24
     assert after["fastgen_in_flight", "counted"] == after["fastgen_waiting", "counted"] == 0
 
 

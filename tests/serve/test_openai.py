@@ -150,7 +150,13 @@ def test_stop_tokens_and_eos(client: OpenAI) -> None:
     tokens = complete(client, return_token_ids=True, **GREEDY).choices[0].token_ids
     answer = complete(client, stop_token_ids=[tokens[4]], return_token_ids=True, **GREEDY)
     assert answer.choices[0].token_ids == tokens[: tokens.index(tokens[4])]
-    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == tokens[4]
+    *_, last = complete(client, stop_token_ids=[tokens[4]], stream=True, **GREEDY)
+    assert last.choices[0].stop_reason == tokens[4]
+    cut = complete(client, stop_token_ids=[tokens[4]], max_tokens=1, temperature=0).choices[0]
+    assert cut.finish_reason == "length" and not hasattr(cut, "stop_reason")
+    ended = complete(client, "bart", SOURCE, temperature=0, max_tokens=60, stop_token_ids=[tokens[4]]).choices[0]
+    assert ended.finish_reason == "stop" and not hasattr(ended, "stop_reason")  # by its own EOS
     long = complete(client, "bart", SOURCE, ignore_eos=True, temperature=0, max_tokens=60)
     assert long.choices[0].finish_reason == "length" and long.usage.completion_tokens == 60
 
@@ -194,6 +200,27 @@ def test_a_stream_is_what_is_not_streamed(client: OpenAI, fields: dict[str, Any]
             )
     if fields == STREAMS[0]:
         assert len(chunks) > 8, "tokens come one by one"
+
+
+@pytest.mark.parametrize("fields", [STREAMS[0], STREAMS[2], STREAMS[3]], ids=str)
+def test_each_chunk_has_the_usage_until_then(client: OpenAI, fields: dict[str, Any]) -> None:
+    """As vLLM has it: of the choice of the chunk. GuideLLM asks for it with each of its streams."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(
+        client, max_tokens=9, stream=True, stream_options=options, return_token_ids=True, ignore_eos=True, **fields
+    )
+    prompts = fields.get("prompt", PROMPT)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    read, written = [len(checkpoints.loaded(GPT2)[1](each)["input_ids"]) for each in prompts], [0, 0]
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        written[choice.index] += len(choice.token_ids)
+        prompt = read[choice.index if len(read) > 1 else 0]
+        assert chunk.usage.prompt_tokens == prompt
+        assert chunk.usage.completion_tokens == written[choice.index]
+        assert chunk.usage.total_tokens == prompt + written[choice.index]
+    assert last.choices == [] and last.usage.completion_tokens == sum(written) > 0
+    assert last.usage.prompt_tokens == sum(read)
 
 
 def test_a_stream_of_events(url: str) -> None:

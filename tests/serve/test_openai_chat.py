@@ -88,6 +88,18 @@ def test_chunks_of_a_chat(client: OpenAI, fields: dict[str, Any]) -> None:
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
 
 
+def test_each_chunk_of_a_chat_has_the_usage_until_then(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.chat.completions.create(
+        model="chat", messages=[USER], max_tokens=8, temperature=0, stream=True, stream_options=options,  # type: ignore[list-item]
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    counts = [chunk.usage.completion_tokens for chunk in chunks]  # type: ignore[union-attr]
+    assert (counts[0], counts[-1], last.usage.completion_tokens) == (0, 8, 8)  # type: ignore[union-attr]
+    assert counts == sorted(counts) and len(set(counts)) > 2
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}  # type: ignore[union-attr]
+
+
 def test_a_chat_has_as_many_tokens_as_the_model_says_or_as_fit(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="chat", messages=[USER], temperature=0, extra_body={"ignore_eos": True}

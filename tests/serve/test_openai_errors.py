@@ -62,6 +62,9 @@ from tests.serve.servers import BART, GPT2, in_thread
         ({"src_lang": "de_DE"}, "src_lang"),
         ({"model": "vectors"}, "model"),
         ({"no_such_field": 1}, "no_such_field"),
+        ({"priority": 1}, "priority"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"bad_words": ["the"]}, "bad_words"),
     ],
     ids=str,
 )
@@ -133,6 +136,20 @@ def test_a_body_of_another_type(url: str) -> None:
     assert response.status_code == 400 and "application/json" in response.json()["error"]["message"]
 
 
+# Clients that fill in all fields send vLLM's own defaults.
+NOTHING_OF_VLLM = {
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+    "logits_processors": None,
+    "priority": 0,
+    "cache_salt": None,
+    "kv_transfer_params": None,
+    "vllm_xargs": None,
+}
+
+
 def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="chat",
@@ -149,9 +166,11 @@ def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
         user="me",
         logit_bias={},
         parallel_tool_calls=True,
-        extra_body={"tools": [], "metadata": {}, "spaces_between_special_tokens": True},
+        extra_body={"tools": [], "metadata": {}, "spaces_between_special_tokens": True, **NOTHING_OF_VLLM},
     )
     assert answer.usage.completion_tokens == 1
+    written = complete(client, max_tokens=1, prompt_embeds=None, **NOTHING_OF_VLLM)
+    assert written.usage.completion_tokens == 1
 
 
 def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
