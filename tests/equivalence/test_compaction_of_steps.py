@@ -13,8 +13,9 @@ import torch
 import fastgen
 from fastgen.decoding.captured import symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
-from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache
+from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, sizes
 from fastgen.optimizer.transformers.captured.compaction import Compaction
+from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import FAMILIES, build, captures, every, need_programs, reasons, record_from
 from tests.equivalence.check import check
@@ -72,6 +73,23 @@ def test_what_the_penalty_leaves_out_moves_with_its_rows(beams: int, inputs_of_p
     options = {**LEAVING, "num_beams": beams, "repetition_penalty": 1.8}
     check(model, given, options)
     assert captures() == 1 and min(inputs_of_programs) < 8
+
+
+def test_a_larger_step_goes_on_with_the_order_of_the_inputs(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of fixed sizes is exchanged for a larger one behind its first tokens, when inputs have left."""
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 8)
+    left_by: list[int] = []
+    larger = Decoding._larger
+    monkeypatch.setattr(
+        Decoding, "_larger", lambda call, step: (left_by.append(min(inputs_of_programs)), larger(call, step))[1]
+    )
+    model, _ = build(BY_NAME["opt"], CPU)
+    given = padded([3, 4, 5, 90, 91, 92, 93, 94], side="left", words=(FIRST_WORD, 60))
+    options = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": [EOS, 20]}
+    check(model, given, {**options, "repetition_penalty": 1.3})
+    assert captures() == 1 and left_by and left_by[0] < 8
 
 
 def test_nobody_leaves_where_that_is_seen(inputs_of_programs: list[int]) -> None:
