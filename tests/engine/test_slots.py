@@ -114,7 +114,7 @@ def test_a_step_that_memory_runs_out_for_does_not_go_on(
         run(executor, requests)
     assert len(made) >= growth
     assert_as_alone(llama, requests, prompts)
-    assert executor.counts["repeated"] == 1
+    assert executor.counts["repeated"]
     admitted, result = list[Slots](), Slots.result
     monkeypatch.setattr(Slots, "result", lambda step, slot: (admitted.append(step), result(step, slot))[1])
     requests = requests_for(llama, prompts, max_new_tokens=24)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding.captured import symbolic_batch
+from fastgen.decoding.captured import program, symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
 from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, sizes
+from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
 from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
@@ -128,6 +129,37 @@ def test_without_memory_for_a_recording_all_places_are_computed(
     )
     check(model, family.make_inputs(7, LONG), LEAVING)
     assert made and fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
+
+
+def recordings(model: Any) -> list[Any]:
+    return [each for each in graph_cache._of(model).symbolic.values() if each is not None]
+
+
+def test_recordings_for_any_number_of_inputs_count_in_the_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were not used for longest go, and calls that go on with their programs notice nothing."""
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    check(model, family.make_inputs(6, LONG), LEAVING)
+    (first,) = recordings(model)
+    monkeypatch.setattr(graph_cache, "_most_bytes", lambda device: sum(chunk.nbytes for chunk in first.chunks) + 2**20)
+    monkeypatch.setattr(program.memory, "_chunks", {})  # so that the next one gets memory of its own
+    check(model, family.make_inputs(6, LONG), {**LEAVING, "num_beams": 2})
+    assert first not in recordings(model)
+
+
+def test_a_recording_beyond_the_limit_of_bytes_is_made_once(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    made: list[Any] = []
+    monkeypatch.setattr(any_batch, "SymbolicStep", lambda *given: (made.append(SymbolicStep(*given)), made[-1])[1])
+    monkeypatch.setattr(graph_cache, "_most_bytes", lambda device: 2**20)
+    for inputs in (6, 7):
+        check(model, family.make_inputs(inputs, LONG), LEAVING)
+    assert captures() == 2 and not recordings(model)
+    kinds = 2  # one that goes on with larger buffers, and one of this size
+    assert len(made) == kinds and all(each.chunks for each in made)
 
 
 def test_what_has_no_programs_is_not_asked_in_each_step(
