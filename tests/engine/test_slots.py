@@ -16,7 +16,7 @@ from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
-from fastgen.optimizer.transformers.captured import any_batch
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.slots import Slots
@@ -121,6 +121,24 @@ def test_a_step_that_memory_runs_out_for_does_not_go_on(
     run(executor, requests)
     assert_as_alone(llama, requests, prompts)
     assert len(admitted) == len(prompts), "all of them have run in slots"
+
+
+def test_one_that_is_over_has_its_result_whatever_becomes_of_the_step(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> None:
+        raise MemoryError("cannot allocate memory")
+
+    executor = ContinuousBatches(llama, 16)
+    requests = requests_for(llama, PROMPTS[:1])
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(graph_cache, "give_back", fails)
+        run(executor, requests)
+    assert_as_alone(llama, requests, PROMPTS[:1])
+    requests = requests_for(llama, PROMPTS)
+    run(executor, requests)
+    assert_as_alone(llama, requests, PROMPTS)
+    assert not executor.busy
 
 
 @both_kinds
