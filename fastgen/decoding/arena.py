@@ -115,6 +115,10 @@ class Chunk:
     def __init__(self, size: int) -> None:
         self.storage = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
 
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes()
+
 
 class Arena:
     """Chunks that several programs use, one program after the other.
@@ -134,7 +138,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return sum(chunk.storage.nbytes() for chunk in list(self._chunks.values()))
+        return sum(chunk.nbytes for chunk in list(self._chunks.values()))
 
     def place(self, buffers: Mapping[int, Buffer]) -> dict[int, tuple[Chunk, int]]:
         """Memory for each buffer of a program: its chunk, and where it begins there, in bytes.
@@ -146,7 +150,7 @@ class Arena:
         """
         with self._lock:
             chunks = list(self._chunks.values())
-            spots, needed = plan(buffers, [chunk.storage.nbytes() for chunk in chunks])
+            spots, needed = plan(buffers, [chunk.nbytes for chunk in chunks])
             if needed:
                 chunks.append(Chunk(max(needed, LEAST_CHUNK)))
                 self._chunks[self.allocations] = chunks[-1]

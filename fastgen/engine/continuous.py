@@ -351,7 +351,13 @@ class ContinuousBatches:
     def _retire(self, step: Slots, slot: Slot) -> None:
         """A request is over."""
         result = slot.error if slot.error is not None else step.result(slot)
-        self._leave(slot)
+        try:
+            self._leave(slot)
+        finally:  # what the step fails with is no matter of this request any more
+            self._finish(slot, result)
+
+    def _finish(self, slot: Slot, result: Any) -> None:
+        """A request that is over has left its slots, and gets its result."""
         if isinstance(slot.error, CannotBeCaptured):  # code of the user's does what only the library's loop serves
             self._run_again([slot.owner])
             return

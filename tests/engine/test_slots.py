@@ -13,11 +13,14 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.decoding.captured.part import CapturedPart
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
-from fastgen.optimizer.transformers.captured import any_batch
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache
+from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import (
     PROMPTS,
@@ -84,6 +87,59 @@ def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
     run(executor, requests)
     assert_as_alone(model, requests, prompts)
     assert executor.counts["steps"] < 4 * 24, "they have run together"
+
+
+@pytest.mark.parametrize("growth", range(1, 5))
+def test_a_step_that_memory_runs_out_for_does_not_go_on(
+    llama: Any, growth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of its buffers have grown by then. Its inputs begin again, and no other request gets it."""
+    make_room, allocate, made = StepBuffers.make_room, FixedKV._allocate, list[int]()
+
+    def fails(kv: Any, *given: Any) -> Any:
+        made.append(len(made))
+        if len(made) == growth:
+            raise MemoryError("cannot allocate memory")
+        return allocate(kv, *given)
+
+    def make_little_room(buffers: StepBuffers, needed: Any) -> bool:
+        with monkeypatch.context() as without_memory:
+            without_memory.setattr(FixedKV, "_allocate", fails)
+            return make_room(buffers, needed)
+
+    monkeypatch.setattr(StepBuffers, "make_room", make_little_room)
+    prompts = [PROMPTS[0], [7, 8, 9] * 60, PROMPTS[1]]
+    executor = ContinuousBatches(llama, 16)
+    requests = requests_for(llama, prompts, max_new_tokens=24)
+    with pytest.warns(RuntimeWarning, match="MemoryError"):
+        run(executor, requests)
+    assert len(made) >= growth
+    assert_as_alone(llama, requests, prompts)
+    assert executor.counts["repeated"]
+    admitted, result = list[Slots](), Slots.result
+    monkeypatch.setattr(Slots, "result", lambda step, slot: (admitted.append(step), result(step, slot))[1])
+    requests = requests_for(llama, prompts, max_new_tokens=24)
+    run(executor, requests)
+    assert_as_alone(llama, requests, prompts)
+    assert len(admitted) == len(prompts), "all of them have run in slots"
+
+
+def test_one_that_is_over_has_its_result_whatever_becomes_of_the_step(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> None:
+        raise MemoryError("cannot allocate memory")
+
+    executor = ContinuousBatches(llama, 16)
+    requests = requests_for(llama, PROMPTS[:1])
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(graph_cache, "give_back", fails)
+        run(executor, requests)
+    assert_as_alone(llama, requests, PROMPTS[:1])
+    requests = requests_for(llama, PROMPTS)
+    run(executor, requests)
+    assert_as_alone(llama, requests, PROMPTS)
+    assert not executor.busy
 
 
 @both_kinds

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding.captured import symbolic_batch
+from fastgen.decoding.captured import program, symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
-from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache
+from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, sizes
+from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
 from fastgen.optimizer.transformers.captured.compaction import Compaction
+from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import FAMILIES, build, captures, every, need_programs, reasons, record_from
 from tests.equivalence.check import check
@@ -74,6 +76,23 @@ def test_what_the_penalty_leaves_out_moves_with_its_rows(beams: int, inputs_of_p
     assert captures() == 1 and min(inputs_of_programs) < 8
 
 
+def test_a_larger_step_goes_on_with_the_order_of_the_inputs(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of fixed sizes is exchanged for a larger one behind its first tokens, when inputs have left."""
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 8)
+    left_by: list[int] = []
+    larger = Decoding._larger
+    monkeypatch.setattr(
+        Decoding, "_larger", lambda call, step: (left_by.append(min(inputs_of_programs)), larger(call, step))[1]
+    )
+    model, _ = build(BY_NAME["opt"], CPU)
+    given = padded([3, 4, 5, 90, 91, 92, 93, 94], side="left", words=(FIRST_WORD, 60))
+    options = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": [EOS, 20]}
+    check(model, given, {**options, "repetition_penalty": 1.3})
+    assert captures() == 1 and left_by and left_by[0] < 8
+
+
 def test_nobody_leaves_where_that_is_seen(inputs_of_programs: list[int]) -> None:
     family = FAMILIES[3]
     model, _ = build(family, CPU)
@@ -110,6 +129,37 @@ def test_without_memory_for_a_recording_all_places_are_computed(
     )
     check(model, family.make_inputs(7, LONG), LEAVING)
     assert made and fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
+
+
+def recordings(model: Any) -> list[Any]:
+    return [each for each in graph_cache._of(model).symbolic.values() if each is not None]
+
+
+def test_recordings_for_any_number_of_inputs_count_in_the_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were not used for longest go, and calls that go on with their programs notice nothing."""
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    check(model, family.make_inputs(6, LONG), LEAVING)
+    (first,) = recordings(model)
+    monkeypatch.setattr(graph_cache, "_most_bytes", lambda device: sum(chunk.nbytes for chunk in first.chunks) + 2**20)
+    monkeypatch.setattr(program.memory, "_chunks", {})  # so that the next one gets memory of its own
+    check(model, family.make_inputs(6, LONG), {**LEAVING, "num_beams": 2})
+    assert first not in recordings(model)
+
+
+def test_a_recording_beyond_the_limit_of_bytes_is_made_once(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    made: list[Any] = []
+    monkeypatch.setattr(any_batch, "SymbolicStep", lambda *given: (made.append(SymbolicStep(*given)), made[-1])[1])
+    monkeypatch.setattr(graph_cache, "_most_bytes", lambda device: 2**20)
+    for inputs in (6, 7):
+        check(model, family.make_inputs(inputs, LONG), LEAVING)
+    assert captures() == 2 and not recordings(model)
+    kinds = 2  # one that goes on with larger buffers, and one of this size
+    assert len(made) == kinds and all(each.chunks for each in made)
 
 
 def test_what_has_no_programs_is_not_asked_in_each_step(

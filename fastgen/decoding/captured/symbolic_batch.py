@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from fastgen.decoding import arena
 from fastgen.decoding.captured.program import Prepared, Program
 from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.exchange import Growing
@@ -161,6 +162,11 @@ class SymbolicRecording:
             ]
         except ValueError:
             raise NotSymbolic("other operations for other inputs") from None
+
+    @property
+    def chunks(self) -> set[arena.Chunk]:
+        """What results lie in, of as many inputs as it serves."""
+        return self._prepared.chunks
 
     # ---- what the two have in common
 

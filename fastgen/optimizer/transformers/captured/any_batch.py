@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, memory
+from fastgen.decoding import arena
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_batch import (
@@ -126,6 +127,11 @@ class SymbolicStep:
         self._answers = set(steps[1].buffers.bounds.answers)
         if steps[0].buffers.bounds.answers != self._answers:
             raise NotSymbolic("other answers for other inputs")
+
+    @property
+    def chunks(self) -> set[arena.Chunk]:
+        """What the results of its pieces lie in, and those of the programs made of it."""
+        return set[arena.Chunk]().union(*(each.chunks for each in self._recordings))
 
     def specialize(self, step: DecodeStep, inputs: int) -> list[Program] | None:
         """The programs of the pieces, for the first `inputs` of a step; None where it has none."""

@@ -99,9 +99,13 @@ class Compaction:
         for place in range(left, len(goes_on)):
             step.leave(place)
         del self._order[left:]
-        self._refresh(step.processors or (), self._order)
+        self.refresh(step)
         self._lost = 0.0
         self._is_over = not any_batch.specialize(self._model, step, left)
+
+    def refresh(self, step: DecodeStep) -> None:
+        """Has the processors of a step, which may have taken the place of another one, do what each place asks for."""
+        self._refresh(step.processors or (), self._order)
 
     def results(self, step: DecodeStep) -> Tensor:
         """The sequences of all inputs, [inputs * count, length of the longest]."""

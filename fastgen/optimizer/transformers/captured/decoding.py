@@ -196,6 +196,8 @@ class Decoding:
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
+                if compaction is not None:
+                    compaction.refresh(step)
                 begun = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()

@@ -5,6 +5,7 @@ The one cache of recordings. A model has those of its last states: adapters are 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -23,10 +24,11 @@ from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.models import attention_functions
 
-# Steps of all models together; and passes of the encoder of one, of which each is of one shape. A step has the K/V of a
-# whole batch, so there is a limit to their bytes, too: that part of the GPU's memory, or of what is free on the CPU.
-# What is kept is missing elsewhere. On the CPU K and V take no memory between two calls, and an engine has a step for
-# each power of two of its slots, and each kind of options.
+# Steps of all models together; passes of the encoder of one, of which each is of one shape; and what is recorded of one
+# for any number of inputs. A step has the K/V of a whole batch, and such a recording has memory for what a step of many
+# inputs computes. So there is a limit to the bytes of both, too: that part of the GPU's memory, or of what is free on
+# the CPU. What is kept is missing elsewhere. On the CPU K and V take no memory between two calls, and an engine has a
+# step for each power of two of its slots, and each kind of options.
 MOST, MOST_PASSES = 24, 32
 MOST_ON_GPU = 8
 MOST_SYMBOLIC = 12
@@ -67,6 +69,9 @@ class _OfModel:
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
     former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
 
+
+# What is kept: of which model, in which of its dictionaries, and under which key there.
+_Place = tuple[_OfModel, OrderedDict[Any, Any], Hashable]
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 # One thread at a time changes them, or goes through them: `disable` may free steps at any time, and the CPU and a GPU
@@ -113,24 +118,35 @@ def give_back(model: Any, found: Kept) -> None:
             return
         cached.steps[found.key] = found
         _models[model] = _models.pop(model)  # the last one that was used
-        while (oldest := _superfluous(*most)) is not None:
-            of, key = oldest
-            del of.steps[key]
-            of.ledger.forget(key)  # or each call would record it again
+        _make_room(*most)
 
 
-def _superfluous(most_bytes: float, most: int) -> tuple[_OfModel, Hashable] | None:
-    """What is to go, of so many steps in so many bytes; None if there is room for all that is kept."""
-    steps: list[tuple[_OfModel, Hashable]] = []
+def _make_room(most_bytes: float, most: int) -> None:
+    """Frees what was not used for longest, until what is kept is so many steps in so many bytes at the most."""
+    while (oldest := _superfluous(most_bytes, most)) is not None:
+        of, kept, key = oldest
+        del kept[key]
+        of.ledger.forget(key)  # or each call would record it again
+
+
+def _superfluous(most_bytes: float, most: int) -> _Place | None:
+    """What is to go; None if there is room for all that is kept."""
+    steps, recordings = list[_Place](), list[_Place]()
     for of in _all():
         passes = [key for key in of.steps if not isinstance(key, Key)]
         if len(passes) > MOST_PASSES:
-            return of, passes[0]
-        steps += [(of, key) for key in of.steps if isinstance(key, Key)]
-    # Of a pass next to nothing is kept.
-    is_too_much = len(steps) > most or sum(of.steps[key].nbytes for of, key in steps) > most_bytes
-    oldest = (each for each in steps if not each[0].steps[each[1]].is_captured)
-    return next(oldest, steps[0]) if steps and is_too_much else None
+            return of, of.steps, passes[0]
+        steps += [(of, of.steps, key) for key in of.steps if isinstance(key, Key)]
+        recordings += [(of, of.symbolic, key) for key, found in of.symbolic.items() if found is not None]
+    # Of a pass next to nothing is kept. Recordings share memory for what they compute.
+    chunks = {chunk for _, kept, key in recordings for chunk in kept[key].chunks}
+    nbytes = sum(kept[key].nbytes for _, kept, key in steps) + sum(chunk.nbytes for chunk in chunks)
+    if len(steps) <= most and nbytes <= most_bytes:
+        return None
+    uncaptured = (each for each in steps if not each[1][each[2]].is_captured)
+    # The programs that were made of a recording go on without it.
+    others = steps if len(steps) > most else [*recordings, *steps]
+    return next(uncaptured, next(iter(others), None))
 
 
 def used(model: Any, key: Hashable) -> Any:
@@ -165,12 +181,16 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
             cached.symbolic.move_to_end(of_any)
             return found
     made = make()
+    most_bytes = math.inf if made is None else _most_bytes(torch.device("cpu"))
+    if made is not None and sum(chunk.nbytes for chunk in made.chunks) > most_bytes:
+        made = None  # each step is recorded for itself, in less memory
     with _lock:
         # What serves fewer inputs stays where there is nothing for so many.
         if _models.get(model) is cached and (made is not None or found is None):
             cached.symbolic[of_any] = made
             while len(cached.symbolic) > MOST_SYMBOLIC:
                 cached.symbolic.popitem(last=False)
+            _make_room(most_bytes, MOST)
     return made
 
 
@@ -192,6 +212,7 @@ def bind(model: Any, step: Any) -> None:
     with _lock:
         cached = _models.get(model)
         if cached is not None:
+            caches.limit(cached.bound)
             cached.bound.add(_of_any_batch(step.key))
     step.key = replace(step.key, sizes=step.sizes)
 

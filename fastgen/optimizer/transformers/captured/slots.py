@@ -104,6 +104,8 @@ class Slots:
 
     def serves(self, kind: Kind) -> bool:
         """Whether inputs of this kind can be in it, with those that are there, as far as is known."""
+        if self.failure is not None:
+            return False
         wider = self._kind.with_inputs_of(kind)
         if wider is None or wider == self._kind:
             return wider is not None
@@ -198,7 +200,7 @@ class Slots:
         if self._step is None:
             self._step = self._taken(decoding, batch, self._rounded(decoding, needed), self._kind)
             self._step.open(self._kind.eos)
-        self._step.make_room(self._rounded(decoding, needed))
+        self._grow(self._step, self._rounded(decoding, needed))
         if batch > self._step.key.batch:
             self._step = self._moved(decoding, batch, self._kind)
         self._key = self._step.key
@@ -247,7 +249,7 @@ class Slots:
         before = self._step
         assert before is not None
         step = self._taken(decoding, batch, before.sizes, kind)
-        before.make_room(step.sizes)
+        self._grow(before, step.sizes)
         step.make_room(before.sizes)
         step.open(kind.eos)
         numbers = self._kind.numbers(kind)
@@ -255,6 +257,14 @@ class Slots:
             step.move_in(before, place, place, numbers)
         graph_cache.give_back(self._model, before)
         return step
+
+    def _grow(self, step: DecodeStep, needed: Sizes) -> None:
+        """Has the step grow that inputs are in. Where that fails, some buffers have grown: it must not go on."""
+        try:
+            step.make_room(needed)
+        except BaseException as error:
+            self.failure = error if isinstance(error, Exception) else RuntimeError("a step that was left half grown")
+            raise
 
     # ---- a step
 
