@@ -160,6 +160,7 @@ class Waiting:
                 self._is_closed, self._is_idle, self.failure = True, True, error
                 left = [*self.requests, *self.running]
                 self._changed.notify_all()
+            self._executor.reset()
             for request in left:  # nobody is left to run anything
                 request.future.settle(error)
             raise
