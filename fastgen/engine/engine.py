@@ -38,6 +38,7 @@ class Engine:
         max_waiting: requests that may wait: `submit` waits for room then.
         cache_gib: GiB of K and V that requests in slots may have stored; None for any number. A request enters where
             there is room for its prompt and some tokens. Where memory gets short, the last ones begin again later.
+            Their buffers may take more where requests differ in length.
         max_stall_ms: milliseconds that requests in slots may wait for a prefill: longer prompts are read in chunks.
 
     Raises:
@@ -104,7 +105,7 @@ class Engine:
     def generate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
         """The results of several requests with the same options, in order. Others may be in slots beside them.
 
-        Options are those of `submit`.
+        Options are those of `submit`, but for `timeout`: it waits for room as long as it takes.
 
         Raises:
             ValueError: as `submit`; none of them runs then.
