@@ -134,15 +134,14 @@ class Engine:
     ) -> asyncio.Future[Any]:
         """As `submit`: waits for room without stopping the event loop, and returns a future of asyncio."""
         made = self._made([inputs], generation_config, **options)
-        with cancelled_together(made):  # which ends the thread, too
-            await asyncio.to_thread(self._waiting.put, made, timeout)
+        await self._waiting.aput(made, timeout)
         return asyncio.wrap_future(made[0].future)
 
     async def agenerate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
         """As `generate`. The requests are cancelled if the task is."""
         made = self._made(inputs, generation_config, **options)
         with cancelled_together(made):
-            await asyncio.to_thread(self._waiting.put, made, None)
+            await self._waiting.aput(made, None)
             return list(await asyncio.gather(*(asyncio.wrap_future(request.future) for request in made)))
 
     async def astream(self, inputs: Any, generation_config: Any = None, **options: Any) -> AsyncIterator[int]:
