@@ -20,6 +20,9 @@ from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers import buckets, models
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 
+# What layers of peft, and Transformers' own interface to it, say of the adapters that a forward pass uses.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "scaling")
+
 
 def call(model: Any, batch: Sequence[Request]) -> list[Any]:
     """The result of each of these requests, as a call of its own returns it; nothing for a batch that returns more than
@@ -99,7 +102,7 @@ def _options(first: Request, prompt: int, new_tokens: int) -> dict[str, Any]:
 
 def _ends(config: Any) -> list[int]:
     ends = config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 
 def _padding(config: Any) -> int:
@@ -136,11 +139,13 @@ def alone_for_model(model: Any) -> str | None:
 
 
 def state_of(model: Any) -> list[tuple[Any, ...]]:
-    """What a call must not mix: an equal list as long as nobody changes the model's weights, modules or mode."""
+    """What a call must not mix: an equal list as long as the model has the same weights, modules, mode and adapters."""
     found: list[tuple[Any, ...]] = []
     for module in modules_of(model):
         weights = [each for each in module._parameters.values() if each is not None and _stays(module, each)]
-        found += [(id(module), module.training), *map(_state_of, weights)]
+        own = vars(module)
+        adapters = tuple(repr(own[name]) for name in _OF_ADAPTERS if name in own)
+        found += [(id(module), module.training, *adapters), *map(_state_of, weights)]
     return found
 
 

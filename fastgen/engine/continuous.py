@@ -45,7 +45,7 @@ PREFIX_BYTES = 2**28
 _MOST_FAILURES = 2
 COUNTED = ("steps", "row_steps", "busy_row_steps", "batches", "rows", "tokens", "repeated", "preempted")
 DECLINED = "a call that does not enter slots"
-CHANGED = "the model has changed while the request ran: its weights, modules or training mode"
+CHANGED = "the model has changed while the request ran: its weights, modules, adapters or training mode"
 
 
 class ContinuousBatches:
@@ -405,10 +405,10 @@ class ContinuousBatches:
         self._again += batches
 
     def _make_room(self) -> None:
-        """Has the requests that came last begin again later, while more is stored than may be."""
-        while len(self._running) > 1 and not self._budget.has_room(self._budget.stored(self._running)):
+        """Has the requests that came last begin again later, while the next step would store more than may be."""
+        while not self._budget.has_room(self._budget.stored(self._running) + self._budget.of_a_step(self._running)):
             last = next((slot for slot in reversed(self._running) if slot.owner.may_begin_again), None)
-            if last is None:
+            if last is None or len(self._running) == 1:
                 return
             self._leave(last)
             self._again.insert(0, [last.owner])

@@ -38,6 +38,7 @@ class Engine:
         max_waiting: requests that may wait: `submit` waits for room then.
         cache_gib: GiB of K and V that requests in slots may have stored; None for any number. A request enters where
             there is room for its prompt and some tokens. Where memory gets short, the last ones begin again later.
+            Their buffers may take more where requests differ in length.
         max_stall_ms: milliseconds that requests in slots may wait for a prefill: longer prompts are read in chunks.
 
     Raises:
@@ -104,7 +105,7 @@ class Engine:
     def generate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
         """The results of several requests with the same options, in order. Others may be in slots beside them.
 
-        Options are those of `submit`.
+        Options are those of `submit`, but for `timeout`: it waits for room as long as it takes.
 
         Raises:
             ValueError: as `submit`; none of them runs then.
@@ -133,15 +134,14 @@ class Engine:
     ) -> asyncio.Future[Any]:
         """As `submit`: waits for room without stopping the event loop, and returns a future of asyncio."""
         made = self._made([inputs], generation_config, **options)
-        with cancelled_together(made):  # which ends the thread, too
-            await asyncio.to_thread(self._waiting.put, made, timeout)
+        await self._waiting.aput(made, timeout)
         return asyncio.wrap_future(made[0].future)
 
     async def agenerate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
         """As `generate`. The requests are cancelled if the task is."""
         made = self._made(inputs, generation_config, **options)
         with cancelled_together(made):
-            await asyncio.to_thread(self._waiting.put, made, None)
+            await self._waiting.aput(made, None)
             return list(await asyncio.gather(*(asyncio.wrap_future(request.future) for request in made)))
 
     async def astream(self, inputs: Any, generation_config: Any = None, **options: Any) -> AsyncIterator[int]:

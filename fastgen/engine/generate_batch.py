@@ -46,7 +46,7 @@ def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
     if reason is not None or not inputs:
         return wrapped(*args, **kwargs)
     rows = max(ROWS, *(_option(model, config, options, name) or 1 for name in ("num_beams", "num_return_sequences")))
-    made = [make(model, each, config, options, None, rows) for each in inputs]
+    made = [make(model, _whole(model, each), config, options, None, rows) for each in inputs]
     outputs = _run(ContinuousBatches(model, rows), made, bool(given.get("progress_bar")))
     counters.count_accelerated(ENTRY_POINT)
     return outputs
@@ -69,7 +69,8 @@ def _unsupported(model: Any, given: dict[str, Any], config: Any, options: dict[s
     has_beams = (_option(model, config, options, "num_beams") or 1) > 1
     if model.config.is_encoder_decoder or has_beams:
         return None
-    if _option(model, config, options, "do_sample"):
+    # It draws by its config alone, and reads no other option than one.
+    if _option(model, config, {}, "do_sample") and options.keys() <= {"max_new_tokens"}:
         return "sampling: a seed gives the tokens that it gives there"
     if _option(model, config, options, "max_new_tokens") is None:
         return "no limit for new tokens"
@@ -79,6 +80,13 @@ def _unsupported(model: Any, given: dict[str, Any], config: Any, options: dict[s
 def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
     values = (options.get(name), *(getattr(source, name, None) for source in (config, model.generation_config)))
     return next((value for value in values if value is not None), None)
+
+
+def _whole(model: Any, tokens: Any) -> Any:
+    """A prompt without padding: here, a decoder reads every token, also one that it is padded with elsewhere."""
+    if model.config.is_encoder_decoder or not isinstance(tokens, (list, tuple, Tensor)) or len(tokens) == 0:
+        return tokens
+    return {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
 
 
 def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:

@@ -44,6 +44,10 @@ class KVBudget:
         self.peak = max(self.peak, found)
         return found
 
+    def of_a_step(self, slots: Iterable[Slot]) -> int:
+        """Bytes that the next decode step stores of these."""
+        return sum(slot.owner.rows for slot in slots) * self._own
+
     def needed(self, request: Request, new_tokens: int) -> int:
         """Bytes of K and V with so many new tokens of each row, or as many as it may have."""
         prompt, source = (1, request.length) if self._has_encoder else (request.length, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
@@ -45,6 +46,11 @@ _KNOWN = frozenset((*_SHARED, *_READ_SOURCE, *_READ_PROMPT, *_LENGTHS, *_IDLE, *
 # Values that switch an option off, besides those that are false.
 _OFF = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1}
 
+# Plans are made with these, which the library takes as numbers of NumPy or tensors, too.
+_WHOLE = "num_beams num_return_sequences max_new_tokens max_length".split()
+# Seeds that torch takes.
+_SEEDS = range(-(2**63), 2**64)
+
 # What configurations call the positions of a decoder, and of an encoder: the first that there is.
 _POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_position_embeddings")
 _SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
@@ -64,7 +70,7 @@ def make(
         raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
     if generation_config is not None:
         options["generation_config"] = copy.deepcopy(generation_config)
-    made = Request(given, options, seed)
+    made = Request(given, options, _seed(seed))
     if has_own_generate(model):  # which may take any options
         made.alone = f"{type(model).__name__} has a generate of its own"
         return made
@@ -93,9 +99,14 @@ def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tupl
     try:
         made, others = model._prepare_generation_config(config, **left)
         model._validate_model_kwargs({**others, **{name: x for name, x in given.items() if name != "inputs"}})
+        _make_whole(made)
         mode = made.get_generation_mode(options.get("assistant_model"))
         of_loop = {name: options[name] for name in _OF_THE_LOOP if options.get(name) is not None}
         model._validate_generation_mode(mode, made, of_loop)
+        if hasattr(model, "_get_deprecated_gen_repo"):
+            model._get_deprecated_gen_repo(mode, options.get("trust_remote_code"), custom)
+        if made.stop_strings is not None and options.get("tokenizer") is None:
+            raise ValueError("stop_strings need the tokenizer: give it as an option")
         is_plain = all(_is_the_librarys(type(model), name) and name not in vars(model) for name in _LOOK_AT_VALUES)
         if custom is None and is_plain:
             tried, one = copy.copy(made), torch.ones(1, 1, dtype=torch.long)
@@ -110,6 +121,32 @@ def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tupl
         raise ValueError(f"generate refuses the options: {type(error).__name__}: {error}") from error
     lengths = (left.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)
     return made, others, all(length is None for length in lengths)
+
+
+def _make_whole(config: Any) -> None:
+    """ValueError: a number that plans are made with is none."""
+    for name in _WHOLE:
+        value = getattr(config, name)
+        try:
+            made = None if value is None else operator.index(value)
+        except TypeError:
+            raise ValueError(f"{name} is {value!r}: give a whole number") from None
+        setattr(config, name, made)
+    if config.num_beams is not None and config.num_beams < 1:
+        raise ValueError(f"num_beams is {config.num_beams}: give a positive number")
+
+
+def _seed(seed: Any) -> int | None:
+    """ValueError: torch would not take it."""
+    if seed is None:
+        return None
+    try:
+        made = operator.index(seed)
+    except TypeError:
+        made = _SEEDS.stop
+    if made not in _SEEDS:
+        raise ValueError(f"seed is {seed!r}: give a whole number of 64 bits")
+    return made
 
 
 def _lengths(model: Any, request: Request, names: Iterable[str], has_default_length: bool) -> tuple[int, int | None]:
@@ -154,7 +191,7 @@ def _alone(request: Request, names: Iterable[str], has_encoder: bool) -> str | N
             return f"the model's input {name}"
     if "attention_mask" in request.inputs and (mask is None or mask.shape != tokens.shape):
         return "an attention mask of another shape"
-    if mask is None and not has_encoder and bool((tokens == config.pad_token_id).any()):
+    if mask is None and not has_encoder and config.pad_token_id in request.token_list:
         return "padding without an attention mask"
     if config.do_sample or request.seed is not None:
         return "sampling"

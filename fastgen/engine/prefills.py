@@ -135,8 +135,8 @@ class Prefills:
             take(decoding)
 
         chunk = None
-        if others_wait and self._seconds is not None and self.max_stall is not None:
-            chunk = self._chunk(SHARE_OF_CHUNK * self.max_stall)
+        if others_wait and self.max_stall is not None:  # as few as may be, where nobody knows how long they take
+            chunk = LEAST_CHUNK if self._seconds is None else self._chunk(SHARE_OF_CHUNK * self.max_stall)
         return Entering(taken, beginning, chunk, between, self.sources)
 
     def _note(self, tokens: int, seconds: float) -> None:

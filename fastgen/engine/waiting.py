@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
@@ -9,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ class Waiting:
         self._executor = executor
         self._is_closed, self._is_idle, self._pauses = False, True, 0
         self._changed = threading.Condition(forkable_lock())
+        self._to_tell: set[Callable[[], None]] = set()  # who else waits for a change
         _all.add(self)
 
     # ---- for the threads of the users
@@ -66,22 +68,63 @@ class Waiting:
             EngineFull: there was none; those that were added are cancelled.
             ValueError: it is closed.
         """
+        left, until = self._begin(requests), None if timeout is None else time.monotonic() + timeout
+        with cancelled_together(requests), self._changed:
+            while left := self._added(left):
+                if not self._waits(until):
+                    raise EngineFull(f"{self.most} requests wait already")
+
+    async def aput(self, requests: Sequence[Request], timeout: float | None) -> None:
+        """As `put`, for the thread of an event loop. No other thread waits meanwhile: a loop has few that all share."""
+        loop, has_changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(has_changed.set)
+
+        async def added() -> None:
+            left = self._begin(requests)
+            while True:
+                has_changed.clear()
+                with self._changed:
+                    left = self._added(left)
+                if not left:
+                    return
+                if timeout == 0:
+                    raise asyncio.TimeoutError
+                await has_changed.wait()
+
+        self._to_tell.add(tell)
+        try:
+            with cancelled_together(requests):
+                await asyncio.wait_for(added(), timeout or None)
+        except asyncio.TimeoutError:
+            raise EngineFull(f"{self.most} requests wait already") from None
+        finally:
+            self._to_tell.discard(tell)
+
+    def _begin(self, requests: Sequence[Request]) -> list[Request]:
         if threading.current_thread() not in [each.thread for each in list(_all)]:
             openmp.end_team()  # of the caller: the work is that of the engine's thread
         for request in requests:
             request.future.add_done_callback(partial(self._over, request))
-        left = list(requests)
-        until = None if timeout is None else time.monotonic() + timeout
-        with cancelled_together(requests), self._changed:
-            while left := [request for request in left if not request.future.done()]:
-                if self._is_closed:
-                    raise ValueError("the engine is closed")
-                room = self.most - len(self.requests)
-                if room <= 0 and not self._waits(until):
-                    raise EngineFull(f"{self.most} requests wait already")
-                if room > 0:
-                    self._add(left[:room])
-                    del left[:room]
+        return list(requests)
+
+    def _added(self, requests: Sequence[Request]) -> list[Request]:
+        """Adds those that there is room for. The others, but for those that are over."""
+        left = [request for request in requests if not request.future.done()]
+        if left and self._is_closed:
+            raise ValueError("the engine is closed")
+        room = max(self.most - len(self.requests), 0)
+        if left[:room]:
+            self._add(left[:room])
+        return left[room:]
+
+    def _tell(self) -> None:
+        """Something has changed: wakes who waits for that."""
+        self._changed.notify_all()
+        for tell in list(self._to_tell):
+            tell()
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -92,7 +135,7 @@ class Waiting:
             thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
             thread.start()
             self.thread = thread
-        self._changed.notify_all()
+        self._tell()
 
     def _waits(self, until: float | None) -> bool:
         """Waits for a change; False where the time is over, or where it is for this thread to make room."""
@@ -111,7 +154,7 @@ class Waiting:
                 self.requests.remove(request)
             if is_cancelled:
                 future.set_running_or_notify_cancel()  # what waits for several futures is told only by this
-                self._changed.notify_all()  # there is room; and who waits to add this one need not
+                self._tell()  # there is room; and who waits to add this one need not
             kind = "cancelled" if is_cancelled else "finished" if future.exception() is None else "failed"
             self.counts[kind] += request.is_submitted
 
@@ -124,7 +167,7 @@ class Waiting:
         """
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
+            self._tell()
             left = [*self.requests, *self.running] if cancel else []
         for request in left:
             request.future.cancel()
@@ -143,7 +186,7 @@ class Waiting:
         finally:
             with self._changed:
                 self._pauses = max(self._pauses - 1, 0)  # none is left in a process that was forked in the block
-                self._changed.notify_all()
+                self._tell()
 
     # ---- for the thread of the engine
 
@@ -159,7 +202,8 @@ class Waiting:
             with self._changed:
                 self._is_closed, self._is_idle, self.failure = True, True, error
                 left = [*self.requests, *self.running]
-                self._changed.notify_all()
+                self._tell()
+            self._executor.reset()
             for request in left:  # nobody is left to run anything
                 request.future.settle(error)
             raise
@@ -168,7 +212,7 @@ class Waiting:
         """Waits for requests that may run; False when it is closed, and none are left."""
         with self._changed:
             self._is_idle = True
-            self._changed.notify_all()
+            self._tell()
             self._changed.wait_for(lambda: not self._pauses if self.requests else self._is_closed)
             self._is_idle = not self.requests
             return bool(self.requests)
@@ -179,7 +223,7 @@ class Waiting:
             chosen = self._executor.choose(self.requests) if self.requests and not self._pauses else []
             self.running += [request for request in chosen if not request.future.done()]
             if chosen:
-                self._changed.notify_all()
+                self._tell()
             return chosen
 
     def _forked(self) -> None:
@@ -187,6 +231,7 @@ class Waiting:
         for request in (*self.requests, *self.running):
             request.future.give_up(RuntimeError("the process was forked: the request runs in the one it came from"))
         self.requests, self.running, self.thread, self._pauses, self._is_idle = [], [], None, 0, True
+        self._to_tell.clear()
         self._executor.reset()
 
 

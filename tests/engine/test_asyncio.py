@@ -73,6 +73,30 @@ def test_waiting_for_room_does_not_stop_the_loop(llama: Any, gate: Gate) -> None
         assert engine.stats()["finished"] == 3
 
 
+def test_threads_of_the_loop_do_not_wait_for_room(llama: Any) -> None:
+    """A loop has few, and looks up names, reads files and waits for others in them."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
+        with engine.paused():
+            tasks = [asyncio.ensure_future(engine.asubmit(prompt)) for prompt in PROMPTS]
+            with pytest.raises(fastgen.EngineFull):
+                await engine.asubmit(PROMPTS[0], timeout=0.05)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), WAIT) == "done"
+            assert [task.done() for task in tasks] == [True, *[False] * (len(PROMPTS) - 1)]
+        assert_alone(llama, PROMPTS, [await (await task) for task in tasks])
+        with engine.paused():
+            tasks = [asyncio.ensure_future(engine.asubmit(prompt)) for prompt in PROMPTS[:2]]
+            await asyncio.sleep(0.01)
+            engine.close(wait=False)
+            with pytest.raises(ValueError, match="closed"):
+                await tasks[1]
+
+    with fastgen.Engine(llama, max_waiting=1) as engine:
+        _run(run())
+
+
 def test_a_task_that_is_cancelled_cancels_its_requests(llama: Any, gate: Gate) -> None:
     async def run() -> None:
         task = asyncio.ensure_future(engine.agenerate(PROMPTS, logits_processor=[gate]))

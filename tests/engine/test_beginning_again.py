@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.decoding.captured import graph
@@ -16,8 +18,16 @@ from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers.captured import slots
 from tests.engine.conftest import PROMPTS, WAIT, alone
+from tests.equivalence.models import BY_NAME
 
 LONG: dict[str, Any] = {"max_new_tokens": 400, "eos_token_id": None}
+LATER: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None}
+
+
+class _Streamer(BaseStreamer):
+    def put(self, value: Any) -> None: ...
+
+    def end(self) -> None: ...
 
 
 def test_weights_that_change_while_requests_are_in_slots(llama: Any) -> None:
@@ -37,6 +47,38 @@ def test_weights_that_change_while_requests_are_in_slots(llama: Any) -> None:
     assert has_changed and executor.counts["repeated"] and not executor.busy
     for request, prompt, kind in zip(requests, PROMPTS, kinds, strict=True):
         assert torch.equal(request.future.result(0), alone(llama, prompt, **kind))
+
+
+def test_an_adapter_that_changes_while_requests_are_in_slots() -> None:
+    """It is as another model: no request is a mixture of both, and one that somebody has looked at fails."""
+    peft = pytest.importorskip("peft", reason="peft is not there")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, inference_mode=True)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(copy.deepcopy(BY_NAME["llama"].build()), config)
+    adapted.add_adapter("other", config)
+    model = adapted.eval().get_base_model()
+    layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    for change in (
+        lambda layer: layer.set_adapter("other", inference_mode=True),
+        lambda layer: setattr(layer, "_disable_adapters", True),
+        lambda layer: layer.scaling.update(dict.fromkeys(layer.scaling, 9.0)),
+    ):
+        executor, before = ContinuousBatches(model, 8), alone(model, PROMPTS[0], **LATER)
+        users = {"streamer": _Streamer()}
+        request, seen = [make(model, PROMPTS[0], None, LATER | more, None, 8) for more in ({}, users)]
+        left, has_changed = [request, seen], False
+        for _ in executor.steps(lambda executor=executor, left=left: executor.choose(left) if left else []):
+            if executor.counts["steps"] >= 6 and not (left or has_changed):
+                has_changed = True
+                for layer in layers:
+                    change(layer)
+        after = alone(model, PROMPTS[0], **LATER)
+        assert has_changed and not torch.equal(before, after)
+        assert torch.equal(request.future.result(0), after)
+        assert "adapters" in str(seen.future.exception(0))
+        for layer in layers:
+            layer.set_adapter("default", inference_mode=True)
+            layer._disable_adapters = False
 
 
 def test_two_engines_take_turns(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,29 @@ def test_the_same_as_the_librarys_own() -> None:
         assert (one.error, one.status, one.logprobs) == (other.error, other.status, other.logprobs)
 
 
+def test_prompts_have_no_padding() -> None:
+    """A token that the model is padded with elsewhere is read as any other, as the library's own does."""
+    model, prompts = BY_NAME["llama"].build(), [[5, PAD, 6], [PAD, PAD, 7], [PAD]]
+    for prompt, output in zip(prompts, model.generate_batch(prompts, max_new_tokens=6).values(), strict=True):
+        whole = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
+        expected = alone(model, whole, max_new_tokens=6)[0].tolist()
+        assert prompt + output.generated_tokens == expected
+
+
+@pytest.mark.parametrize("config", [None, GenerationConfig(do_sample=True, max_new_tokens=8, eos_token_id=EOS)])
+def test_samples_with_options_that_the_library_would_ignore(config: GenerationConfig | None) -> None:
+    """Of the first, it would make greedy tokens; of the second, without the processor."""
+    model, options = BY_NAME["llama"].build(), {"do_sample": True, "max_new_tokens": 8}
+    if config is not None:
+        options = {"generation_config": config, "suppress_tokens": list(range(80, 160))}
+    drawn = set[tuple[int, ...]]()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        drawn |= {tuple(output.generated_tokens) for output in model.generate_batch(PROMPTS[:1], **options).values()}
+    assert len(drawn) > 1 and fastgen.stats()[ENTRY_POINT]["accelerated"] == 4
+    assert config is None or max(max(tokens) for tokens in drawn) < 80
+
+
 def test_a_configuration_and_processors() -> None:
     model = BY_NAME["bart"].build()
     config = GenerationConfig(num_beams=2, max_new_tokens=8, no_repeat_ngram_size=2, eos_token_id=EOS, pad_token_id=PAD)

@@ -63,6 +63,15 @@ def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
     assert executor.stats()["chunks"] >= 3 and not executor.counts["repeated"] and not executor.alone
 
 
+def test_the_first_long_prompt_is_prefilled_in_chunks(llama: Any) -> None:
+    """Nobody knows how long tokens take: prompts before it were too short to tell."""
+    executor, prompts = ContinuousBatches(llama, 8, max_stall=3600.0), [PROMPTS[0], list(range(10, 150))]
+    requests = requests_for(llama, prompts, max_new_tokens=40, eos_token_id=None)
+    run(executor, requests)
+    assert_as_alone(llama, requests, prompts)
+    assert executor.stats()["chunks"] == 2
+
+
 def test_others_go_on_before_a_long_prompt_enters(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entering grows buffers, and may have a step recorded: that is not to come on top of the last chunk."""
     executor = ContinuousBatches(llama, 8, max_stall=0.0)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from tests.engine.conftest import PROMPTS, alone
-from tests.equivalence.models import BY_NAME
+from tests.engine.conftest import PROMPTS, WAIT, alone, assert_alone
+from tests.equivalence.models import BY_NAME, EOS
 
 _LONG = list(range(3, 150)) * 4
 
@@ -57,6 +59,14 @@ def engine() -> Iterator[fastgen.Engine]:
         (PROMPTS[0], {"num_beams": 2, "streamer": _Streamer()}, "num_beams"),
         (PROMPTS[0], {"do_sample": True, "num_return_sequences": 2, "streamer": _Streamer()}, "streamer"),
         (PROMPTS[0], {"generation_config": GenerationConfig(num_beams=9)}, "9 rows"),
+        (PROMPTS[0], {"num_beams": 2.0}, "num_beams is 2.0: give a whole number"),
+        (PROMPTS[0], {"num_beams": 0}, "num_beams is 0: give a positive number"),
+        (PROMPTS[0], {"do_sample": True, "num_return_sequences": 2.5}, "num_return_sequences"),
+        (PROMPTS[0], {"max_new_tokens": 4.5}, "max_new_tokens is 4.5: give a whole number"),
+        (PROMPTS[0], {"seed": "seven"}, "seed is 'seven'"),
+        (PROMPTS[0], {"seed": 2**64}, "64 bits"),
+        (PROMPTS[0], {"stop_strings": ["."]}, "tokenizer"),
+        (PROMPTS[0], {"penalty_alpha": 0.5, "top_k": 4}, "trust_remote_code"),
     ],
 )
 def test_refused(engine: fastgen.Engine, inputs: Any, options: dict[str, Any], says: str) -> None:
@@ -68,6 +78,37 @@ def test_refused(engine: fastgen.Engine, inputs: Any, options: dict[str, Any], s
     assert "\n" not in str(raised.value)
     assert torch.equal(before.result(), alone(BY_NAME["gpt2"].build(), PROMPTS[1], max_new_tokens=4))
     assert engine.stats()["submitted"] == submitted + 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": np.int64(5)},
+        {"max_new_tokens": torch.tensor(5)},
+        {"max_new_tokens": None, "max_length": np.int64(9)},
+        {"num_beams": np.int64(2), "max_new_tokens": 5},
+        {"eos_token_id": np.int64(EOS), "max_new_tokens": 5},
+        {"pad_token_id": None, "max_new_tokens": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["gpt2", "bart"], indirect=True)
+def test_numbers_as_generate_takes_them(model: Any, options: dict[str, Any]) -> None:
+    """Whatever their types, they do not get into the way of others."""
+    with fastgen.Engine(model, slots=8) as engine:
+        others = [engine.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:2]]
+        assert torch.equal(engine.submit(PROMPTS[0], **options).result(WAIT), alone(model, PROMPTS[0], **options))
+        assert_alone(model, PROMPTS[:2], [each.result(WAIT) for each in others], max_new_tokens=6)
+
+
+def test_a_model_without_a_padding_token() -> None:
+    """As GPT-2 has none: its prompts need no attention mask either."""
+    model = copy.deepcopy(BY_NAME["gpt2"].build())
+    model.generation_config.pad_token_id = model.config.pad_token_id = None
+    with fastgen.Engine(model) as engine:
+        assert_alone(model, PROMPTS, engine.generate(PROMPTS, max_new_tokens=6), max_new_tokens=6)
+    outputs, expected = model.generate_batch(PROMPTS, max_new_tokens=6), alone(model, PROMPTS[0], max_new_tokens=6)
+    assert PROMPTS[0] + outputs["req_0"].generated_tokens == expected[0].tolist()
 
 
 def test_positions_of_an_encoder() -> None:

@@ -568,16 +568,25 @@ def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.M
 @both_kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_a_budget_of_memory(model: Any, options: dict[str, Any]) -> None:
-    """What came last begins again later; all finish, and never is there more than the budget but for one step."""
+    """What came last begins again later; all finish, and never is there more than the budget."""
     requests = requests_for(model, PROMPTS, max_new_tokens=60, eos_token_id=None, **options)
     probe = ContinuousBatches(model, 32)
     run(probe, requests, at_once=8)
     peak = probe.stats()["kv_bytes"]
-    executor = ContinuousBatches(model, 32, cache_bytes=peak // 2)
+    executor = ContinuousBatches(model, 32, cache_bytes=peak // 3)
     again = requests_for(model, PROMPTS, max_new_tokens=60, eos_token_id=None, **options)
     run(executor, again, at_once=8)
     assert_as_alone(model, again, PROMPTS)
-    assert executor.counts["preempted"] and executor.stats()["kv_bytes"] < 0.6 * peak
+    assert executor.counts["preempted"] and executor.stats()["kv_bytes"] <= peak // 3
+
+
+def test_stored_bytes_of_one_request(llama: Any) -> None:
+    """Also of one that is alone: those of its prompt, and of its new tokens when it goes on to its last step."""
+    executor, (request,) = ContinuousBatches(llama, 8), requests_for(llama, PROMPTS[:1], max_new_tokens=6)
+    run(executor, [request])
+    config = llama.config
+    position = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert executor.stats()["kv_bytes"] == (len(PROMPTS[0]) + 4) * position
 
 
 def test_one_that_needs_more_than_the_budget(llama: Any) -> None:

@@ -294,12 +294,15 @@ def test_results_are_not_kept(llama: Any) -> None:
 
 def test_what_the_engine_itself_fails_with_reaches_everybody(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda error: None)  # which would print it, too
-    engine = fastgen.Engine(llama)
+    engine = fastgen.Engine(llama, slots=2)
     with engine.paused():
         futures = [engine.submit(prompt) for prompt in PROMPTS]
-        monkeypatch.setattr(engine._executor, "choose", lambda waiting: 1 / 0)
+        choose = engine._executor.choose
+        fails = lambda waiting: 1 / 0 if engine._executor.busy else choose(waiting)  # noqa: E731
+        monkeypatch.setattr(engine._executor, "choose", fails)
     for future in futures:
         assert isinstance(future.exception(WAIT), ZeroDivisionError) and future.exception() is engine.failure
+    assert engine.stats()["busy"] == engine.stats()["running"] == 0
     with pytest.raises(ValueError, match="closed"):
         engine.submit(PROMPTS[0])
     engine.close()
