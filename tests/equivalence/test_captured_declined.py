@@ -33,6 +33,8 @@ from tests.equivalence.models import BY_NAME, Family
 DECLINED = {
     "output_attentions": {"return_dict_in_generate": True, "output_attentions": True, "output_scores": True},
     "only a few tokens to generate": {"max_new_tokens": 4},
+    "a max_length that is no integer": {"num_beams": 1, "max_new_tokens": 20.5},
+    "low_memory": {"num_beams": 1, "low_memory": True},
 }
 
 
@@ -43,6 +45,14 @@ def test_declined(reason: str, options: dict[str, Any], device: torch.device) ->
     fastgen.enable(strict=True)  # no fallback: the call is accelerated
     check(model, inputs, {**BEAMS, **options})
     assert reasons() == {reason: 1} and captures() == 0
+
+
+def test_an_option_of_beam_search_that_is_no_more(device: torch.device) -> None:
+    """The library refuses it in its loop, whether or not a step is captured."""
+    model, inputs = build(BY_NAME["bart"], device)
+    with pytest.raises(ValueError, match="low_memory"):
+        run(model, inputs, {**BEAMS, "low_memory": True})
+    assert captures() == 0
 
 
 def test_a_criterion_that_fills_up(device: torch.device) -> None:

@@ -152,6 +152,10 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         # With such an attribute the library fills up the sequences that any criterion has ended.
         if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
             raise CannotBeCaptured(f"the stopping criterion {criterion.__class__.__name__}")
+    if not isinstance(config.max_length, int):
+        raise CannotBeCaptured("a max_length that is no integer")
+    if config.low_memory:
+        raise CannotBeCaptured("low_memory")  # the library's beam search says that there is none
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
