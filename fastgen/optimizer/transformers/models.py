@@ -186,6 +186,17 @@ def has_captured_steps(model: Any) -> bool:
     )
 
 
+def may_begin_again(model: Any, length: int) -> bool:
+    """Whether a model may drop its cache and read all tokens once more in a call of up to so many positions.
+
+    Phi-3 does so in its preparation of inputs, which a captured step does not run, where the frequencies of short
+    sequences give way to those of long ones.
+    """
+    config = model.config.get_text_config(decoder=True)
+    switch = getattr(config, "original_max_position_embeddings", None)
+    return switch is not None and length > switch and any("longrope" in repr(getattr(config, x, None)) for x in _ROPE)
+
+
 def counts_on_the_host(model: Any) -> bool:
     """Whether its forward pass gives the same for a static cache whose length is a number as for one whose length is on
     the device.
