@@ -46,6 +46,7 @@ _ENTRIES = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl",
 _METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
 _ATOMS = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
+_COMPILED = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
 # Kinds of models of which is kept what they reach.
 _MODELS = 64
 
@@ -393,7 +394,7 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
     replaced = [own[name] for name in ("forward", "_old_forward") if name in own]
     if not all(map(is_of_library, replaced)) or not _is_hook_own(own.get("_hf_hook")):
         return f"forward has been replaced ({kind})"
-    if module._compiled_call_impl is not None:
+    if is_compiled(module):
         return f"a part of the model is compiled ({kind})"
     if has_foreign_hooks(module):
         return f"forward hooks are registered on the model ({kind})"
@@ -404,6 +405,14 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
             if not isinstance(each, (nn.Module, type)) and callable(each) and not is_own(each):
                 return f"{kind}.{name} is none of the libraries'"
     return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch compiles this module: by `module.compile()`, or as what `torch.compile` made of it."""
+    own = vars(module)
+    if own.get("_compiled_call_impl") is not None or _COMPILED in own:
+        return True
+    return "forward" in own and _COMPILED in getattr(own["forward"], "__dict__", ())
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:

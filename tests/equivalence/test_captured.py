@@ -7,6 +7,7 @@ import copy
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import StoppingCriteriaList
@@ -349,3 +350,11 @@ def test_attention_of_the_models_own(name: str, device: torch.device) -> None:
     for _ in range(2):
         check(model, inputs, BEAMS)
     assert captures() == 2, reasons()
+
+
+@pytest.mark.parametrize("stops", [1, 0, np.True_], ids=repr)
+def test_early_stopping_that_is_equal_to_true_or_false(stops: Any, device: torch.device) -> None:
+    """The library asks whether the option is True itself: nothing else stops early."""
+    model, inputs = build(BY_NAME["bart"], device)
+    check(model, inputs, {**BEAMS, "max_new_tokens": 12, "early_stopping": stops})
+    assert captures() == 1

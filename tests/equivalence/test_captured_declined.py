@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from fastgen.decoding.captured.part import CapturedPart
 from tests.equivalence.captured import (
     BEAMS,
     GREEDY,
+    KNOWN,
     NEW,
     Counting,
     build,
     captures,
     reasons,
+    to,
     two,
 )
 from tests.equivalence.check import check, run
@@ -33,6 +37,8 @@ from tests.equivalence.models import BY_NAME, Family
 DECLINED = {
     "output_attentions": {"return_dict_in_generate": True, "output_attentions": True, "output_scores": True},
     "only a few tokens to generate": {"max_new_tokens": 4},
+    "a max_length that is no integer": {"num_beams": 1, "max_new_tokens": 20.5},
+    "low_memory": {"num_beams": 1, "low_memory": True},
 }
 
 
@@ -43,6 +49,14 @@ def test_declined(reason: str, options: dict[str, Any], device: torch.device) ->
     fastgen.enable(strict=True)  # no fallback: the call is accelerated
     check(model, inputs, {**BEAMS, **options})
     assert reasons() == {reason: 1} and captures() == 0
+
+
+def test_an_option_of_beam_search_that_is_no_more(device: torch.device) -> None:
+    """The library refuses it in its loop, whether or not a step is captured."""
+    model, inputs = build(BY_NAME["bart"], device)
+    with pytest.raises(ValueError, match="low_memory"):
+        run(model, inputs, {**BEAMS, "low_memory": True})
+    assert captures() == 0
 
 
 def test_a_criterion_that_fills_up(device: torch.device) -> None:
@@ -188,3 +202,17 @@ def test_positions_for_all_sequences_together(options: dict[str, Any], device: t
     assert reasons() == {"the model's input position_ids is not one row for each sequence": 1} and not captures()
     check(model, {**inputs, "position_ids": positions.expand(len(inputs["input_ids"]), -1)}, {**GREEDY, **options})
     assert captures() == 1, reasons()
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_a_model_that_drops_its_cache(options: dict[str, Any], device: torch.device) -> None:
+    """Phi-3 reads all tokens again where the frequencies of short sequences give way to those of long ones."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    config = KNOWN["phi3"].config | {"original_max_position_embeddings": 24, "rope_parameters": rope}
+    family = dataclasses.replace(KNOWN["phi3"], name="phi3-long", config=config)
+    model, ending = copy.deepcopy(family.build()).to(device), {"min_new_tokens": 24}
+    check(model, to(device, family.make_inputs(length=9)), {**options, **ending})
+    assert captures() == 0 and "where the sequence gets long" in next(iter(reasons()))
+    check(model, to(device, family.make_inputs(length=9)), {**options, "max_new_tokens": 12})
+    assert captures() == 1

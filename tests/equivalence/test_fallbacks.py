@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -237,6 +238,29 @@ def test_compiled_model() -> None:
     fastgen.reset_stats()
     for model in (compiled, wrapped):
         assert_same(expected, run(model, LLAMA.make_inputs(), BEAM))
+
+
+def _compile_layer(model: Any) -> None:
+    model.model.layers[0].compile(backend="eager")
+
+
+def _compile_wrapped(model: Any) -> None:
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+
+
+def _compile_method(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.forward = torch.compile(attention.forward, backend="eager")
+
+
+@pytest.mark.parametrize("compile_part", [_compile_layer, _compile_wrapped, _compile_method])
+def test_compiled_part(compile_part: Callable[[Any], None]) -> None:
+    """The compiler sees the library's code alone: FastGen's layers and cache would make it warn, or fail."""
+    model = _changed(compile_part)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(model, LLAMA.make_inputs(), BEAM)
+    assert fallbacks() == {"the model, or a part of it, is compiled": 1}
 
 
 @pytest.mark.parametrize(

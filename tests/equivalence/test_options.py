@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from fastgen.optimizer.transformers import prefill
 from tests import near_ties
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, CONTROL, DRAWING, SAMPLE, SEARCH
 from tests.equivalence.check import accelerated, assert_same, check, run
-from tests.equivalence.models import BY_NAME, LONG, VOCABULARY, Family
+from tests.equivalence.models import BY_NAME, EOS, LONG, VOCABULARY, Family
 from tests.equivalence.options import FAMILIES, SCORES, any_decoding, beam_and_sample, checked, every
+from tests.equivalence.others import made
 
 pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
@@ -105,6 +107,14 @@ def test_ties(family: Family, defined_ties: None) -> None:
     for decoding in (BEAM, {}, {"num_beams": 3, "num_return_sequences": 3}):
         check(model, family.make_inputs(), {**decoding, **SCORES})
     assert accelerated() == 3
+
+
+@pytest.mark.parametrize("length", [9.0, 9.5, math.inf], ids=repr)
+def test_a_length_that_is_no_integer(length: float) -> None:
+    """The library goes on until it is reached."""
+    ends = None if math.isfinite(length) else list(range(EOS, VOCABULARY // 2))
+    check(*made("llama"), {"max_new_tokens": length, "eos_token_id": ends})
+    assert accelerated() == 1
 
 
 # ---- what is returned

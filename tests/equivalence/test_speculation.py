@@ -8,11 +8,14 @@ import inspect
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers import SynthIDTextWatermarkingConfig
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.models import fsmt
 
 import fastgen
@@ -26,6 +29,7 @@ from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from tests import near_ties
+from tests.equivalence.check import check
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
 from tests.equivalence.others import made
 from tests.equivalence.speculation import (
@@ -233,6 +237,23 @@ def test_what_is_left_to_others() -> None:
     fastgen.enable(self_speculation="off")
     same(model, family.make_inputs(1), {**GREEDY, "output_hidden_states": True}, prompt_lookup_num_tokens=3)
     assert counts()["accelerated"] == 0
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
+
+
+@pytest.mark.parametrize("draft", ["lookup", "assistant"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"guidance_scale": 1.5},
+        lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 11])},
+        lambda: {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, KNOWN["llama"].build())]},
+    ],
+    ids=["guidance", "watermark", "processor"],
+)
+def test_processors_that_remember_what_was_drafted(options: Callable[[], dict[str, Any]], draft: str) -> None:
+    """With the library's drafts, their scores are others than without."""
+    drafts = {"prompt_lookup_num_tokens": 3} if draft == "lookup" else {"assistant_model": KNOWN["qwen2"].build()}
+    check(KNOWN["llama"].build(), KNOWN["llama"].make_inputs(1), lambda: {**GREEDY, **drafts, **options()})
     assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
 
 

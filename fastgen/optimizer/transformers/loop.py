@@ -29,7 +29,12 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.key import LAST, MASKS, POSITIONS
-from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies, masks_source
+from fastgen.optimizer.transformers.models import (
+    has_captured_steps,
+    has_growing_frequencies,
+    masks_source,
+    may_begin_again,
+)
 from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
@@ -152,6 +157,12 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         # With such an attribute the library fills up the sequences that any criterion has ended.
         if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
             raise CannotBeCaptured(f"the stopping criterion {criterion.__class__.__name__}")
+    if not isinstance(config.max_length, int):
+        raise CannotBeCaptured("a max_length that is no integer")
+    if may_begin_again(call.model, config.max_length):
+        raise CannotBeCaptured("frequencies of positions that change where the sequence gets long")
+    if config.low_memory:
+        raise CannotBeCaptured("low_memory")  # the library's beam search says that there is none
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")

@@ -82,8 +82,6 @@ def unsupported(model: Any) -> str | None:
             return f"{kind.__name__}.{method} is not the library's own"
         if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
             return Usual(f"{method} has been replaced on this model")
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        return Usual("the model is compiled")
     config = model.config
     # The library copies a flat configuration, which takes a millisecond.
     if any(getattr(config, name, None) is not None for name in ("decoder", "generator", "text_config")):
@@ -117,6 +115,7 @@ def modules_unsupported(model: Any) -> str | None:
     """Why a part of the model keeps it from being accelerated, or None.
 
     Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.
+    A compiler would trace FastGen's layers and cache, and compile again what the library's own code has compiled.
     The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
     """
     if has_global_hooks():
@@ -124,6 +123,8 @@ def modules_unsupported(model: Any) -> str | None:
     for module in modules_of(model):
         if module.training:
             return Usual("the model, or a part of it, is in training mode")
+        if library_code.is_compiled(module):
+            return Usual("the model, or a part of it, is compiled")
         if library_code.has_foreign_hooks(module):
             return _HOOKED
     return None
@@ -183,6 +184,17 @@ def has_captured_steps(model: Any) -> bool:
         or _class_of(model) in _CAPTURABLE
         or (_class_of(model) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
     )
+
+
+def may_begin_again(model: Any, length: int) -> bool:
+    """Whether a model may drop its cache and read all tokens once more in a call of up to so many positions.
+
+    Phi-3 does so in its preparation of inputs, which a captured step does not run, where the frequencies of short
+    sequences give way to those of long ones.
+    """
+    config = model.config.get_text_config(decoder=True)
+    switch = getattr(config, "original_max_position_embeddings", None)
+    return switch is not None and length > switch and any("longrope" in repr(getattr(config, x, None)) for x in _ROPE)
 
 
 def counts_on_the_host(model: Any) -> bool:

@@ -7,6 +7,7 @@ keep a call from being accelerated is looked at before anything is changed.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from typing import Any
 
@@ -31,6 +32,7 @@ _NOT_PER_ROW = (bool, int, float, str)
 _WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_CAPACITY = 256
+_ENDLESS = 2**31
 # What the decoding loops read of the outputs of the prefill, one row per sequence.
 _PER_SEQUENCE_OUTPUTS = "attentions cross_attentions decoder_attentions hidden_states decoder_hidden_states".split()
 
@@ -62,7 +64,8 @@ def _prefill(
     try:
         with call.decides():
             per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
-            to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
+            # The library takes a float, too, infinity among them.
+            to_generate = max(math.ceil(min(generation_config.max_length - input_ids.shape[1], _ENDLESS)), 1)
             one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
     except NotAccelerated as found:
         declined = found.reason

@@ -373,7 +373,7 @@ class Decoding:
             width=positions_of_step(self.model),
             encoder=None if encoded is None else (type(encoded), encoded[0].shape[2]),
             source_in_front=encoded is not None and not prompt.cross,
-            early_stopping=(config.early_stopping or False) if config.num_beams > 1 else None,
+            early_stopping=_early_stopping(config.early_stopping) if config.num_beams > 1 else None,
             samples=bool(config.do_sample),
             ends=len(self._eos) if config.num_beams > 1 else room_for_ends(self._eos),
             processors=None if None in captured else tuple(captured),
@@ -423,6 +423,11 @@ def recorded(search: Search, inputs: slice, count: int, kept: dict[str, list[Ten
         found["beam_indices"] = search.result_indices(inputs, count)
         found["sequences_scores"] = search.result_scores(inputs, count) if config.output_scores else None
     return found
+
+
+def _early_stopping(option: Any) -> bool | str:
+    """What the library takes this option of beam search for: 1 is equal to True, and it asks whether this is True."""
+    return "never" if option == "never" else option is True
 
 
 def _describe(error: Exception) -> str:

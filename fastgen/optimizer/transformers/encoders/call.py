@@ -310,8 +310,6 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
     tensors = (*tensors_in(given), *model.parameters())
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "gradients are enabled (torch.no_grad, torch.inference_mode)"
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        return "the model is compiled"
     if models.rows_depend_on_each_other(model):
         return "rows of the batch depend on each other"
     return models.modules_unsupported(model)

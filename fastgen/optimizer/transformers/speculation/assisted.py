@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from fastgen import releases, settings
 from fastgen.decoding.captured import graph
@@ -27,6 +31,8 @@ _NOT_SERVED = (
     "assistant_tokenizer", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha",
     *releases.ASSISTANCE, *releases.CACHE_NAMES,
 )  # fmt: skip
+# Processors that remember the tokens they were called with.
+_WITH_STATE = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dict[str, Any]]:
@@ -44,6 +50,8 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
     if asked and _runs_users_code(model, option, arguments):
         return None, arguments
     if len(asked) != 1 or not _is_served(model, option) or _library_draws(model, option, arguments):
+        return None, arguments
+    if _scores_depend_on_drafts(model, option, arguments):
         return None, arguments
     draft = _draft(model, asked[0], option, arguments)
     if draft is None:
@@ -96,6 +104,21 @@ def _library_draws(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
     if not samples or settings.current().assisted_sampling == "fastgen":
         return False
     return _rows(model, option, arguments) == 1
+
+
+def _scores_depend_on_drafts(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a processor of the library's keeps a state: in its assisted decoding, rejected tokens enter that, too.
+
+    Of several sequences, for which the library has no drafts, there is nothing to differ from.
+    """
+    own = model.generation_config
+    guidance, watermark = (
+        value if (value := option(name)) is not None else getattr(own, name)
+        for name in ("guidance_scale", "watermarking_config")
+    )
+    is_kept = guidance not in (None, 1) or isinstance(watermark, SynthIDTextWatermarkingConfig)
+    is_kept |= any(isinstance(each, _WITH_STATE) for each in arguments.get("logits_processor") or ())
+    return is_kept and _rows(model, option, arguments) == 1
 
 
 def _rows(model: Any, option: Any, arguments: dict[str, Any]) -> int:
