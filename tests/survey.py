@@ -225,7 +225,8 @@ def _command(program: str, words: list[str], folder: Path, form: str) -> str:
     outputs = [folder / f"{program}-{way}.{form}" for way in ("original", "fastgen")]
     for output, more in zip(outputs, (["--no-fastgen"], []), strict=True):
         model, source, *options = words
-        done = _python("-m", f"fastgen_cli.{program}", model, source, str(output), *options, *more)
+        script = Path(sys.executable).with_name(f"fastgen-{program}")  # it is Python, too
+        done = _python(str(script), model, source, str(output), *options, *more)
     assert "deprecat" not in done.stderr, done.stderr
     if form == "npy":
         import numpy

@@ -255,7 +255,9 @@ def test_an_unknown_release_warns_once(names: dict[str, str], reason: str, progr
 
 def test_an_unknown_release_that_looks_the_same_is_accelerated_without_a_word(programs: Path) -> None:
     done = python("-c", _STUB.format(names={}, model="bart"), program=programs / "python")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and "FastGen" not in done.stderr, (
+        done.stderr
+    )  # other packages may have something to say
     fallbacks, first = done.stdout.splitlines()
     assert fallbacks == "[]" and first.startswith("FastGen accelerates here") and "not tested" in first
 

@@ -106,6 +106,7 @@ OTHERS = [
         },
     ),
     Family("llama4", "Llama4ForCausalLM", _W, {**LLAMA, "attention_chunk_size": 16, "num_local_experts": 2}),
+    Family("doge", "DogeForCausalLM", _W, {**LLAMA, "keep_window_size": 8}),
     Family("mamba", "MambaForCausalLM", _W, {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}),
     Family("rwkv", "RwkvForCausalLM", _W, {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}),
     Family(

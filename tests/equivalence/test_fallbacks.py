@@ -184,6 +184,7 @@ CASES = {
     "state of its own": Case("keeps state other than K/V", build=OTHERS_BY_NAME["mamba"].build),
     "own bookkeeping": Case("reorders its cache itself", build=OTHERS_BY_NAME["xlnet"].build),
     "chunked attention": Case("chunked attention", build=OTHERS_BY_NAME["llama4"].build),
+    "chosen values": Case("chooses among the values of the cache", build=OTHERS_BY_NAME["doge"].build),
 }
 
 

@@ -90,6 +90,8 @@ def unsupported(model: Any) -> str | None:
         return f"{kind.__name__} takes more than text"
     if getattr(config, "attention_chunk_size", None) is not None:
         return "chunked attention"
+    if getattr(config, "keep_window_size", None) is not None:
+        return "attention that chooses among the values of the cache"  # Doge, which sees where the padding lies there
     if config._attn_implementation not in ("eager", "sdpa"):
         return Usual(f"attention implementation {config._attn_implementation}")
     return modules_unsupported(model)

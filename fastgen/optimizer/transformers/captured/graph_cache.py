@@ -5,7 +5,6 @@ The one cache of recordings. A model has those of its last states: adapters are 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -111,33 +110,34 @@ def state(model: Any) -> Hashable:
 
 def give_back(model: Any, found: Kept) -> None:
     """Keeps what was captured for the next call of its key; those that were not used for longest go for it."""
-    most = _most_bytes(found.device), MOST_ON_GPU if found.device.type == "cuda" else MOST
     with _lock:
         cached = _models.get(model)
         if cached is None or cached.state != found.state:  # it was dropped, or settings or the model have changed
             return
         cached.steps[found.key] = found
         _models[model] = _models.pop(model)  # the last one that was used
-        _make_room(*most)
+        _make_room(found.device)
 
 
-def _make_room(most_bytes: float, most: int) -> None:
-    """Frees what was not used for longest, until what is kept is so many steps in so many bytes at the most."""
-    while (oldest := _superfluous(most_bytes, most)) is not None:
+def _make_room(device: torch.device) -> None:
+    """Frees what was not used for longest, until there is room for what is kept on a device."""
+    most_bytes, most = _most_bytes(device), MOST_ON_GPU if device.type == "cuda" else MOST
+    while (oldest := _superfluous(device, most_bytes, most)) is not None:
         of, kept, key = oldest
         del kept[key]
         of.ledger.forget(key)  # or each call would record it again
 
 
-def _superfluous(most_bytes: float, most: int) -> _Place | None:
-    """What is to go; None if there is room for all that is kept."""
+def _superfluous(device: torch.device, most_bytes: float, most: int) -> _Place | None:
+    """What is to go, of so many steps in so many bytes on this device; None if there is room for all."""
     steps, recordings = list[_Place](), list[_Place]()
     for of in _all():
         passes = [key for key in of.steps if not isinstance(key, Key)]
         if len(passes) > MOST_PASSES:
             return of, of.steps, passes[0]
-        steps += [(of, of.steps, key) for key in of.steps if isinstance(key, Key)]
-        recordings += [(of, of.symbolic, key) for key, found in of.symbolic.items() if found is not None]
+        steps += [(of, of.steps, key) for key, step in of.steps.items() if type(key) is Key and step.device == device]
+        if device.type == "cpu":
+            recordings += [(of, of.symbolic, key) for key, found in of.symbolic.items() if found is not None]
     # Of a pass next to nothing is kept. Recordings share memory for what they compute.
     chunks = {chunk for _, kept, key in recordings for chunk in kept[key].chunks}
     nbytes = sum(kept[key].nbytes for _, kept, key in steps) + sum(chunk.nbytes for chunk in chunks)
@@ -181,8 +181,8 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
             cached.symbolic.move_to_end(of_any)
             return found
     made = make()
-    most_bytes = math.inf if made is None else _most_bytes(torch.device("cpu"))
-    if made is not None and sum(chunk.nbytes for chunk in made.chunks) > most_bytes:
+    device = torch.device("cpu")
+    if made is not None and sum(chunk.nbytes for chunk in made.chunks) > _most_bytes(device):
         made = None  # each step is recorded for itself, in less memory
     with _lock:
         # What serves fewer inputs stays where there is nothing for so many.
@@ -190,7 +190,7 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
             cached.symbolic[of_any] = made
             while len(cached.symbolic) > MOST_SYMBOLIC:
                 cached.symbolic.popitem(last=False)
-            _make_room(most_bytes, MOST)
+            _make_room(device)
     return made
 
 
