@@ -108,12 +108,31 @@ def give_back(tensor: torch.Tensor) -> bool:
     Returns:
         whether it was given back. It is not where the tensor is one of torch's, and where the system cannot.
     """
+    return _give_back(tensor, 0, tensor.nbytes)
+
+
+def clear_rows(tensor: torch.Tensor, first: int, count: int) -> None:
+    """Makes so many rows of a contiguous tensor zero. Where `zeros` has made it, they take no memory then."""
+    row = tensor.stride(0) * tensor.itemsize
+    begin, end = first * row, (first + count) * row
+    # Whole pages go back; what others have a part of is written to.
+    inner, behind = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if inner >= behind or not _give_back(tensor, inner, behind):
+        tensor[first : first + count].zero_()
+        return
+    numbers = tensor.view(-1)
+    numbers[begin // tensor.itemsize : inner // tensor.itemsize].zero_()
+    numbers[behind // tensor.itemsize : end // tensor.itemsize].zero_()
+
+
+def _give_back(tensor: torch.Tensor, begin: int, end: int) -> bool:
+    """Gives these bytes of a tensor, whole pages, back to the system; whether it could."""
     pages = _mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" else None
     # Elsewhere the advice may leave the numbers as they are.
     if pages is None or len(pages) != tensor.nbytes or sys.platform != "linux":
         return False
     try:
-        pages.madvise(mmap.MADV_DONTNEED)
+        pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
     except OSError:  # the process has locked its memory
         return False
     return True

@@ -214,6 +214,24 @@ def test_memory_of_zeros_is_given_back_and_used_again():
     assert address not in host_memory._mapped
 
 
+@pytest.mark.parametrize("row", [2**20, 2**20 + 12, 2**14 + 4])
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (70, 100), (5, 2), (4, 0)])
+def test_rows_that_are_cleared_take_no_memory(row, first, count):
+    """What the rows beside them have of a page stays."""
+    made = host_memory.zeros((200, row // 4), torch.float32, torch.device("cpu")).fill_(3)
+    before = host_memory._resident()
+    host_memory.clear_rows(made, first, count)
+    assert before - host_memory._resident() > count * row * 3 // 4 - 2**18
+    cleared = made[first : first + count]
+    assert not cleared.any() and int((made == 3).sum()) == made.numel() - cleared.numel()
+
+
+def test_rows_of_others_are_cleared():
+    made = torch.ones(7, 5)
+    host_memory.clear_rows(made, 2, 3)
+    assert made.sum(dim=1).tolist() == [5, 5, 0, 0, 0, 5, 5]
+
+
 def test_memory_of_others_is_not_given_back():
     """Nor that of a part of what is one of ours: the rest is somebody's."""
     for other in (torch.ones(BLOCK // 4), torch.ones(3)):
@@ -226,8 +244,10 @@ def test_memory_that_the_process_has_locked_stays(monkeypatch):
     made = host_memory.zeros((BLOCK // 4,), torch.float32, torch.device("cpu")).fill_(1)
     pages = host_memory._mapped[made.data_ptr()]
 
-    def refuse(self, advice):
+    def refuse(self, *advice):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(type(pages), "madvise", refuse, raising=False)
     assert not host_memory.give_back(made) and made.all()
+    host_memory.clear_rows(made, 3, 2 * PAGE)
+    assert not made[3 : 3 + 2 * PAGE].any() and made.sum() == made.numel() - 2 * PAGE

@@ -121,19 +121,33 @@ class FixedKV(KVCache):
         count, _, length, _ = keys.shape
         first = self.prefix_capacity - length if at_end else 0
         begin, end = self._loaded
-        for old, new in zip(self.prefix, (keys, values), strict=True):
-            if begin < end:
-                old[inputs, :, begin:end] = 0  # what is masked must still be numbers
-            old[inputs][:count, :, first : first + length] = new
-        self._loaded = (min(begin, first), max(end, first + length))
         if inputs == slice(None):
+            self._clear_written()
             self._loaded = (first, first + length)
-        written = self._state.max_length() if self.suffix else 0
-        for part in self.suffix or ():  # what nothing was written to is zero, and on a CPU takes no memory
-            part.unflatten(0, (self._state.batch, -1))[inputs, :, :, :written] = 0
+        else:
+            self._clear(inputs)
+            self._loaded = (min(begin, first), max(end, first + length))
+        for old, new in zip(self.prefix, (keys, values), strict=True):
+            old[inputs][:count, :, first : first + length] = new
         for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
             bound[inputs] = 0
             bound[inputs][:count] = new + first
+
+    def _clear_written(self) -> None:
+        """What was written to is zero again, of all inputs: what is masked must still be numbers."""
+        begin, end = self._loaded
+        for part in self.prefix if begin < end else ():
+            part[:, :, begin:end] = 0
+        written = self._state.max_length() if self.suffix else 0
+        for part in self.suffix or ():  # what nothing was written to is zero, and on a CPU takes no memory
+            part[:, :, :written] = 0
+
+    def _clear(self, inputs: slice) -> None:
+        """What is stored of these inputs is zero again: on a CPU, large buffers take no memory for them."""
+        first, end, _ = inputs.indices(self._state.batch)
+        for parts, rows in ((self.prefix, 1), (self.suffix or (), self._state.per_input)):
+            for part in parts:
+                host_memory.clear_rows(part, first * rows, (end - first) * rows)
 
     def clear(self) -> bool:
         """What is stored is of no use any more: on a CPU, large buffers take no memory until they are written to.
@@ -162,25 +176,25 @@ class FixedKV(KVCache):
 
     def insert(self, other: FixedKV, source: int, target: int) -> None:
         """Has an input go on at `target` that is at `source` in `other`, of the same capacity. Then the state."""
+        self._clear(slice(target, target + 1))
         begin, end = self._loaded
         first, last = int(other.starts[source]), int(other.ends[source])
         for old, new in zip(self.prefix, other.prefix, strict=True):
-            if begin < end:
-                old[target, :, begin:end] = 0
             old[target, :, first:last] = new[source, :, first:last]
         self._loaded = (min(begin, first), max(end, last))
-        written, new_written = self._state.max_length(), other._state.max_length()
+        length = other._state.length_of(source) if self.suffix else 0
         for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
             rows, new_rows = (part.unflatten(0, (-1, self._state.per_input)) for part in (old, new))
-            rows[target, :, :, :written] = 0
-            rows[target, :, :, :new_written] = new_rows[source, :, :, :new_written]
+            rows[target, :, :, :length] = new_rows[source, :, :, :length]
         for bound, new in ((self.starts, other.starts), (self.ends, other.ends)):
             bound[target] = new[source]
         self.says_nothing_new[:] = other.says_nothing_new or self.says_nothing_new
 
     def leave(self, inputs: slice) -> None:
-        """Nothing counts of these inputs until others are loaded."""
+        """Nothing counts of these inputs until others are loaded. On a CPU they take no memory."""
         self.starts[inputs] = self.ends[inputs] = 0
+        if self.starts.is_cpu:
+            self._clear(inputs)
 
     def write(self, keys: Tensor, values: Tensor) -> Pair:
         """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""

@@ -181,7 +181,14 @@ class StepState(Rows):
 
     def max_length(self) -> int:
         """Positions of the suffix that something may be stored in, of any row. Waits for the device."""
-        return min(max(int(self.suffix_lengths.max()), self._max_before), self.capacity)
+        return self._stored(self.suffix_lengths)
+
+    def length_of(self, index: int) -> int:
+        """Positions of the suffix that something may be stored in of one input. Waits for the device."""
+        return self._stored(self.suffix_lengths.view(self.batch, -1)[index])
+
+    def _stored(self, lengths: Tensor) -> int:
+        return min(max(int(lengths.max()), self._max_before), self.capacity)
 
     def keep_max_length(self) -> None:
         """To be called before rows go back: what they have stored stays where it is."""

@@ -375,3 +375,36 @@ def test_without_memory_for_k_and_v_neither_grows(part, device, monkeypatch):
     assert sizes() == before
     getattr(kv, f"grow_{part}")(2 * PREFIX_CAPACITY)
     assert [each.shape[2] for each in getattr(kv, part)] == 2 * [2 * PREFIX_CAPACITY]
+
+
+@pytest.mark.parametrize("follows", ["leave", "load", "insert"])
+def test_inputs_that_are_over_take_no_memory(follows: str) -> None:
+    """Nor do those that come in their place, but for their own positions, though others had more."""
+    cpu, capacity = torch.device("cpu"), 4096
+    states = [StepState(4, PER_INPUT, capacity, cpu) for _ in range(2)]
+    example = torch.zeros(1, KV_HEADS, 1, 64)
+    kv, other = (FixedKV(example, example, state, capacity, True) for state in states)
+    spans = torch.tensor([0] * 4), torch.tensor([capacity] * 4)
+    kv.load(*torch.randn(2, 4, KV_HEADS, capacity, 64), *spans, at_end=False)
+    for part in kv.suffix:
+        part.fill_(1)
+    states[0].position_table.add_(capacity - 1)
+    other.load(*torch.randn(2, 4, KV_HEADS, 3, 64), torch.tensor([0] * 4), torch.tensor([3] * 4), at_end=False)
+    before, of_input = host_memory._resident(), 2 * (1 + PER_INPUT) * KV_HEADS * capacity * 64 * 4
+
+    if follows == "leave":
+        kv.leave(slice(1, 3))
+    elif follows == "load":
+        kv.load(*torch.randn(2, 2, KV_HEADS, 3, 64), spans[0][:2], spans[0][:2] + 3, at_end=False, inputs=slice(1, 3))
+    else:
+        for place in (1, 2):
+            kv.insert(other, 0, place)
+            states[0].insert(states[1], 0, place)
+            assert torch.equal(kv.prefix[0][place, :, :3], other.prefix[0][0, :, :3])
+    assert before - host_memory._resident() > of_input * 3 // 2
+    left = 0 if follows == "leave" else 3
+    for part in kv.prefix:
+        assert not part[1:3, :, left:].any() and part[0].all() and part[3].all() and part[1:3, :, :left].all()
+    for part in kv.suffix:
+        rows = part.unflatten(0, (4, -1))
+        assert not rows[1:3].any() and rows[0].all() and rows[3].all()
