@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,14 +72,19 @@ def test_the_file_of_one_process(
     assert report.fastgen["stats"]["transformers.generate"]["accelerated"] > 0
 
 
+def workers_of_ray() -> list[psutil.Process]:
+    """The processes of the workers, one at least."""
+    found = [each for each in psutil.process_iter(["cmdline"]) if "MapBatches(Worker)" in str(each.info["cmdline"])]
+    assert found
+    return found
+
+
 def lose_a_worker(cluster: Any, partial: Path) -> None:
     """Once it has done something: the process of a worker, or a node with all that is on it."""
     before, deadline = partial.stat().st_size, time.monotonic() + 120
     while partial.stat().st_size == before and time.monotonic() < deadline:
         time.sleep(0.01)
-    workers = [each for each in psutil.process_iter(["cmdline"]) if "MapBatches(Worker)" in str(each.info["cmdline"])]
-    assert workers
-    workers[0].kill()
+    workers_of_ray()[0].kill()
 
 
 def lose_a_node(cluster: Any, partial: Path) -> None:
@@ -119,6 +125,38 @@ def test_a_worker_that_is_lost(bart: Path, source: Path, tmp_path: Path, cluster
     killer.join()
     assert not unfinished[-1], "all was done before the worker was lost"
     assert several.read_bytes() == one.read_bytes() and report.resumed_samples == 22
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+def test_a_worker_is_killed_at_a_random_moment(
+    bart: Path, source: Path, tmp_path: Path, cluster: Any, seed: int
+) -> None:
+    """When a random part of the outputs is there, some of which are the worker's own."""
+    one, several = tmp_path / "one.jsonl", tmp_path / "several.jsonl"
+    run(bart, source, one, workers=0)
+    part, left = random.Random(seed).uniform(0.05, 0.8), list[int]()
+
+    def lose() -> None:
+        partial, deadline = tmp_path / "several.jsonl.partial", time.monotonic() + 240
+        while time.monotonic() < deadline and not (
+            partial.exists() and partial.stat().st_size > part * one.stat().st_size
+        ):
+            time.sleep(0.005)
+        workers = [
+            each for each in psutil.process_iter(["cmdline"]) if "MapBatches(Worker)" in str(each.info["cmdline"])
+        ]
+        random.Random(seed).choice(workers).kill()
+        left.append(RECORDS - len(partial.read_bytes().splitlines()))
+
+    killer = Thread(target=lose)
+    killer.start()
+    report = on_ray(bart, source, several, cluster)
+    killer.join()
+    assert left and left[0] > 0, "all was done before the worker was lost"
+    assert several.read_bytes() == one.read_bytes() and report.samples == RECORDS - 2
+    first, second = (Path(f"{path}.errors.jsonl").read_bytes() for path in (one, several))
+    assert first == second
 
 
 def test_a_failure_of_workers_is_the_runs(bart: Path, source: Path, tmp_path: Path, cluster: Any) -> None:
