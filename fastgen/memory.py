@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from fastgen import interrupts
+from fastgen.locks import forkable_lock
 
 # psutil does not know the limits of containers.
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -21,6 +23,9 @@ _LIMIT = ("memory.max", "memory.limit_in_bytes")
 _USED = ("memory.current", "memory.usage_in_bytes")
 _RECLAIMABLE = (("inactive_file", "active_file"), ("total_inactive_file", "total_active_file"))
 _MIN_GROWTH = 64  # positions
+# Of all threads: without collection until the last one is over.
+_blocks: set[object] = set()
+_changing = forkable_lock()
 
 
 def capacity(needed: int, present: int) -> int:
@@ -34,9 +39,33 @@ def capacity(needed: int, present: int) -> int:
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Python does not look for garbage meanwhile: to look through all of a process takes as long as several steps."""
-    with interrupts.undoing(gc.enable) if gc.isenabled() else contextlib.nullcontext():
-        gc.disable()
+    if not (_blocks or gc.isenabled()):  # the user does without it
         yield
+        return
+    block = object()
+    with interrupts.undoing(functools.partial(_leave, block)):
+        with _changing:
+            _blocks.add(block)
+            gc.disable()
+        yield
+
+
+def _leave(block: object) -> None:
+    with _changing:
+        _blocks.discard(block)
+        if not _blocks:
+            gc.enable()
+
+
+def _forked() -> None:
+    """The other threads have not come along."""
+    if _blocks:
+        _blocks.clear()
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def is_out(error: BaseException) -> bool:

@@ -111,18 +111,18 @@ def give_back(tensor: torch.Tensor) -> bool:
     return _give_back(tensor, 0, tensor.nbytes)
 
 
-def clear_rows(tensor: torch.Tensor, first: int, count: int) -> None:
-    """Makes so many rows of a contiguous tensor zero. Where `zeros` has made it, they take no memory then."""
+def give_rows_back(tensor: torch.Tensor, first: int, count: int) -> bool:
+    """As `give_back`, of so many rows. The tensor must be contiguous."""
     row = tensor.stride(0) * tensor.itemsize
     begin, end = first * row, (first + count) * row
     # Whole pages go back; what others have a part of is written to.
     inner, behind = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if inner >= behind or not _give_back(tensor, inner, behind):
-        tensor[first : first + count].zero_()
-        return
+        return False
     numbers = tensor.view(-1)
     numbers[begin // tensor.itemsize : inner // tensor.itemsize].zero_()
     numbers[behind // tensor.itemsize : end // tensor.itemsize].zero_()
+    return True
 
 
 def _give_back(tensor: torch.Tensor, begin: int, end: int) -> bool:

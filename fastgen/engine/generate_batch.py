@@ -9,6 +9,7 @@ import logging
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -86,7 +87,7 @@ def _whole(model: Any, tokens: Any) -> Any:
     """A prompt without padding: here, a decoder reads every token, also one that it is padded with elsewhere."""
     if model.config.is_encoder_decoder or not isinstance(tokens, (list, tuple, Tensor)) or len(tokens) == 0:
         return tokens
-    return {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(torch.as_tensor(tokens))}
 
 
 def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool) -> dict[str, GenerationOutput]:

@@ -53,7 +53,7 @@ class Waiting:
         self._executor = executor
         self._is_closed, self._is_idle, self._pauses = False, True, 0
         self._changed = threading.Condition(forkable_lock())
-        self._to_tell: set[Callable[[], None]] = set()  # who else waits for a change
+        self._to_tell: dict[Callable[[], None], None] = {}  # who else waits for a change, in order
         _all.add(self)
 
     # ---- for the threads of the users
@@ -77,31 +77,30 @@ class Waiting:
     async def aput(self, requests: Sequence[Request], timeout: float | None) -> None:
         """As `put`, for the thread of an event loop. No other thread waits meanwhile: a loop has few that all share."""
         loop, has_changed = asyncio.get_running_loop(), asyncio.Event()
+        left, until = self._begin(requests), None if timeout is None else loop.time() + timeout
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(has_changed.set)
 
-        async def added() -> None:
-            left = self._begin(requests)
-            while True:
-                has_changed.clear()
-                with self._changed:
-                    left = self._added(left)
-                if not left:
-                    return
-                if timeout == 0:
-                    raise asyncio.TimeoutError
-                await has_changed.wait()
-
-        self._to_tell.add(tell)
+        # Not `wait_for`, which before Python 3.12 may lose the cancellation of the task.
+        alarm = None if until is None else loop.call_at(until, has_changed.set)
+        self._to_tell[tell] = None
         try:
             with cancelled_together(requests):
-                await asyncio.wait_for(added(), timeout or None)
-        except asyncio.TimeoutError:
-            raise EngineFull(f"{self.most} requests wait already") from None
+                while left := self._added_now(left):
+                    if until is not None and loop.time() >= until:
+                        raise EngineFull(f"{self.most} requests wait already")
+                    await has_changed.wait()
+                    has_changed.clear()
         finally:
-            self._to_tell.discard(tell)
+            del self._to_tell[tell]
+            if alarm is not None:
+                alarm.cancel()
+
+    def _added_now(self, requests: Sequence[Request]) -> list[Request]:
+        with self._changed:
+            return self._added(requests)
 
     def _begin(self, requests: Sequence[Request]) -> list[Request]:
         if threading.current_thread() not in [each.thread for each in list(_all)]:

@@ -81,6 +81,7 @@ def test_threads_of_the_loop_do_not_wait_for_room(llama: Any) -> None:
         loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
         with engine.paused():
             tasks = [asyncio.ensure_future(engine.asubmit(prompt)) for prompt in PROMPTS]
+            await asyncio.sleep(0)
             with pytest.raises(fastgen.EngineFull):
                 await engine.asubmit(PROMPTS[0], timeout=0.05)
             assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), WAIT) == "done"
@@ -95,6 +96,41 @@ def test_threads_of_the_loop_do_not_wait_for_room(llama: Any) -> None:
 
     with fastgen.Engine(llama, max_waiting=1) as engine:
         _run(run())
+
+
+def test_a_task_that_is_cancelled_when_there_is_room(llama: Any) -> None:
+    """In the same turn of the loop. Then it does not go on, nor does its request."""
+
+    async def run() -> None:
+        with engine.paused():
+            first = await engine.asubmit(PROMPTS[0])
+            task = asyncio.ensure_future(engine.asubmit(PROMPTS[1], timeout=WAIT))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+                if engine.stats()["waiting"]:
+                    break
+            if not task.cancel():  # it was over
+                (await task).cancel()
+                return
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    with fastgen.Engine(llama, max_waiting=1) as engine:
+        _run(run())
+        assert engine.stats()["finished"] == 0 and engine.stats()["waiting"] == 0
+
+
+@pytest.mark.parametrize("timeout", [0, -1, None])
+def test_no_time_to_wait_for_room(llama: Any, timeout: float | None) -> None:
+    """Where there is room, none is needed."""
+
+    async def run() -> Any:
+        return await (await engine.asubmit(PROMPTS[0], timeout=timeout))
+
+    with fastgen.Engine(llama, max_waiting=1) as engine:
+        assert torch.equal(_run(run()), alone(llama, PROMPTS[0]))
 
 
 def test_a_task_that_is_cancelled_cancels_its_requests(llama: Any, gate: Gate) -> None:

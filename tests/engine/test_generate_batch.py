@@ -72,6 +72,15 @@ def test_prompts_have_no_padding() -> None:
         assert prompt + output.generated_tokens == expected
 
 
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_a_prompt_as_a_batch_of_one(as_tensor: bool) -> None:
+    """What a tokenizer gives for a text."""
+    model, prompt = BY_NAME["llama"].build(), [[5, 6, 7]]
+    (output,) = model.generate_batch([torch.tensor(prompt) if as_tensor else prompt], max_new_tokens=4).values()
+    (expected,) = model.generate_batch(prompt, max_new_tokens=4).values()
+    assert output.error is None and output.generated_tokens == expected.generated_tokens
+
+
 @pytest.mark.parametrize("config", [None, GenerationConfig(do_sample=True, max_new_tokens=8, eos_token_id=EOS)])
 def test_samples_with_options_that_the_library_would_ignore(config: GenerationConfig | None) -> None:
     """Of the first, it would make greedy tokens; of the second, without the processor."""

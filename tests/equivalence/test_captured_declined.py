@@ -214,5 +214,9 @@ def test_a_model_that_drops_its_cache(options: dict[str, Any], device: torch.dev
     model, ending = copy.deepcopy(family.build()).to(device), {"min_new_tokens": 24}
     check(model, to(device, family.make_inputs(length=9)), {**options, **ending})
     assert captures() == 0 and "where the sequence gets long" in next(iter(reasons()))
+    check(model, to(device, family.make_inputs(length=24)), {**options, **ending})
+    assert captures() == 0
     check(model, to(device, family.make_inputs(length=9)), {**options, "max_new_tokens": 12})
     assert captures() == 1
+    check(model, to(device, family.make_inputs(length=25)), {**options, **ending})  # long from the beginning
+    assert not any("gets long" in reason for reason in list(reasons())[1:])

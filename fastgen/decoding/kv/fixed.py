@@ -59,6 +59,8 @@ class FixedKV(KVCache):
         self.ends = torch.zeros_like(self.starts)
 
         self._most = 0, 0  # positions of the prefix and of the suffix that something was written to
+        # Inputs of which something is stored. One that is over stores in the first position, which the next one takes.
+        self._stored: set[int] = set()
         self._loaded = (prefix_capacity, 0)  # from which position of the prefix to which something may be
         self.prefix = self._zeros(keys, values, state.batch, prefix_capacity)
         self.suffix = self._zeros(keys, values, state.rows, state.capacity) if has_suffix else None
@@ -127,27 +129,42 @@ class FixedKV(KVCache):
         else:
             self._clear(inputs)
             self._loaded = (min(begin, first), max(end, first + length))
+        self._stored |= set(self._numbers(inputs))
         for old, new in zip(self.prefix, (keys, values), strict=True):
             old[inputs][:count, :, first : first + length] = new
         for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
             bound[inputs] = 0
             bound[inputs][:count] = new + first
 
-    def _clear_written(self) -> None:
-        """What was written to is zero again, of all inputs: what is masked must still be numbers."""
-        begin, end = self._loaded
-        for part in self.prefix if begin < end else ():
-            part[:, :, begin:end] = 0
+    def _numbers(self, inputs: slice) -> range:
+        return range(*inputs.indices(self._state.batch))
+
+    def _clear_written(self, first: int = 0, count: int | None = None) -> None:
+        """What was written to is zero again, of so many inputs: what is masked must still be numbers.
+
+        What nothing was written to is zero, and on a CPU takes no memory.
+        """
+        count = self._state.batch if count is None else count
+        for parts, rows, (begin, end) in self._written():
+            for part in parts if begin < end else ():
+                part[first * rows : (first + count) * rows, :, begin:end] = 0
+
+    def _written(self) -> tuple[tuple[tuple[Tensor, ...], int, tuple[int, int]], ...]:
+        """Buffers, with their rows of an input, and from which position to which something may be."""
         written = self._state.max_length() if self.suffix else 0
-        for part in self.suffix or ():  # what nothing was written to is zero, and on a CPU takes no memory
-            part[:, :, :written] = 0
+        return (self.prefix, 1, self._loaded), (self.suffix or (), self._state.per_input, (0, written))
 
     def _clear(self, inputs: slice) -> None:
         """What is stored of these inputs is zero again: on a CPU, large buffers take no memory for them."""
-        first, end, _ = inputs.indices(self._state.batch)
-        for parts, rows in ((self.prefix, 1), (self.suffix or (), self._state.per_input)):
-            for part in parts:
-                host_memory.clear_rows(part, first * rows, (end - first) * rows)
+        for number in self._stored.intersection(self._numbers(inputs)):
+            given_back = [
+                host_memory.give_rows_back(part, number * rows, rows)
+                for parts, rows, _ in self._written()
+                for part in parts
+            ]
+            if not all(given_back):
+                self._clear_written(number, 1)
+            self._stored.discard(number)
 
     def clear(self) -> bool:
         """What is stored is of no use any more: on a CPU, large buffers take no memory until they are written to.
@@ -160,11 +177,12 @@ class FixedKV(KVCache):
             self._loaded = (self.prefix_capacity, 0)
         if all(prefix + suffix):
             self._most = 0, 0
+            self._stored.clear()
         return all(suffix)
 
     def take_over(self, other: FixedKV, inputs: Tensor | slice, rows: Tensor | slice) -> None:
         """Goes on with what `other`, of no larger capacity, has stored of `inputs`, that is `rows`. Then the state."""
-        self._loaded = other._loaded
+        self._loaded, self._stored = other._loaded, set(range(self._state.batch))
         pairs = zip(self.prefix, other.prefix, strict=True)
         for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
             old.copy_(new[inputs])
@@ -177,6 +195,7 @@ class FixedKV(KVCache):
     def insert(self, other: FixedKV, source: int, target: int) -> None:
         """Has an input go on at `target` that is at `source` in `other`, of the same capacity. Then the state."""
         self._clear(slice(target, target + 1))
+        self._stored.add(target)
         begin, end = self._loaded
         first, last = int(other.starts[source]), int(other.ends[source])
         for old, new in zip(self.prefix, other.prefix, strict=True):

@@ -159,7 +159,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
             raise CannotBeCaptured(f"the stopping criterion {criterion.__class__.__name__}")
     if not isinstance(config.max_length, int):
         raise CannotBeCaptured("a max_length that is no integer")
-    if may_begin_again(call.model, config.max_length):
+    if may_begin_again(call.model, arguments["input_ids"].shape[1], config.max_length):
         raise CannotBeCaptured("frequencies of positions that change where the sequence gets long")
     if config.low_memory:
         raise CannotBeCaptured("low_memory")  # the library's beam search says that there is none

@@ -188,15 +188,16 @@ def has_captured_steps(model: Any) -> bool:
     )
 
 
-def may_begin_again(model: Any, length: int) -> bool:
-    """Whether a model may drop its cache and read all tokens once more in a call of up to so many positions.
+def may_begin_again(model: Any, prompt: int, length: int) -> bool:
+    """Whether a model may drop its cache and read all tokens once more in a call from `prompt` to `length` positions.
 
     Phi-3 does so in its preparation of inputs, which a captured step does not run, where the frequencies of short
     sequences give way to those of long ones.
     """
     config = model.config.get_text_config(decoder=True)
     switch = getattr(config, "original_max_position_embeddings", None)
-    return switch is not None and length > switch and any("longrope" in repr(getattr(config, x, None)) for x in _ROPE)
+    switches = switch is not None and prompt <= switch < length
+    return switches and any("longrope" in repr(getattr(config, name, None)) for name in _ROPE)
 
 
 def counts_on_the_host(model: Any) -> bool:

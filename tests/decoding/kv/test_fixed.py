@@ -377,6 +377,22 @@ def test_without_memory_for_k_and_v_neither_grows(part, device, monkeypatch):
     assert [each.shape[2] for each in getattr(kv, part)] == 2 * [2 * PREFIX_CAPACITY]
 
 
+def test_where_memory_cannot_be_given_back_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that leave, and that never came, write to nothing but what others have written to."""
+    monkeypatch.setattr(host_memory, "_give_back", lambda *given: False)
+    cpu, capacity = torch.device("cpu"), 2**15
+    state = StepState(4, PER_INPUT, capacity, cpu)
+    example = torch.zeros(1, KV_HEADS, 1, 64)
+    kv = FixedKV(example, example, state, capacity, True)
+    before = host_memory._resident()
+    kv.leave(slice(None))
+    kv.load(*torch.randn(2, 1, KV_HEADS, 3, 64), torch.tensor([0]), torch.tensor([3]), False, slice(1, 2))
+    assert kv.prefix[0][1, :, :3].all()
+    kv.leave(slice(0, 4))
+    assert not kv.prefix[0][:, :, :8].any() and not kv.prefix[1][:, :, :8].any()
+    assert host_memory._resident() - before < 2**22 < kv.prefix[0].nbytes
+
+
 @pytest.mark.parametrize("follows", ["leave", "load", "insert"])
 def test_inputs_that_are_over_take_no_memory(follows: str) -> None:
     """Nor do those that come in their place, but for their own positions, though others had more."""
