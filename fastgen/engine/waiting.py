@@ -94,7 +94,7 @@ class Waiting:
                     await has_changed.wait()
                     has_changed.clear()
         finally:
-            del self._to_tell[tell]
+            self._to_tell.pop(tell, None)  # a forked process has forgotten it
             if alarm is not None:
                 alarm.cancel()
 
