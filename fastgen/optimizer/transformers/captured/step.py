@@ -1,10 +1,10 @@
-"""A decode step that a CUDA graph or, on the CPU, a program replays: its forward pass, its parts, its buffers."""
+"""A decode step that a CUDA graph or, on the CPU, a program replays: its parts, and what becomes of its inputs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,126 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import releases
-from fastgen.decoding import layer_forms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import rows_of
-from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
-from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.choice import Choice, search_of
+from fastgen.optimizer.transformers.captured.forward import Forward
 from fastgen.optimizer.transformers.captured.host import Host, Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.models import counts_on_the_host
 
 # Runs of a part on a GPU before it is captured: of a step with drafts, which has several, each runs less often.
 _WARM_UPS, _WARM_UPS_WITH_DRAFT = 2, 1
 # Steps under way on a GPU that the host does not know the outcome of. On the CPU there are none.
 _LATE = 2
-
-
-class Forward:
-    """Runs the model on the buffers of a step.
-
-    Attributes:
-        is_watched: it has run while the host looked at what it may not look at later: what masks say.
-        is_eager: it runs as the library's loop would run it, and is not captured.
-    """
-
-    def __init__(self, key: Key, prompt: Prompt, buffers: StepBuffers, search: Search) -> None:
-        self._key, self._buffers, self._search = key, buffers, search
-        # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
-        self.nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
-        self.is_watched = self.is_eager = self._watches = False
-        self._refused: CannotBeCaptured | None = None  # while it is watched
-
-    def __call__(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
-        """[any, width, vocabulary]: the logits behind `tokens`, [any, width]."""
-        inputs = model.prepare_inputs_for_generation(
-            tokens,
-            next_sequence_length=width,
-            **releases.with_cache(cache),
-            **inputs,
-            **self._constants(width),
-        )
-        # What is captured is made of torch's own products, for which others stand later.
-        products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
-        known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else graph.Capturable()
-        with known, fused(), products:
-            logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
-            if self._watches and self._key.encoder is not None:
-                self._check_source(logits, lambda given: model(**{**inputs, **given}, return_dict=True).logits)
-        return logits
-
-    def cache(self, model: Any, cache: Any) -> Any:
-        """`cache`, or one that takes no time: as long as an int says, where the host may ask."""
-        return self._buffers.cache(self._search, int(self._buffers.cache_length)) if self._is_known(model) else cache
-
-    @contextlib.contextmanager
-    def watched(self, cache: Any) -> Iterator[None]:
-        """In this context the host looks at what it may not look at later.
-
-        Raises:
-            CannotBeCaptured: what the model has read is not there in a captured step.
-        """
-        kvs = [layer.kv for layers in layers_in(cache) for layer in layers]
-        for kv in kvs:
-            kv.host_may_wait = True
-        self._watches = True
-        try:
-            yield
-        finally:
-            for kv in kvs:
-                kv.host_may_wait = False
-            refused, self._refused, self._watches = self._refused, None, False
-        if refused is not None:
-            raise refused
-        self.is_watched = True
-
-    def _check_source(self, logits: Tensor, again: Callable[[dict[str, Any]], Tensor]) -> None:
-        """Notes whether the model reads the encoder's output, which is NaN here, besides the stored keys and values.
-
-        Where scores are NaN, they may be so for another reason: they are then with another output, too.
-
-        Args:
-            again: makes the same logits, of all positions, with these arguments exchanged.
-        """
-        found = logits[: self._buffers.rows].isnan()
-        if not bool(found.any()):
-            return
-        zeros = self._source(torch.zeros_like(self.nothing))
-        same = again(zeros)[: self._buffers.rows, -logits.shape[1] :].isnan()
-        if not torch.equal(found, same):
-            self._refused = CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
-        elif bool(found.flatten(1).any(dim=1).all()):  # a row without NaN would show that nothing is read
-            self._refused = OfThisCall("scores are NaN, so that nothing shows whether the encoder's output is read")
-
-    def _is_known(self, model: Any) -> bool:
-        """Whether the host may ask how long the cache is, in a step that nobody looks at."""
-        is_one = not self._key.has_own_lengths
-        return is_one and self.is_eager and self.is_watched and counts_on_the_host(model)
-
-    def _constants(self, width: int) -> dict[str, Any]:
-        """The model's inputs that are in no buffers."""
-        found: dict[str, Any] = dict(self._key.constants)
-        if "logits_to_keep" in found:
-            found["logits_to_keep"] = width
-        return {**found, **self._source(self.nothing)}
-
-    def _source(self, filled_with: Tensor) -> dict[str, Any]:
-        """The encoder's output as the model gets it, [1, 1, 1] in all places; nothing for a model without encoder."""
-        if self._key.encoder is None:
-            return {}
-        kind_of_output, size = self._key.encoder
-        states = filled_with.expand(self._key.rows, self._buffers.sizes.source, size)
-        return {"encoder_outputs": kind_of_output(last_hidden_state=states)}
 
 
 class Parts:
