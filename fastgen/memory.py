@@ -1,4 +1,4 @@
-"""The host: how much of its memory is free for this process, and its processor; how a buffer grows; no collection."""
+"""The host: its free memory, its processor, how a buffer grows, and times without garbage collection."""
 
 from __future__ import annotations
 

@@ -150,16 +150,13 @@ class _Run:
         return {"id": self.id, "created": self.created, "model": self.model.name}
 
     def usage(self, generated: int) -> answers.Usage:
-        prompt = sum(map(len, self.prompts))
-        return answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
+        return _usage(sum(map(len, self.prompts)), generated)
 
     def usage_until(self, piece: Piece, generated: int) -> dict[str, answers.Usage]:
         """The usage of the choice of a piece, as a field of its chunk, where each chunk has one."""
         if not self.body.sends_usage_always:
             return {}
-        prompt = len(self.prompts[piece.index // self.decoding.results])
-        made = answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
-        return {"usage": made}
+        return {"usage": _usage(len(self.prompts[piece.index // self.decoding.results]), generated)}
 
     async def whole(self) -> tuple[list[Piece], answers.Usage]:
         """The choices, each in one piece."""
@@ -184,6 +181,10 @@ class _Run:
                     for piece in self.choices.pieces(index * self.decoding.results, new):
                         yield piece
         yield self.usage(generated)
+
+
+def _usage(prompt: int, generated: int) -> answers.Usage:
+    return answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
 
 
 def _run(

@@ -283,10 +283,10 @@ def _where(*args: Any, **options: Any) -> Any:
 
 
 def _where_of(*args: Any, **options: Any) -> Any:
-    """`Tensor.where`, whose number becomes a tensor."""
+    """`Tensor.where`, the same with the tensor first."""
     if len(args) == 3:
         x, condition, y = args
-        args = x, condition, _tensor(y, x, condition.device)
+        return _where(condition, x, y, **options)
     return Tensor.where(*args, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class FixedKV(KVCache):
         self.ends = torch.zeros_like(self.starts)
 
         self._most = 0, 0  # positions of the prefix and of the suffix that something was written to
-        # Inputs of which something is stored. One that is over stores in the first position, which the next one takes.
+        # Inputs of which something is stored. One that is over writes to its first position, as the next one will.
         self._stored: set[int] = set()
         self._loaded = (prefix_capacity, 0)  # from which position of the prefix to which something may be
         self.prefix = self._zeros(keys, values, state.batch, prefix_capacity)
@@ -139,32 +140,29 @@ class FixedKV(KVCache):
     def _numbers(self, inputs: slice) -> range:
         return range(*inputs.indices(self._state.batch))
 
-    def _clear_written(self, first: int = 0, count: int | None = None) -> None:
-        """What was written to is zero again, of so many inputs: what is masked must still be numbers.
+    def _written(self) -> tuple[tuple[tuple[Tensor, ...], int, slice], ...]:
+        """Buffers, their rows of an input, and the positions that something may be in.
 
         What nothing was written to is zero, and on a CPU takes no memory.
         """
-        count = self._state.batch if count is None else count
-        for parts, rows, (begin, end) in self._written():
-            for part in parts if begin < end else ():
-                part[first * rows : (first + count) * rows, :, begin:end] = 0
+        length = self._state.max_length() if self.suffix else 0
+        return (self.prefix, 1, slice(*self._loaded)), (self.suffix or (), self._state.per_input, slice(length))
 
-    def _written(self) -> tuple[tuple[tuple[Tensor, ...], int, tuple[int, int]], ...]:
-        """Buffers, with their rows of an input, and from which position to which something may be."""
-        written = self._state.max_length() if self.suffix else 0
-        return (self.prefix, 1, self._loaded), (self.suffix or (), self._state.per_input, (0, written))
+    def _clear_written(self) -> None:
+        """What was written to is zero again, of all inputs: what is masked must still be numbers."""
+        for parts, _, positions in self._written():
+            for part in parts:
+                part[:, :, positions] = 0
 
     def _clear(self, inputs: slice) -> None:
         """What is stored of these inputs is zero again: on a CPU, large buffers take no memory for them."""
-        for number in self._stored.intersection(self._numbers(inputs)):
-            given_back = [
-                host_memory.give_rows_back(part, number * rows, rows)
-                for parts, rows, _ in self._written()
-                for part in parts
-            ]
-            if not all(given_back):
-                self._clear_written(number, 1)
-            self._stored.discard(number)
+        numbers = self._stored.intersection(self._numbers(inputs))
+        for parts, rows, positions in self._written() if numbers else ():
+            for part, number in itertools.product(parts, numbers):
+                first = number * rows
+                if not host_memory.give_rows_back(part, first, rows):
+                    part[first : first + rows, :, positions] = 0
+        self._stored -= numbers
 
     def clear(self) -> bool:
         """What is stored is of no use any more: on a CPU, large buffers take no memory until they are written to.

@@ -135,7 +135,8 @@ def _superfluous(device: torch.device, most_bytes: float, most: int) -> _Place |
         passes = [key for key in of.steps if not isinstance(key, Key)]
         if len(passes) > MOST_PASSES:
             return of, of.steps, passes[0]
-        steps += [(of, of.steps, key) for key, step in of.steps.items() if type(key) is Key and step.device == device]
+        of_device = (key for key, step in of.steps.items() if step.device == device)
+        steps += [(of, of.steps, key) for key in of_device if isinstance(key, Key)]
         if device.type == "cpu":
             recordings += [(of, of.symbolic, key) for key, found in of.symbolic.items() if found is not None]
     # Of a pass next to nothing is kept. Recordings share memory for what they compute.
