@@ -27,9 +27,9 @@ CHOICES = {
     "self_speculation": ("off", "int8", "int4"),
     "assisted_sampling": ("library", "fastgen"),
 }
-# A run over a data set, and calls with drafts, have steps recorded on the CPU once they have asked for so many: that
-# must not depend on what was measured. A call that may end at any token counts as no more than the last.
-RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 256, 64
+# A run over a data set has steps recorded on the CPU for batches that ask for so many together: that must not depend on
+# what was measured. A call that may end at any token counts as no more than the last.
+RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 48, 64
 # What the names of the installed commands begin with.
 _COMMANDS = (
     "fastgen-generate", "fastgen-embed", "fastgen-classify", "fastgen-quantize", "fastgen-interactive-for-fairseq",

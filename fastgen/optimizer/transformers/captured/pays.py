@@ -21,8 +21,9 @@ from fastgen.optimizer.transformers.captured.key import Key
 
 # A pass of an encoder of one shape is recorded when it has come so often: that takes as long as tens of passes.
 PASSES = 64
-# Calls with drafts have a step recorded once they have asked for so many, as a run over a data set has.
-ASKED_FOR, STEPS_OF_A_CALL = settings.RECORDING_PAYS_FROM, settings.STEPS_OF_A_CALL
+# Calls with drafts have a step recorded once they have asked for so many; one that may end at any token counts as no
+# more than the last.
+ASKED_FOR, STEPS_OF_A_CALL = 256, settings.STEPS_OF_A_CALL
 # So many steps repay a recording, as long as nothing has been measured, and at the least.
 STEPS, LEAST_STEPS = 24, 6
 # What specializing a recording takes of the time of making one.
