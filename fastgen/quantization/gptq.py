@@ -29,24 +29,21 @@ class Plan(NamedTuple):
     up for the error of column j. In the order of `order`."""
 
 
-def plan(hessian: Tensor, damping: float = DAMPING, by_activation: bool = True) -> Plan:
-    """The order of the columns, and the upper triangular U with U^T U = the inverse of the damped Hessian.
+def plan(hessian: Tensor, damping: float = DAMPING) -> Plan:
+    """The order of the columns, those of the largest activations first ("act-order"), and the upper triangular U with
+    U^T U = the inverse of the damped Hessian.
 
     Args:
         hessian: [inputs, inputs], float32 or float64: the sum of x x^T.
         damping: the part of the mean of the Hessian's diagonal that is added to the diagonal: tenfold, again and
             again, where that is too little for a positive definite matrix.
-        by_activation: begin with the inputs of the largest activations ("act-order").
 
     Raises:
         ValueError: the Hessian has elements that are NaN or infinite, or the damping is not positive.
     """
     if not damping > 0:
         raise ValueError(f"the damping is {damping}: it must be more than 0")
-    diagonal = hessian.diagonal()
-    order = torch.argsort(diagonal, descending=True, stable=True)
-    if not by_activation:
-        order = torch.arange(len(diagonal), device=hessian.device)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     return Plan(order, _compensation(hessian, damping, order))
 
 

@@ -186,7 +186,9 @@ def _plain(x: Tensor, packed: LayerWeight, bias: Tensor | None) -> Tensor:
     """Torch's product with the weight in floating point, a part of it at a time."""
     if packed.order is not None:
         x = x.index_select(-1, packed.order)
-    parts = [F.linear(x, some, _part(bias, start, len(some))) for start, some in _pieces(packed, x.dtype)]
+    parts = []
+    for start, some in _pieces(packed, x.dtype):
+        parts.append(F.linear(x, some, None if bias is None else bias[start : start + len(some)]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -204,10 +206,6 @@ def _in_panels(packed: LayerWeight) -> grouped.PackedWeight:
 
 def _in_rows(packed: LayerWeight) -> grouped.PackedWeight:
     return grouped.PackedWeight(*packed[:5], *packed.sizes[:4], in_rows=True)
-
-
-def _part(bias: Tensor | None, start: int, count: int) -> Tensor | None:
-    return None if bias is None else bias[start : start + count]
 
 
 def _grouped(packed: LayerWeight, which: slice | Tensor, order: Tensor | None) -> QuantizedTensor:

@@ -1,16 +1,7 @@
 """Quantised layers in the format `pack-quantized` of the library compressed-tensors, and as the work kept of a run.
 
 Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format
-of GPTQ instead (`formats.py`), version 1.
-
-A layer of `pack-quantized` with [N, K] has these tensors in place of its weight:
-
-- `weight_packed`: int32 [N, K * bits / 32], the values of a row next to each other, the first in the lowest bits; a
-last
-  word that is not full ends in zeros;
-- `weight_scale`: [N, groups];
-- `weight_zero_point`, only of asymmetric weights: int32 [N * bits / 32, groups], packed along N;
-- `weight_shape`: int64 [2].
+of GPTQ instead, version 1. `formats.py` says what tensors a layer has.
 """
 
 from __future__ import annotations
