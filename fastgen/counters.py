@@ -98,9 +98,7 @@ def decided(
     """
     try:
         return decide(*arguments)
-    except foreseen:
-        raise
-    except FallbackError:
+    except (FallbackError, *foreseen):
         raise
     except Exception as failure:
         interrupts.pass_on(failure)
@@ -108,10 +106,16 @@ def decided(
         return None
 
 
-def level_of_caller() -> int:
-    """The `stacklevel` of the first frame that is none of this package's, for the function that calls this."""
+def level_of_caller(libraries: tuple[str, ...] = ()) -> int:
+    """The `stacklevel` of the first frame that is none of this package's, for the function that calls this.
+
+    Args:
+        libraries: what the names of modules begin with that are passed over, too.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_globals.get("__name__", "").startswith(libraries)
+    ):
         frame, level = frame.f_back, level + 1
     return level
 
