@@ -98,9 +98,9 @@ def decided(
     """
     try:
         return decide(*arguments)
-    except (FallbackError, *foreseen):
-        raise
     except Exception as failure:
+        if isinstance(failure, (FallbackError, *foreseen)):
+            raise
         interrupts.pass_on(failure)
         count_failure(entry_point, failure)
         return None

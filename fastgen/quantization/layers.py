@@ -184,12 +184,12 @@ class QuantizedWeight(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        *others, missing_keys, unexpected_keys, error_msgs = rest
+        *_, missing_keys, unexpected_keys, error_msgs = rest
         if self.sizes is None:
             super()._load_from_state_dict(state_dict, prefix, *rest)
             return
         found: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, *others, missing_keys, found, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *[*rest[:-2], found, error_msgs])
         names = {prefix + name: name for name in (self.stored_dtypes if self.form.writable else ("weight",))}
         unexpected_keys += [key for key in found if key not in names]
         missing = [key for key in names if key not in state_dict]

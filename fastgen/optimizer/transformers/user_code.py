@@ -70,13 +70,6 @@ def says(criterion: Any, name: str) -> bool:
     return getattr(criterion, name, False) is True
 
 
-def passed_to(arguments: dict[str, Any]) -> list[Any]:
-    """The processors, criteria, functions and streamers among the arguments of `generate`."""
-    given = [arguments.get(name) for name in ARGUMENTS]
-    parts = [part for value in given for part in (list(value) if isinstance(value, (list, tuple)) else [value])]
-    return [part for part in parts if part is not None]
-
-
 def wrap(arguments: dict[str, Any], errors: Errors) -> bool:
     """Wraps the user's code in the arguments of a decoding loop, in place; says whether there is any."""
     found = arguments.get("streamer") is not None

@@ -17,7 +17,11 @@ _WITHOUT = (
 )  # fmt: skip
 
 
-class Unknown(Exception):
+class Declined(Exception):
+    """This call needs its padding; the message says why."""
+
+
+class Unknown(Declined):
     """A result has something in it of which nobody knows whether it holds tensors; the message says what."""
 
 

@@ -21,6 +21,7 @@ from fastgen import releases
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
 from fastgen.optimizer.transformers.encoders import attention, results
+from fastgen.optimizer.transformers.encoders.results import Declined
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
 # What a further bucket costs, in positions: small products are slow, and the model's Python code takes its time.
@@ -36,10 +37,6 @@ _TABLES = {
     "token_type_ids": "token_type_embeddings",
     "position_ids": "position_embeddings",
 }
-
-
-class Declined(Exception):
-    """This call needs its padding; the message says why."""
 
 
 class Unexpected(Declined):
@@ -160,10 +157,7 @@ class UnpaddedForward:
                 raise Declined(_NOT_PER_TOKEN)
             return self._remembered(packing.unpack(states, self._fill))
 
-        try:
-            return results.mapped(result, unpacked)
-        except results.Unknown as unknown:
-            raise Declined(str(unknown)) from unknown
+        return results.mapped(result, unpacked)
 
     def _is_row(self, states: Tensor) -> bool:
         """Whether these are packed. A batch with padding has more positions, or more rows."""

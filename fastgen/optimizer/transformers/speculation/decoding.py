@@ -42,12 +42,8 @@ _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
 _MOST_AT_ONCE = 2**16
 
+# Of the calls of a model by the kind of their draft, and their rows.
 _back_offs: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
-
-
-def _back_off_of(model: Any, draft: Draft, rows: int) -> BackOff:
-    """Of calls with a draft of this kind and so many rows; found before anything is made for the call."""
-    return _back_offs.setdefault(model, {}).setdefault((type(draft), rows), draft_length.of_calls())
 
 
 def seconds_of_step(model: Any, key: Key) -> float | None:
@@ -72,7 +68,8 @@ class SpeculativeDecoding(Decoding):
         self._length = 0  # tokens drafted in the last iteration
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
-        self._back_off = _back_off_of(call.model, draft, arguments["input_ids"].shape[0])
+        kind = type(draft), arguments["input_ids"].shape[0]  # before anything is made for the call
+        self._back_off = _back_offs.setdefault(call.model, {}).setdefault(kind, draft_length.of_calls())
         if draft.schedule is None and self._back_off.waits():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
@@ -187,11 +184,6 @@ class SpeculativeDecoding(Decoding):
         """Tokens that end a sequence."""
         return self._eos
 
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that there are."""
-        return int(self.prompt.logits.shape[-1])
-
     def of_assistant(self, call: Call, source: Tensor | None) -> Assistant:
         """The same call of another model, which drafts for this one; `source` is what its encoder reads, if it has one.
 
@@ -255,7 +247,9 @@ class SpeculativeDecoding(Decoding):
         self._draft.begin(step.drafting, self)
         step.begin(prompt, self.fill())
         step.choose_first(prompt.logits, self.host)
-        self._positions = self._make_positions(rows)
+        put = None if self._streamer is None else partial(self._put, self._streamer)
+        stops = self._code.stops if self._code.criteria else None
+        self._positions = Positions(rows, stops, put, bool(self._eos), self._records())
         progress = self._follow(step)
         policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         left: list[tuple[DecodeStep, Tensor]] = []
@@ -319,10 +313,6 @@ class SpeculativeDecoding(Decoding):
                 graph_cache.give_back(self.model, step)
             step = larger
         return step
-
-    def _make_positions(self, rows: int) -> Positions:
-        put = None if self._streamer is None else partial(self._put, self._streamer)
-        return Positions(rows, self._code.stops if self._code.criteria else None, put, bool(self._eos), self._records())
 
     def _put(self, streamer: Any, tokens: Tensor) -> None:
         with self._code.running():

@@ -197,7 +197,7 @@ class LookupDraft(Draft):
         self._known = []
         for number, tokens in enumerate([] if self._source is None else self._source.tolist()):
             # An encoder may have tokens that the decoder lacks.
-            source = [token if token < decoding.vocabulary else BOUNDARY for token in tokens if token != self._padding]
+            source = [token if token < drafting.vocabulary else BOUNDARY for token in tokens if token != self._padding]
             for row in range(number * drafting.key.per_input, (number + 1) * drafting.key.per_input):
                 self._index.append(row, [*source, BOUNDARY])
 
@@ -219,7 +219,7 @@ class LookupDraft(Draft):
 
     def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
         if not self._known:
-            self._known = (drafting.search.prompt_capacity - drafting.prompt_lengths()).tolist()
+            self._known = (drafting.search.prompt_capacity - drafting.prompt_lengths).tolist()
         self._hits = {}
         for row, begin in enumerate(self._known):  # others only fill the batch up
             if lengths[row] > begin:
