@@ -8,6 +8,7 @@ All code between the blocks runs as it is, so nothing is assumed about what a bl
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -105,11 +106,7 @@ def _outermost(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    seen: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    seen = Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
     return {key for key, count in seen.items() if count > 1}
 
 

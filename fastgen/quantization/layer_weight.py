@@ -119,9 +119,9 @@ def rows(packed: LayerWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
         IndexError: there is no such row. On a GPU, which is not waited for, it is NaN instead.
     """
     if packed.sizes.layout == "rows":
-        return on_gpu.rows(_in_rows(packed), which, dtype)
+        return on_gpu.rows(_for_kernel(packed), which, dtype)
     if packed.sizes.layout == "panels" and which.device.type == "cpu" and grouped.is_available():
-        return grouped.rows(_in_panels(packed), which, dtype)
+        return grouped.rows(_for_kernel(packed), which, dtype)
     if not ((which >= 0) & (which < packed.sizes.n)).all():
         raise IndexError(f"no such row: the weight has {packed.sizes.n}")
     found = values(_grouped(packed, which, None), dtype)
@@ -174,12 +174,12 @@ def _kernel(x: Tensor, packed: LayerWeight, activations: str) -> Any:
     if not patching.is_active() or x.device != packed.qweight.device or x.dtype not in _TYPES:
         return None
     if packed.sizes.layout == "rows":
-        return lambda x, bias: on_gpu.grouped_linear(x, _in_rows(packed), bias)
+        return lambda x, bias: on_gpu.grouped_linear(x, _for_kernel(packed), bias)
     is_rounded = activations == "int8" and grouped.unavailable() is None
     is_served = packed.sizes.layout == "panels" and (is_rounded or packed.sizes.takes_floats)
     if not is_served or x.device.type != "cpu" or not grouped.is_available():
         return None
-    return lambda x, bias: grouped.grouped_linear(x, _in_panels(packed), bias, floats=not is_rounded)
+    return lambda x, bias: grouped.grouped_linear(x, _for_kernel(packed), bias, floats=not is_rounded)
 
 
 def _plain(x: Tensor, packed: LayerWeight, bias: Tensor | None) -> Tensor:
@@ -199,22 +199,18 @@ def _pieces(packed: LayerWeight, dtype: torch.dtype) -> Iterator[tuple[int, Tens
         yield start, values(_grouped(packed, slice(start, start + count), None), dtype)
 
 
-def _in_panels(packed: LayerWeight) -> grouped.PackedWeight:
-    n, k, bits, _, size, *_ = packed.sizes
-    return grouped.PackedWeight(*packed[:5], n, k, bits, size)
-
-
-def _in_rows(packed: LayerWeight) -> grouped.PackedWeight:
-    return grouped.PackedWeight(*packed[:5], *packed.sizes[:4], in_rows=True)
+def _for_kernel(packed: LayerWeight) -> grouped.PackedWeight:
+    n, k, bits, _, size, layout, _ = packed.sizes
+    return grouped.PackedWeight(*packed[:5], n, k, bits, size, in_rows=layout == "rows")
 
 
 def _grouped(packed: LayerWeight, which: slice | Tensor, order: Tensor | None) -> QuantizedTensor:
     """Some rows of the weight, with an order of their columns or in that of `qweight`."""
     _, k, bits, group_size, size, layout, _ = packed.sizes
     if layout == "rows":
-        qweight, parts = on_gpu.unpacked(_in_rows(packed), which)
+        qweight, parts = on_gpu.unpacked(_for_kernel(packed), which)
     elif layout == "panels":
-        qweight, parts = grouped.unpacked(_in_panels(packed), which)
+        qweight, parts = grouped.unpacked(_for_kernel(packed), which)
         each = group_size // size if group_size < k else parts[0].shape[1] if parts[0] is not None else 1
         parts = [part if part is None else part[:, ::each] for part in parts]
     else:
