@@ -49,11 +49,7 @@ def count_accelerated(entry_point: str) -> None:
 
 
 def count_fallback(entry_point: str, reason: str) -> None:
-    """One call of `entry_point` goes to the original code because of `reason`.
-
-    Raises:
-        FallbackError: in strict mode, so that a test or a user can tell acceleration from fallback.
-    """
+    """One call of `entry_point` goes to the original code because of `reason`. Raises FallbackError in strict mode."""
     _count(entry_point, "fallback", reason)
     if settings.current().strict:
         raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
@@ -109,8 +105,7 @@ def decided(
 def level_of_caller(libraries: tuple[str, ...] = ()) -> int:
     """The `stacklevel` of the first frame that is none of this package's, for the function that calls this.
 
-    Args:
-        libraries: what the names of modules begin with that are passed over, too.
+    Modules whose names begin with one of `libraries` are passed over, too.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and (

@@ -202,11 +202,7 @@ GGUF_HEADER = ("integrations.gguf.reader", "read_gguf_metadata")
 
 
 def gguf_quantizer() -> type[Any]:
-    """What the library reads GGUF files with.
-
-    Raises:
-        ImportError: up to 5.10, which read them in another way.
-    """
+    """What the library reads GGUF files with. Raises ImportError up to 5.10, which read them in another way."""
     from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
     return GgufHfQuantizer

@@ -72,10 +72,8 @@ def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
 def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
     """The output layer as a block of its own, which comes after all others.
 
-    Where embeddings have its weight, too, it has the name of the first of them.
-
-    Raises:
-        ValueError: there is no such layer that could be quantised.
+    Where embeddings have its weight, too, it has the name of the first of them. Raises ValueError where there is no
+    such layer that could be quantised.
     """
     for name, module in model.named_modules():
         if module is output_layer:
@@ -154,8 +152,7 @@ class Carried:
     def inputs(self, block: Block, sample: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a forward pass on the sample gives the block: its arguments, and those with names.
 
-        Raises:
-            ValueError: the pass does not reach the block.
+        Raises ValueError where the pass does not reach the block.
         """
         given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -179,8 +176,7 @@ class Carried:
     def finish(self, block: Block) -> list[Any]:
         """The block is as it will be: keep what it returns now, in place of what the block before it returned.
 
-        Returns:
-            What it returns, for each sample.
+        That is returned, for each sample.
         """
         returned = list(self.run(block))
         self._finished.setdefault(block.stack, []).append(block.module)
@@ -192,8 +188,7 @@ class Carried:
 def check_carried(blocks: Sequence[Block], forward: Forward) -> None:
     """That blocks are given the same when those before them are replayed as when they are computed.
 
-    Raises:
-        ValueError: they are not, because something other than the block before reaches a block.
+    Raises ValueError where something other than the block before reaches a block.
     """
     given: dict[str, Any] = {}
 

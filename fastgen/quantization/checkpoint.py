@@ -51,11 +51,7 @@ class Format(ABC):
 
 
 def bits_of(columns: int, words: int, what: str) -> int:
-    """How many bits a value has, if so many columns fill so many words of 32 bits.
-
-    Raises:
-        ValueError: neither 4 nor 8.
-    """
+    """How many bits a value has, if so many columns fill so many words of 32 bits. Raises ValueError if not 4 or 8."""
     for bits in BITS:
         if -(-columns * bits // 32) == words:
             return bits

@@ -98,8 +98,7 @@ def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
 def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
     """||(W - Q) X|| / ||W X|| in Frobenius norms, of a Hessian X X^T; 0 where W X is 0 and both weights are the same.
 
-    Args:
-        weight, quantised: [N, K].
+    Both weights are [N, K].
     """
     weight = weight.to(hessian.dtype)
     lost, whole = (_energy(part, hessian) for part in (weight - quantised.to(hessian.dtype), weight))

@@ -63,8 +63,7 @@ class QuantizedWeight(nn.Module):
     def pack(self) -> None:
         """Puts the tensors, which have been loaded, into the form that is multiplied with, and drops them.
 
-        Raises:
-            ValueError: they do not fit.
+        Raises ValueError where they do not fit.
         """
         loaded = {name: self._parameters.get(name) for name in self.stored_dtypes}
         self._take({name: parameter.detach() for name, parameter in loaded.items() if parameter is not None})

@@ -66,11 +66,7 @@ def make_grid(weight: Tensor, kind: Kind, shrink: float = 1.0) -> Grid:
 def best_grid(weight: Tensor, kind: Kind, importance: Tensor) -> Grid:
     """The grid whose nearest points have the least sum of importance * error**2, of grids that cover less and less.
 
-    Each n and group has its own.
-
-    Args:
-        weight: [N, K].
-        importance: [K], not negative.
+    Each n and group of the weight, [N, K], has its own. `importance`, [K], is not negative.
     """
     groups, weights = _groups(weight, kind.group_size), importance.float().view(-1, kind.group_size)
     best, least = make_grid(weight, kind), torch.full(groups.shape[:2], torch.inf, device=weight.device)

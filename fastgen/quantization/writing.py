@@ -27,11 +27,7 @@ _BEGINNING = "fastgen"  # the key of the metadata that block files have
 
 
 def tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
-    """The tensors of a quantised weight.
-
-    Raises:
-        ValueError: the format cannot hold it: it has mins, or another order of in_features.
-    """
+    """The tensors of a quantised weight. Raises ValueError for one with mins, or another order of in_features."""
     check(weight)
     if weight.mins is not None or weight.order is not None:
         raise ValueError("compressed-tensors has no mins, and no order of in_features")
@@ -123,11 +119,7 @@ def save_block(path: Path, layers: Mapping[str, Quantised]) -> None:
 
 
 def load_block(path: Path) -> dict[str, Quantised]:
-    """What `save_block` has kept.
-
-    Raises:
-        ValueError: the file is damaged, or was not written by `save_block`.
-    """
+    """What `save_block` has kept. Raises ValueError for a damaged file, or one of somebody else's."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()[_BEGINNING])

@@ -38,11 +38,7 @@ class BertDictionary(Dictionary):
 
     @classmethod
     def load_from_file(cls, path: str) -> "BertDictionary":
-        """The dictionary of a file that has `TOKEN COUNT` in each line.
-
-        Raises:
-            ValueError: a line is not of this form.
-        """
+        """The dictionary of a file, which has `TOKEN COUNT` in each line. Raises ValueError for another one."""
         with open(path, encoding="utf-8", errors="ignore") as file:
             return cls(_read(line.rstrip("\n"), f"{path}, line {number}") for number, line in enumerate(file, start=1))
 

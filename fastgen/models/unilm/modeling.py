@@ -90,10 +90,7 @@ class UniLMEmbeddings(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor, segment: int, end: int | None) -> Tensor:
         """[rows, T] tokens at [rows, T] positions, all before `end` and of one segment -> [rows, T, hidden].
 
-        Without an `end` it is known that the positions are not too many.
-
-        Raises:
-            ValueError: a position is beyond the model's last.
+        Without an `end` it is known that the positions are not too many. Raises ValueError where they are.
         """
         known = self.position_embeddings.num_embeddings
         # The positions themselves are looked at only where they may be too many: that waits for the device.

@@ -316,10 +316,8 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
 def _result(result: Any, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -> Any:
     """The result of the model, checked; with `zeros`, these are in the place of padding.
 
-    The states of all layers, which the library records as the layers have them, are padded.
-
-    Raises:
-        Declined: it depends on padded positions, or nobody knows whether it does.
+    The states of all layers, which the library records as the layers have them, are padded. Raises Declined where it
+    depends on padded positions, or nobody knows whether it does.
     """
     return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, unpadded))
 
@@ -343,10 +341,7 @@ def _checked(result: Tensor, mask: Tensor, zeros: bool, unpadded: UnpaddedForwar
 def _with_zeros(states: Tensor, mask: Tensor) -> Tensor:
     """States as the layers give them, [batch, longest, size], with zeros in the place of padding: the same tensor.
 
-    Most of a batch may be padding, of which nothing is looked at.
-
-    Raises:
-        Declined: at tokens there is NaN.
+    Most of a batch may be padding, of which nothing is looked at. Raises Declined where there is NaN at tokens.
     """
     positions, is_token = states.flatten(0, 1), mask.flatten().bool()
     if bool(positions[is_token].isnan().any()):

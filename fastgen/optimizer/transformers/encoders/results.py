@@ -26,13 +26,9 @@ class Unknown(Declined):
 
 
 def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[type, ...] = _WITHOUT) -> Any:
-    """A result like this one with `function` of each tensor in the tensor's place.
+    """A result like this one with `function` of each tensor in the tensor's place. Raises Unknown.
 
-    Args:
-        without: types of parts that hold no tensor, and stay.
-
-    Raises:
-        Unknown: of a part of it, that is all that is known.
+    Parts of the types in `without` hold no tensor, and stay.
     """
     if isinstance(result, Tensor):
         return function(result)

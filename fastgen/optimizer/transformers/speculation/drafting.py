@@ -198,8 +198,7 @@ class Drafting:
     def verify(self, model: Any, drafted: int) -> None:
         """Takes what is right of the tokens that were drafted, `drafted` at the most, and one more.
 
-        Raises:
-            CannotBeCaptured: as `DecodeStep.verify`.
+        Raises CannotBeCaptured as `DecodeStep.verify` does.
         """
         width = drafted + 1
         self._run_part(width, self._caches[width], lambda: self._verify(model, width))

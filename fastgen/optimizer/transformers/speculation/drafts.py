@@ -34,7 +34,7 @@ from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 
 class Draft:
-    """Drafts tokens for the rows of one call.
+    """Drafts tokens for the rows of one call. Where one does not serve, `make` and `begin` raise CannotBeCaptured.
 
     Attributes:
         is_model: it draws its tokens where the model does.
@@ -63,19 +63,11 @@ class Draft:
         return contextlib.nullcontext()
 
     def make(self, seconds: float) -> bool:
-        """Makes what it drafts with, for about so many seconds; says whether there is all of it.
-
-        Raises:
-            CannotBeCaptured: this draft does not serve.
-        """
+        """Makes what it drafts with, for about so many seconds; says whether there is all of it."""
         return True
 
     def begin(self, drafting: Drafting, decoding: Any) -> None:
-        """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet.
-
-        Raises:
-            CannotBeCaptured: this draft does not serve.
-        """
+        """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet."""
 
     def available(self, drafting: Drafting, rows: Sequence[int], most: int) -> list[int] | None:
         """How many tokens there are for each of these rows, `most` at the most; None for as many as wanted."""
