@@ -270,9 +270,6 @@ def note(model: Any, reason: str, what: str = "generate runs on the original cod
     """A call of `model` is not accelerated: warns, once, where that is the fault of a release that is not tested.
 
     That is so for a model of Transformers that every tested release accelerates, unless the reason is a `Usual` one.
-
-    Args:
-        what: of the model is not accelerated.
     """
     if _is_known(type(model)) and not isinstance(reason, Usual):
         _warn(f"{type(model).__name__}.{what}", reason)

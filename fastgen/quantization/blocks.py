@@ -47,10 +47,8 @@ def seen_by(hooks: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterato
 def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
     """The blocks of a model that have linear layers, in the order in which the first sample reaches them.
 
-    A linear layer is one of exactly `nn.Linear`, whose weight no other module has.
-
-    Raises:
-        ValueError: there are none, or they are not called one after the other.
+    A linear layer is one of exactly `nn.Linear`, whose weight no other module has. Raises ValueError where there are
+    none, or they are not called one after the other.
     """
     candidates = _outermost(model)
     calls: list[str] = []
@@ -117,11 +115,7 @@ def _linears(name: str, module: nn.Module, shared: set[int]) -> dict[str, nn.Lin
 
 
 class Carried:
-    """What the blocks that are finished have returned, for each sample.
-
-    Args:
-        samples: how many there are; `forward` takes their numbers.
-    """
+    """What the blocks that are finished have returned, for each of so many samples; `forward` takes their numbers."""
 
     def __init__(self, forward: Forward, samples: int) -> None:
         self.samples = samples

@@ -115,8 +115,7 @@ def unpack(packed: LayerWeight) -> QuantizedTensor:
 def rows(packed: LayerWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the weight in floating point, [len(which), K], in the layer's order of in_features.
 
-    Raises:
-        IndexError: there is no such row. On a GPU, which is not waited for, it is NaN instead.
+    Raises IndexError for a row that is not there. On a GPU, which is not waited for, it is NaN instead.
     """
     if packed.sizes.layout == "rows":
         return on_gpu.rows(_for_kernel(packed), which, dtype)

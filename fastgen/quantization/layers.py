@@ -214,11 +214,7 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinearLayer(QuantizedWeight):
-    """A linear layer on a low-bit weight; x is [..., K] in any floating dtype, the result [..., N].
-
-    Args:
-        bias: of the layer that this stands for, or None.
-    """
+    """A linear layer on a low-bit weight; x is [..., K] in any floating dtype, the result [..., N]."""
 
     bias: Any  # the parameter, or None
 

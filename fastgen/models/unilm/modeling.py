@@ -133,10 +133,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     }
 
     def __init__(self, config: UniLMConfig) -> None:
-        """
-        Raises:
-            ValueError: the parts of the configuration do not fit together.
-        """
+        """Raises ValueError where the parts of the configuration do not fit together."""
         super().__init__(config)
         _check(config)
         layers = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))

@@ -60,11 +60,7 @@ def read(path: str | os.PathLike[str], **changes: Any) -> tuple[dict[str, Any], 
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor], file: Path) -> None:
-    """Loads the weights of a checkpoint into a model of its configuration.
-
-    Raises:
-        ValueError: they are not exactly those that the model has.
-    """
+    """Loads the weights of a checkpoint into a model of its configuration. Raises ValueError for any others."""
     wanted = {name: value.shape for name, value in model.state_dict().items() if name not in _COPIES}
     wrong = {
         "missing": [name for name in wanted if name not in weights],

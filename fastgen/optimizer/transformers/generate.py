@@ -158,8 +158,8 @@ def _given_to_generate(model: Any) -> dict[str, Any]:
 def _librarys_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Callable[[], Any]:
     """The call on the library's own loop.
 
-    Raises:
-        ValueError: there is none, or it does not take these arguments, which `generate` says only without `decode`.
+    Raises ValueError if there is none, or for other arguments than it takes, which `generate` says only without
+    `decode`.
     """
     config, assistant = arguments["generation_config"], given.get("assistant_model")
     mode = config.get_generation_mode(assistant)

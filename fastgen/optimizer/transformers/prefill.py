@@ -109,11 +109,7 @@ def _prefill(
 def _one_row_each(
     call: Call, input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any], to_generate: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The tokens and the other arguments of the prefill, with one row per input.
-
-    Raises:
-        NotAccelerated: the call is not served.
-    """
+    """The tokens and the other arguments of the prefill, with one row per input. Raises NotAccelerated."""
     if call.runs_user_code is None:
         raise NotAccelerated("the decoding loop is not hooked")
     if call.cache_is_the_users and call.runs_user_code:

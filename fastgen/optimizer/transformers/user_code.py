@@ -163,8 +163,7 @@ class Calls:
     def rewind(self, draws_others: bool = False) -> None:
         """The calls that come are those that came: of the library's own objects, everything is as it was.
 
-        Args:
-            draws_others: the other loop draws other tokens, so that only the first call is the same.
+        A loop that `draws_others` than these tokens has only the first call the same.
         """
         self._others.restore()
         if draws_others and any(len(part._self_given or ()) > 1 for part in self._users):

@@ -137,8 +137,7 @@ class _Plan:
 def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: str) -> Any:
     """A forward pass of a model with these inputs, without padding where that serves.
 
-    Args:
-        padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
+    `padding` is as of `Settings`, or "unseen": what is in its place is masked by whoever gets the result.
     """
     with patching.held(_inside, True), ExitStack() as context:
         plan = counters.decided(ENTRY_POINT, _planned, context, model, given, padding)

@@ -95,8 +95,7 @@ class Replaced:
     def pack(self, model: nn.Module, activations: str | None) -> None:
         """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit.
 
-        Args:
-            activations: of these layers, "float" or "int8"; None: as the settings say.
+        `activations` of these layers are "float" or "int8"; None: as the settings say.
         """
         layers = quantized_layers(model)
         for layer in layers.values():

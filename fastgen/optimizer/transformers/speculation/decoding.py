@@ -57,11 +57,7 @@ _not_ragged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class SpeculativeDecoding(Decoding):
-    """Draft-verify iterations, until all sequences are finished.
-
-    Raises:
-        CannotBeCaptured: the call is not served; nothing has been changed.
-    """
+    """Draft-verify iterations, until all sequences are finished. Raises CannotBeCaptured before anything is changed."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
@@ -207,8 +203,7 @@ class SpeculativeDecoding(Decoding):
     def _prepare(self, step: DecodeStep) -> None:
         """What a draft needs is made before, little by little, where plain calls have a recorded step meanwhile.
 
-        Raises:
-            CannotBeCaptured: there is too little for a draft, or it would gain nothing.
+        Raises CannotBeCaptured where there is too little for a draft, or it would gain nothing.
         """
         try:
             self._draft.make(0.0)
@@ -331,13 +326,10 @@ class SpeculativeDecoding(Decoding):
     def _iterate(
         self, step: DecodeStep, policy: DraftLength, progress: Progress, begun: float
     ) -> tuple[Progress, float]:
-        """Some tokens are drafted and verified. Returns how far the search is then, and the time.
+        """Some tokens are drafted and verified. Returns how far the search is then, and the time: the next `begun`.
 
         Between two forward passes the caches are full of weights: whatever is touched here is read from memory, and
         takes about ten times as long. So nothing is done that an iteration does not need.
-
-        Args:
-            begun: when the last iteration has ended.
         """
         drafting, rows, lengths = step.drafting, progress.rows, progress.lengths
         # Of what a row may still get, one token is not drafted: that behind the draft.
