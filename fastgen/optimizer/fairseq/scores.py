@@ -57,7 +57,7 @@ class LogProbabilities(Tensor):
 
 
 def without_nan(log_probs: Tensor) -> Tensor:
-    """The log-probabilities of a step as the loop is to get them; as they are where nothing is gained, or NaN is found."""
+    """The log-probabilities as the loop is to get them: as they are where nothing is gained, or NaN is found."""
     if type(log_probs) is not Tensor or log_probs.device.type != "cpu" or log_probs.numel() < MIN_SCORES:
         return log_probs
     if torch.is_inference_mode_enabled() or log_probs.is_inference():
