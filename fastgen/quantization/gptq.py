@@ -51,10 +51,8 @@ def gptq(weight: Tensor, grid: Grid, plan: Plan) -> QuantizedTensor:
     """The weight on a grid, with a small error of the layer's output on the calibration inputs.
 
     The grid is known beforehand. So columns can be rounded in any order while their groups stay next to each other
-    ("static groups"). An input that was always 0 is rounded to nearest.
-
-    Args:
-        weight: [N, K]. It is brought up to date in the dtype of the plan.
+    ("static groups"). An input that was always 0 is rounded to nearest. The weight, [N, K], is brought up to date in
+    the dtype of the plan.
     """
     order, rows = plan
     inputs = weight.shape[1]

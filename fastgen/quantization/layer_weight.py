@@ -131,10 +131,8 @@ def linear(x: Tensor, packed: LayerWeight, bias: Tensor | None, activations: str
     """`torch.nn.functional.linear(x, weight, bias)`: x [..., K], any floating dtype; the bias [N].
 
     Gradients of x and the bias are computed from the weight, dequantised piece by piece; none of it is kept for them.
-    Where they are asked for, activations stay floats.
-
-    Args:
-        activations: "float", "int8" or None: as `Settings.activations` says. "int8" quantises them on a CPU.
+    Where they are asked for, activations stay floats. Otherwise "int8" quantises them on a CPU, and None is as
+    `Settings.activations` says.
     """
     if x.dtype in _TYPES and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))

@@ -19,10 +19,9 @@ from torch import Tensor
 
 
 class BertDictionary(Dictionary):
-    """A vocabulary with the special tokens [CLS], [PAD], [SEP] and [UNK] wherever they are among its tokens.
+    """A vocabulary of tokens with their counts, in their order, with [CLS], [PAD], [SEP] and [UNK] wherever they are.
 
-    Args:
-        tokens: each with its count, in their order. Special tokens that are not among them come last.
+    Those of them that are not among the tokens come last.
     """
 
     def __init__(self, tokens: Iterable[tuple[str, int]] = ()) -> None:

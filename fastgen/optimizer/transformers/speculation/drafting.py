@@ -182,8 +182,7 @@ class Drafting:
     ) -> None:
         """The model itself, as it is in `context`, drafts one more token of each row.
 
-        Args:
-            largest: finds the largest logit of each row, [rows, vocabulary] -> [rows], where nothing else is asked.
+        Where nothing else is asked, `largest` finds the largest logit of each row, [rows, vocabulary] -> [rows].
         """
 
         def draft_one() -> None:
