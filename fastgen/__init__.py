@@ -73,20 +73,14 @@ def enable(
         weight_dtype: the type that linear layers multiply with: "fp32" (the default: the model's own), or copies in
             "int8", "int4" or "bf16", with which results are no longer those of the model's weights. On a GPU there are
             copies in "int8" and "int4" alone.
-        linear_products: deprecated, without effect: how a linear layer is multiplied is never measured.
-        captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),
-            where that serves, "always", or "never".
-        padding: what the results of encoders hold in the place of padding: "exact" (the default), what the library
-            gives, or "zero", zeros, with which padding is always left out of the computation.
-        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model verifies
-            several at a time; "off" by default. In float32, greedy tokens stay the same.
-        assisted_sampling: who draws in assisted generation with sampling: "library" (the default), as Transformers
-            does, or "fastgen", faster, with other tokens of the same distribution.
+        linear_products: deprecated, without effect.
+        captured_step: whether decoding steps are captured and repeated: "auto" (the default), "always" or "never".
+        padding: what the results of encoders hold in the place of padding: "exact" (the default) or "zero".
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens; "off" by default.
+        assisted_sampling: who draws in assisted generation with sampling: "library" (the default) or "fastgen".
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
-        keep_bits: `from_pretrained` keeps the weights of low-bit checkpoints in their bits, also where the library
-            would unpack them: `KeepBits` for all calls. False by default.
-        activations: what such weights are multiplied with on the CPU: activations in "float" (the default), or rounded
-            to "int8", which is faster and changes results.
+        keep_bits: `from_pretrained` keeps the weights of low-bit checkpoints in their bits: `KeepBits` for all calls.
+        activations: what such weights are multiplied with on the CPU: "float" (the default) or "int8".
         few_bits_inputs: the old name of `activations`, with "exact" for "float", deprecated.
         cpu_weights: the old name of `weight_dtype`, deprecated.
 

@@ -113,12 +113,11 @@ class Comparison:
 
 def compare(model: Any, inputs: Any, tokenizer: Any, generate_kwargs: dict[str, Any]) -> Comparison:
     """See `fastgen.compare`."""
-    is_pipeline = hasattr(model, "preprocess") and hasattr(model, "postprocess")
-    work: _Generate | _Pipeline = (
-        _Pipeline(model, inputs, generate_kwargs)
-        if is_pipeline
-        else _Generate(model, inputs, tokenizer, generate_kwargs)
-    )
+    work: _Generate | _Pipeline
+    if hasattr(model, "preprocess") and hasattr(model, "postprocess"):
+        work = _Pipeline(model, inputs, generate_kwargs)
+    else:
+        work = _Generate(model, inputs, tokenizer, generate_kwargs)
     original, fastgen = _Side(work, patching.suspended), _Side(work, contextlib.nullcontext)
     for side in (original, fastgen):
         side.warm_up()
@@ -130,7 +129,8 @@ def compare(model: Any, inputs: Any, tokenizer: Any, generate_kwargs: dict[str, 
             break
         original.call()
         fastgen.call()
-    difference = _first_difference_of(work.differs, original.results[0], [*original.results[1:], *fastgen.results])
+    expected, *results = [*original.results, *fastgen.results]
+    difference = next(filter(None, (work.differs(expected, result) for result in results)), None)
     before, after = fastgen.counted
     accelerated = _count(after, GENERATE, "accelerated") > _count(before, GENERATE, "accelerated")
     fallback = None if accelerated else _reasons(before, after, GENERATE, "fallback") or "FastGen is disabled"
@@ -210,10 +210,11 @@ class _Generate:
 
     def __init__(self, model: Any, inputs: Any, tokenizer: Any, options: dict[str, Any]) -> None:
         self.model, self.device = model, model.device
-        if isinstance(inputs, (list, tuple)) and not inputs:
+        texts = [inputs] if isinstance(inputs, str) else inputs
+        if isinstance(texts, (list, tuple)) and not texts:
             raise ValueError("fastgen.compare needs at least one text")
-        if isinstance(inputs, str) or (isinstance(inputs, (list, tuple)) and all(isinstance(i, str) for i in inputs)):
-            inputs = _tokenized(model, tokenizer, [inputs] if isinstance(inputs, str) else list(inputs))
+        if isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts):
+            inputs = _tokenized(model, tokenizer, list(texts))
         self._arguments = {**(inputs if isinstance(inputs, Mapping) else {"inputs": inputs}), **options}
         self._arguments.pop("streamer", None)  # it would be fed several times
 
@@ -232,7 +233,13 @@ class _Generate:
 
     @staticmethod
     def differs(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:
-        return _first_difference(first, second)
+        if first.shape[0] != second.shape[0]:
+            return -1, -1
+        common = min(first.shape[1], second.shape[1])
+        different = (first[:, :common] != second[:, :common]).nonzero()
+        if len(different):
+            return int(different[0][0]), int(different[0][1])
+        return None if first.shape == second.shape else (0, common)
 
 
 class _Pipeline:
@@ -290,12 +297,6 @@ def _plain(result: Any) -> Any:
     return result.tolist() if hasattr(result, "tolist") else result
 
 
-def _first_difference_of(
-    differs: Callable[[Any, Any], tuple[int, int] | None], expected: Any, results: list[Any]
-) -> tuple[int, int] | None:
-    return next(filter(None, (differs(expected, result) for result in results)), None)
-
-
 def _count(stats: dict[str, Any], entry_point: str, what: str) -> Any:
     return stats.get(entry_point, {}).get(what, 0)
 
@@ -331,20 +332,10 @@ def _peak_memory(device: torch.device) -> Callable[[], int | None]:
         resident = psutil.Process().memory_info().rss
     except (OSError, AttributeError):
         return lambda: None  # not Linux with glibc
-    return lambda: max(_high_water_mark() - resident, 0)
 
+    def since() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()  # psutil does not tell it on Linux
+        high_water_mark = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+        return max(high_water_mark - resident, 0)
 
-def _high_water_mark() -> int:
-    """Bytes. psutil does not tell it on Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-
-
-def _first_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:
-    if first.shape[0] != second.shape[0]:
-        return -1, -1
-    common = min(first.shape[1], second.shape[1])
-    different = (first[:, :common] != second[:, :common]).nonzero()
-    if len(different):
-        return int(different[0][0]), int(different[0][1])
-    return None if first.shape == second.shape else (0, common)
+    return since

@@ -49,11 +49,7 @@ def count_accelerated(entry_point: str) -> None:
 
 
 def count_fallback(entry_point: str, reason: str) -> None:
-    """One call of `entry_point` goes to the original code because of `reason`.
-
-    Raises:
-        FallbackError: in strict mode, so that a test or a user can tell acceleration from fallback.
-    """
+    """One call of `entry_point` goes to the original code because of `reason`. Raises FallbackError in strict mode."""
     _count(entry_point, "fallback", reason)
     if settings.current().strict:
         raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
@@ -98,20 +94,23 @@ def decided(
     """
     try:
         return decide(*arguments)
-    except foreseen:
-        raise
-    except FallbackError:
-        raise
     except Exception as failure:
+        if isinstance(failure, (FallbackError, *foreseen)):
+            raise
         interrupts.pass_on(failure)
         count_failure(entry_point, failure)
         return None
 
 
-def level_of_caller() -> int:
-    """The `stacklevel` of the first frame that is none of this package's, for the function that calls this."""
+def level_of_caller(libraries: tuple[str, ...] = ()) -> int:
+    """The `stacklevel` of the first frame that is none of this package's, for the function that calls this.
+
+    Modules whose names begin with one of `libraries` are passed over, too.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_globals.get("__name__", "").startswith(libraries)
+    ):
         frame, level = frame.f_back, level + 1
     return level
 

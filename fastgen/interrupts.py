@@ -110,10 +110,8 @@ def pass_on(error: BaseException, handled: BaseException | None = None) -> None:
 def behind(error: BaseException, handled: BaseException | None = None) -> BaseException | None:
     """What ends a program, a thread or a call, such as an interrupt, that `error` came of; None if it did not.
 
-    It was on its way when other code raised something else, which could not do what it had to then.
-
-    Args:
-        handled: what was handled already when the code began. Of a guarded call it is known.
+    It was on its way when other code raised something else, which could not do what it had to then. What was `handled`
+    already when the code began is known of a guarded call.
     """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]

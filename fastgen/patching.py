@@ -82,10 +82,8 @@ def has(parameters: str) -> Condition:
 
 
 def takes(parameters: str, *, optional: str = "", uses: str = "") -> Condition:
-    """The condition that the target has just these parameters in this order, with or without the `optional` ones.
-
-    Args:
-        uses: names of attributes and globals that the target must read.
+    """The condition that the target has just these parameters in this order, with or without the `optional` ones, and
+    `uses` these attributes and globals.
     """
     expected = parameters.split()
 
@@ -128,8 +126,7 @@ def stands_for(name: str) -> bool:
 def _replacement(original: Any, wrapper: Wrapper, is_method: bool, inherits: Callable[[], Any] | None = None) -> Any:
     """What takes the place of `original`, which may be a class or static method.
 
-    Args:
-        inherits: finds a target that its class has from another one, which somebody may replace for a while.
+    `inherits` finds a target that its class has from another one, which somebody may replace for a while.
     """
     if isinstance(original, classmethod):
         return classmethod(_function(original.__func__, wrapper, binds=True))

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fastgen import patching
+from fastgen import counters, patching
 from fastgen._version import __version__
 
 # The first and the last release that the equivalence tests run against. Others are used where their functions look
@@ -24,64 +24,25 @@ from fastgen._version import __version__
 TESTED = ("5.4", "5.24")
 # Models that every tested release accelerates, whatever the way of decoding: the first table of docs/support.md.
 MODELS = frozenset(
-    {
-        "BartForConditionalGeneration",
-        "BlenderbotForConditionalGeneration",
-        "BlenderbotSmallForConditionalGeneration",
-        "BloomForCausalLM",
-        "GPT2LMHeadModel",
-        "GPTNeoXForCausalLM",
-        "Gemma2ForCausalLM",
-        "GemmaForCausalLM",
-        "GptOssForCausalLM",
-        "LEDForConditionalGeneration",
-        "LlamaForCausalLM",
-        "M2M100ForConditionalGeneration",
-        "MBartForConditionalGeneration",
-        "MT5ForConditionalGeneration",
-        "MarianMTModel",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "OPTForCausalLM",
-        "PegasusForConditionalGeneration",
-        "PhiForCausalLM",
-        "ProphetNetForConditionalGeneration",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "T5ForConditionalGeneration",
-        "UMT5ForConditionalGeneration",
-        "WhisperForConditionalGeneration",
-    }
+    """
+    BartForConditionalGeneration BlenderbotForConditionalGeneration BlenderbotSmallForConditionalGeneration
+    BloomForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM Gemma2ForCausalLM GemmaForCausalLM GptOssForCausalLM
+    LEDForConditionalGeneration LlamaForCausalLM M2M100ForConditionalGeneration MBartForConditionalGeneration
+    MT5ForConditionalGeneration MarianMTModel MistralForCausalLM MixtralForCausalLM OPTForCausalLM
+    PegasusForConditionalGeneration PhiForCausalLM ProphetNetForConditionalGeneration Qwen2ForCausalLM
+    Qwen3ForCausalLM T5ForConditionalGeneration UMT5ForConditionalGeneration WhisperForConditionalGeneration
+    """.split()
 )
 
 # Others that every tested release accelerates in some way of decoding: of the second table.
 OTHER_MODELS = frozenset(
-    {
-        "BertLMHeadModel",
-        "BioGptForCausalLM",
-        "CTRLLMHeadModel",
-        "CodeGenForCausalLM",
-        "CohereForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "FSMTForConditionalGeneration",
-        "FalconForCausalLM",
-        "GPTBigCodeForCausalLM",
-        "GPTJForCausalLM",
-        "GPTNeoForCausalLM",
-        "Gemma3ForCausalLM",
-        "GraniteForCausalLM",
-        "LongT5ForConditionalGeneration",
-        "MvpForConditionalGeneration",
-        "Olmo2ForCausalLM",
-        "PLBartForConditionalGeneration",
-        "PegasusXForConditionalGeneration",
-        "Phi3ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "StableLmForCausalLM",
-        "Starcoder2ForCausalLM",
-        "SwitchTransformersForConditionalGeneration",
-        "XGLMForCausalLM",
-    }
+    """
+    BertLMHeadModel BioGptForCausalLM CTRLLMHeadModel CodeGenForCausalLM CohereForCausalLM DeepseekV3ForCausalLM
+    FSMTForConditionalGeneration FalconForCausalLM GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM
+    Gemma3ForCausalLM GraniteForCausalLM LongT5ForConditionalGeneration MvpForConditionalGeneration Olmo2ForCausalLM
+    PLBartForConditionalGeneration PegasusXForConditionalGeneration Phi3ForCausalLM Qwen2MoeForCausalLM
+    StableLmForCausalLM Starcoder2ForCausalLM SwitchTransformersForConditionalGeneration XGLMForCausalLM
+    """.split()
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -241,11 +202,7 @@ GGUF_HEADER = ("integrations.gguf.reader", "read_gguf_metadata")
 
 
 def gguf_quantizer() -> type[Any]:
-    """What the library reads GGUF files with.
-
-    Raises:
-        ImportError: up to 5.10, which read them in another way.
-    """
+    """What the library reads GGUF files with. Raises ImportError up to 5.10, which read them in another way."""
     from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
     return GgufHfQuantizer
@@ -306,16 +263,13 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 _has_warned = False
 # Their code is between a call of the user's and what warns of it.
-_LIBRARIES = ("fastgen.", "transformers.", "torch.", "contextlib", "wrapt.", "importlib.")
+_LIBRARIES = ("transformers.", "torch.", "contextlib", "wrapt.", "importlib.")
 
 
 def note(model: Any, reason: str, what: str = "generate runs on the original code") -> None:
     """A call of `model` is not accelerated: warns, once, where that is the fault of a release that is not tested.
 
     That is so for a model of Transformers that every tested release accelerates, unless the reason is a `Usual` one.
-
-    Args:
-        what: of the model is not accelerated.
     """
     if _is_known(type(model)) and not isinstance(reason, Usual):
         _warn(f"{type(model).__name__}.{what}", reason)
@@ -376,13 +330,5 @@ def _warn(what: str, reason: str) -> None:
         f"FastGen {__version__} is tested with Transformers {first} to {last}, not with {release}. There "
         f"{what}: {reason}. To have it accelerated, {remedy} a tested release: pip install '{wanted}'",
         RuntimeWarning,
-        stacklevel=_level_of_caller(),
+        stacklevel=counters.level_of_caller(_LIBRARIES),
     )
-
-
-def _level_of_caller() -> int:
-    """How many frames up, from who asks, the code is that is neither a library's nor FastGen's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    return level

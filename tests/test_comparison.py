@@ -10,7 +10,7 @@ import torch
 
 import fastgen
 from fastgen import comparison, counters, patching, settings
-from fastgen.comparison import Comparison, Run, _first_difference
+from fastgen.comparison import Comparison, Run, _Generate
 from fastgen.decoding.captured import graph
 from fastgen.decoding.speculation import draft_length
 from fastgen.ops import _library
@@ -240,12 +240,12 @@ def test_disabled_is_reported(model):
 
 def test_first_difference():
     a = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert _first_difference(a, a.clone()) is None
+    assert _Generate.differs(a, a.clone()) is None
     b = a.clone()
     b[1, 2] = 0
-    assert _first_difference(a, b) == (1, 2)
-    assert _first_difference(a, a[:, :2]) == (0, 2)
-    assert _first_difference(a, a[:1]) == (-1, -1)
+    assert _Generate.differs(a, b) == (1, 2)
+    assert _Generate.differs(a, a[:, :2]) == (0, 2)
+    assert _Generate.differs(a, a[:1]) == (-1, -1)
     side = Run(1.0, 1.0, None)
     assert "DIFFERENT, first at row 1, position 2" in str(Comparison(False, (1, 2), side, side, True, None))
 

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ def tune(
     model = _Model(own, calls, config)
     tuning = AutoRound(
         model,
-        tokenizer=_Unused(),
+        tokenizer=SimpleNamespace(pad_token_id=None),  # which the package wants for text of its own
         scheme="W4A16",
         layer_config={f"{_PLACE}.block.{name}": _layer(kind) for name, kind in kinds.items()} | _others(model, kinds),
         iters=iterations,
@@ -119,12 +120,6 @@ class _Model(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
-
-
-class _Unused:
-    """In place of a tokenizer, which the package wants for text of its own."""
-
-    pad_token_id = None
 
 
 def _layer(kind: Kind) -> dict[str, Any]:

@@ -8,6 +8,7 @@ All code between the blocks runs as it is, so nothing is assumed about what a bl
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,10 +47,8 @@ def seen_by(hooks: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterato
 def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
     """The blocks of a model that have linear layers, in the order in which the first sample reaches them.
 
-    A linear layer is one of exactly `nn.Linear`, whose weight no other module has.
-
-    Raises:
-        ValueError: there are none, or they are not called one after the other.
+    A linear layer is one of exactly `nn.Linear`, whose weight no other module has. Raises ValueError where there are
+    none, or they are not called one after the other.
     """
     candidates = _outermost(model)
     calls: list[str] = []
@@ -71,10 +70,8 @@ def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
 def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
     """The output layer as a block of its own, which comes after all others.
 
-    Where embeddings have its weight, too, it has the name of the first of them.
-
-    Raises:
-        ValueError: there is no such layer that could be quantised.
+    Where embeddings have its weight, too, it has the name of the first of them. Raises ValueError where there is no
+    such layer that could be quantised.
     """
     for name, module in model.named_modules():
         if module is output_layer:
@@ -105,11 +102,7 @@ def _outermost(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    seen: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    seen = Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
     return {key for key, count in seen.items() if count > 1}
 
 
@@ -122,11 +115,7 @@ def _linears(name: str, module: nn.Module, shared: set[int]) -> dict[str, nn.Lin
 
 
 class Carried:
-    """What the blocks that are finished have returned, for each sample.
-
-    Args:
-        samples: how many there are; `forward` takes their numbers.
-    """
+    """What the blocks that are finished have returned, for each of so many samples; `forward` takes their numbers."""
 
     def __init__(self, forward: Forward, samples: int) -> None:
         self.samples = samples
@@ -157,8 +146,7 @@ class Carried:
     def inputs(self, block: Block, sample: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a forward pass on the sample gives the block: its arguments, and those with names.
 
-        Raises:
-            ValueError: the pass does not reach the block.
+        Raises ValueError where the pass does not reach the block.
         """
         given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -182,8 +170,7 @@ class Carried:
     def finish(self, block: Block) -> list[Any]:
         """The block is as it will be: keep what it returns now, in place of what the block before it returned.
 
-        Returns:
-            What it returns, for each sample.
+        That is returned, for each sample.
         """
         returned = list(self.run(block))
         self._finished.setdefault(block.stack, []).append(block.module)
@@ -195,8 +182,7 @@ class Carried:
 def check_carried(blocks: Sequence[Block], forward: Forward) -> None:
     """That blocks are given the same when those before them are replayed as when they are computed.
 
-    Raises:
-        ValueError: they are not, because something other than the block before reaches a block.
+    Raises ValueError where something other than the block before reaches a block.
     """
     given: dict[str, Any] = {}
 

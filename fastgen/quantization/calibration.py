@@ -126,8 +126,7 @@ def choices_of(block: Block, carried: Carried, recipe: Recipe) -> list[Choice]:
 def most_gaining(choices: Sequence[Choice], bits_per_weight: float) -> frozenset[str]:
     """The layers that get 8 bits: those that gain most per byte, as long as the average is not above the budget.
 
-    Raises:
-        ValueError: 4 bits with their scales are above it already.
+    Raises ValueError where 4 bits with their scales are above it already.
     """
     weights = sum(choice.weights for choice in choices)
     used = sum(choice.weights * (4 + choice.share) for choice in choices)

@@ -51,11 +51,7 @@ class Format(ABC):
 
 
 def bits_of(columns: int, words: int, what: str) -> int:
-    """How many bits a value has, if so many columns fill so many words of 32 bits.
-
-    Raises:
-        ValueError: neither 4 nor 8.
-    """
+    """How many bits a value has, if so many columns fill so many words of 32 bits. Raises ValueError if not 4 or 8."""
     for bits in BITS:
         if -(-columns * bits // 32) == words:
             return bits
@@ -142,7 +138,7 @@ def unpack_int32(words: Tensor, bits: int) -> Tensor:
     """The values in words, [rows, words] in int32: uint8, [rows, words * 32 / bits]."""
     # As one row: a tensor of one row may have any stride, and then has no view as another type.
     octets = words.reshape(-1).contiguous().view(torch.uint8).view(len(words), 4 * words.shape[1])
-    return octets if bits == 8 else _nibbles(octets)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def pack_int32(values: Tensor, bits: int) -> Tensor:
@@ -150,8 +146,3 @@ def pack_int32(values: Tensor, bits: int) -> Tensor:
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits)))
     octets = values if bits == 8 else values[:, ::2] | (values[:, 1::2] << 4)
     return octets.reshape(-1).contiguous().view(torch.int32).view(len(octets), octets.shape[1] // 4)
-
-
-def _nibbles(octets: Tensor) -> Tensor:
-    """[rows, bytes] -> [rows, 2 * bytes], the lower nibble of a byte first."""
-    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)

@@ -158,9 +158,6 @@ class PackQuantized(Format):
     `weight_packed` is int32 [N, K * bits / 32], packed along K, `weight_scale` is [N, groups], and `weight_shape` holds
     N and K. The zero point is 2**(bits - 1); asymmetric weights have `weight_zero_point`: int32 [N * bits / 32,
     groups], packed along N, or int8 [N, groups] in older files. `weight_g_idx`, [K], names each in_feature's group.
-
-    Attributes:
-        packed_zeros: zero points are packed into int32.
     """
 
     name = "compressed-tensors"

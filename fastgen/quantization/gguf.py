@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +48,9 @@ def _split(packed: Tensor, bits: int, width: int) -> Tensor:
     return (each >> shifts & 2**bits - 1).flatten(1)
 
 
-def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """The fifth bits of 32 values, from the lowest of four bytes on, shifted to bit 4."""
-    octets = blocks[:, start : start + 4].unsqueeze(2)
+def _fifth_bits(blocks: Tensor) -> Tensor:
+    """The fifth bits of 32 values, from the lowest of the first four bytes on, shifted to bit 4."""
+    octets = blocks[:, :4].unsqueeze(2)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return (octets >> shifts & 1).flatten(1) << 4
 
@@ -61,20 +62,12 @@ def _sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat((high & 63, (rest >> 4) | ((high >> 6) << 4)), dim=1)
 
 
-def _q4_0(blocks: Tensor) -> _Parts:
-    return _Parts(_split(blocks[:, 2:], 4, 16), _half(blocks, 0))
-
-
-def _q4_1(blocks: Tensor) -> _Parts:
-    return _Parts(_split(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2))
-
-
-def _q5_0(blocks: Tensor) -> _Parts:
-    return _Parts(_split(blocks[:, 6:], 4, 16) | _fifth_bits(blocks, 2), _half(blocks, 0))
-
-
-def _q5_1(blocks: Tensor) -> _Parts:
-    return _Parts(_split(blocks[:, 8:], 4, 16) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2))
+def _q4_or_5(blocks: Tensor, has_min: bool, has_fifth_bit: bool) -> _Parts:
+    scale, least = _half(blocks, 0), _half(blocks, 2) if has_min else None
+    rest = blocks[:, 4 if has_min else 2 :]
+    if has_fifth_bit:
+        return _Parts(_split(rest[:, 4:], 4, 16) | _fifth_bits(rest), scale, least)
+    return _Parts(_split(rest, 4, 16), scale, least)
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
@@ -136,10 +129,10 @@ class BlockType(NamedTuple):
 
 # By their numbers in GGUF files (ggml.h).
 BLOCK_TYPES = {
-    2: BlockType("Q4_0", 4, 32, 18, 32, _q4_0),
-    3: BlockType("Q4_1", 4, 32, 20, 32, _q4_1),
-    6: BlockType("Q5_0", 5, 32, 22, 32, _q5_0),
-    7: BlockType("Q5_1", 5, 32, 24, 32, _q5_1),
+    2: BlockType("Q4_0", 4, 32, 18, 32, partial(_q4_or_5, has_min=False, has_fifth_bit=False)),
+    3: BlockType("Q4_1", 4, 32, 20, 32, partial(_q4_or_5, has_min=True, has_fifth_bit=False)),
+    6: BlockType("Q5_0", 5, 32, 22, 32, partial(_q4_or_5, has_min=False, has_fifth_bit=True)),
+    7: BlockType("Q5_1", 5, 32, 24, 32, partial(_q4_or_5, has_min=True, has_fifth_bit=True)),
     8: BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
     10: BlockType("Q2_K", 4, 256, 84, 16, _q2_k),
     11: BlockType("Q3_K", 4, 256, 110, 16, _q3_k),

@@ -29,24 +29,21 @@ class Plan(NamedTuple):
     up for the error of column j. In the order of `order`."""
 
 
-def plan(hessian: Tensor, damping: float = DAMPING, by_activation: bool = True) -> Plan:
-    """The order of the columns, and the upper triangular U with U^T U = the inverse of the damped Hessian.
+def plan(hessian: Tensor, damping: float = DAMPING) -> Plan:
+    """The order of the columns, those of the largest activations first ("act-order"), and the upper triangular U with
+    U^T U = the inverse of the damped Hessian.
 
     Args:
         hessian: [inputs, inputs], float32 or float64: the sum of x x^T.
         damping: the part of the mean of the Hessian's diagonal that is added to the diagonal: tenfold, again and
             again, where that is too little for a positive definite matrix.
-        by_activation: begin with the inputs of the largest activations ("act-order").
 
     Raises:
         ValueError: the Hessian has elements that are NaN or infinite, or the damping is not positive.
     """
     if not damping > 0:
         raise ValueError(f"the damping is {damping}: it must be more than 0")
-    diagonal = hessian.diagonal()
-    order = torch.argsort(diagonal, descending=True, stable=True)
-    if not by_activation:
-        order = torch.arange(len(diagonal), device=hessian.device)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     return Plan(order, _compensation(hessian, damping, order))
 
 
@@ -54,10 +51,8 @@ def gptq(weight: Tensor, grid: Grid, plan: Plan) -> QuantizedTensor:
     """The weight on a grid, with a small error of the layer's output on the calibration inputs.
 
     The grid is known beforehand. So columns can be rounded in any order while their groups stay next to each other
-    ("static groups"). An input that was always 0 is rounded to nearest.
-
-    Args:
-        weight: [N, K]. It is brought up to date in the dtype of the plan.
+    ("static groups"). An input that was always 0 is rounded to nearest. The weight, [N, K], is brought up to date in
+    the dtype of the plan.
     """
     order, rows = plan
     inputs = weight.shape[1]
@@ -101,8 +96,7 @@ def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
 def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
     """||(W - Q) X|| / ||W X|| in Frobenius norms, of a Hessian X X^T; 0 where W X is 0 and both weights are the same.
 
-    Args:
-        weight, quantised: [N, K].
+    Both weights are [N, K].
     """
     weight = weight.to(hessian.dtype)
     lost, whole = (_energy(part, hessian) for part in (weight - quantised.to(hessian.dtype), weight))

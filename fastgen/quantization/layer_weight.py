@@ -115,13 +115,12 @@ def unpack(packed: LayerWeight) -> QuantizedTensor:
 def rows(packed: LayerWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the weight in floating point, [len(which), K], in the layer's order of in_features.
 
-    Raises:
-        IndexError: there is no such row. On a GPU, which is not waited for, it is NaN instead.
+    Raises IndexError for a row that is not there. On a GPU, which is not waited for, it is NaN instead.
     """
     if packed.sizes.layout == "rows":
-        return on_gpu.rows(_in_rows(packed), which, dtype)
+        return on_gpu.rows(_for_kernel(packed), which, dtype)
     if packed.sizes.layout == "panels" and which.device.type == "cpu" and grouped.is_available():
-        return grouped.rows(_in_panels(packed), which, dtype)
+        return grouped.rows(_for_kernel(packed), which, dtype)
     if not ((which >= 0) & (which < packed.sizes.n)).all():
         raise IndexError(f"no such row: the weight has {packed.sizes.n}")
     found = values(_grouped(packed, which, None), dtype)
@@ -132,10 +131,8 @@ def linear(x: Tensor, packed: LayerWeight, bias: Tensor | None, activations: str
     """`torch.nn.functional.linear(x, weight, bias)`: x [..., K], any floating dtype; the bias [N].
 
     Gradients of x and the bias are computed from the weight, dequantised piece by piece; none of it is kept for them.
-    Where they are asked for, activations stay floats.
-
-    Args:
-        activations: "float", "int8" or None: as `Settings.activations` says. "int8" quantises them on a CPU.
+    Where they are asked for, activations stay floats. Otherwise "int8" quantises them on a CPU, and None is as
+    `Settings.activations` says.
     """
     if x.dtype in _TYPES and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -174,19 +171,21 @@ def _kernel(x: Tensor, packed: LayerWeight, activations: str) -> Any:
     if not patching.is_active() or x.device != packed.qweight.device or x.dtype not in _TYPES:
         return None
     if packed.sizes.layout == "rows":
-        return lambda x, bias: on_gpu.grouped_linear(x, _in_rows(packed), bias)
+        return lambda x, bias: on_gpu.grouped_linear(x, _for_kernel(packed), bias)
     is_rounded = activations == "int8" and grouped.unavailable() is None
     is_served = packed.sizes.layout == "panels" and (is_rounded or packed.sizes.takes_floats)
     if not is_served or x.device.type != "cpu" or not grouped.is_available():
         return None
-    return lambda x, bias: grouped.grouped_linear(x, _in_panels(packed), bias, floats=not is_rounded)
+    return lambda x, bias: grouped.grouped_linear(x, _for_kernel(packed), bias, floats=not is_rounded)
 
 
 def _plain(x: Tensor, packed: LayerWeight, bias: Tensor | None) -> Tensor:
     """Torch's product with the weight in floating point, a part of it at a time."""
     if packed.order is not None:
         x = x.index_select(-1, packed.order)
-    parts = [F.linear(x, some, _part(bias, start, len(some))) for start, some in _pieces(packed, x.dtype)]
+    parts = []
+    for start, some in _pieces(packed, x.dtype):
+        parts.append(F.linear(x, some, None if bias is None else bias[start : start + len(some)]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -197,26 +196,18 @@ def _pieces(packed: LayerWeight, dtype: torch.dtype) -> Iterator[tuple[int, Tens
         yield start, values(_grouped(packed, slice(start, start + count), None), dtype)
 
 
-def _in_panels(packed: LayerWeight) -> grouped.PackedWeight:
-    n, k, bits, _, size, *_ = packed.sizes
-    return grouped.PackedWeight(*packed[:5], n, k, bits, size)
-
-
-def _in_rows(packed: LayerWeight) -> grouped.PackedWeight:
-    return grouped.PackedWeight(*packed[:5], *packed.sizes[:4], in_rows=True)
-
-
-def _part(bias: Tensor | None, start: int, count: int) -> Tensor | None:
-    return None if bias is None else bias[start : start + count]
+def _for_kernel(packed: LayerWeight) -> grouped.PackedWeight:
+    n, k, bits, _, size, layout, _ = packed.sizes
+    return grouped.PackedWeight(*packed[:5], n, k, bits, size, in_rows=layout == "rows")
 
 
 def _grouped(packed: LayerWeight, which: slice | Tensor, order: Tensor | None) -> QuantizedTensor:
     """Some rows of the weight, with an order of their columns or in that of `qweight`."""
     _, k, bits, group_size, size, layout, _ = packed.sizes
     if layout == "rows":
-        qweight, parts = on_gpu.unpacked(_in_rows(packed), which)
+        qweight, parts = on_gpu.unpacked(_for_kernel(packed), which)
     elif layout == "panels":
-        qweight, parts = grouped.unpacked(_in_panels(packed), which)
+        qweight, parts = grouped.unpacked(_for_kernel(packed), which)
         each = group_size // size if group_size < k else parts[0].shape[1] if parts[0] is not None else 1
         parts = [part if part is None else part[:, ::each] for part in parts]
     else:

@@ -63,14 +63,10 @@ class QuantizedWeight(nn.Module):
     def pack(self) -> None:
         """Puts the tensors, which have been loaded, into the form that is multiplied with, and drops them.
 
-        Raises:
-            ValueError: they do not fit.
+        Raises ValueError where they do not fit.
         """
-        self._take({name: parameter.detach() for name, parameter in self._stored_parameters().items()})
-
-    def _stored_parameters(self) -> dict[str, nn.Parameter]:
-        found = {name: self._parameters.get(name) for name in self.stored_dtypes}
-        return {name: parameter for name, parameter in found.items() if parameter is not None}
+        loaded = {name: self._parameters.get(name) for name in self.stored_dtypes}
+        self._take({name: parameter.detach() for name, parameter in loaded.items() if parameter is not None})
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         self.form = self.form.resolved(tensors)
@@ -179,34 +175,20 @@ class QuantizedWeight(nn.Module):
         return other.packed
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.sizes is not None:
-            self._save_weight(destination, prefix)
+        if self.sizes is not None and self.form.writable:
+            tensors = self.form.write(layer_weight.unpack(self.packed))
+            destination |= {prefix + name: tensors[name].to(dtype) for name, dtype in self.stored_dtypes.items()}
+        elif self.sizes is not None:
+            destination[f"{prefix}weight"] = self.weight.detach()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _save_weight(self, destination: dict[str, Any], prefix: str) -> None:
-        if not self.form.writable:
-            destination[f"{prefix}weight"] = self.weight.detach()
-            return
-        tensors = self.form.write(layer_weight.unpack(self.packed))
-        for name, dtype in self.stored_dtypes.items():
-            destination[prefix + name] = tensors[name].to(dtype)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        rest = unexpected_keys, error_msgs
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        *_, missing_keys, unexpected_keys, error_msgs = rest
         if self.sizes is None:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
             return
         found: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, found, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *[*rest[:-2], found, error_msgs])
         names = {prefix + name: name for name in (self.stored_dtypes if self.form.writable else ("weight",))}
         unexpected_keys += [key for key in found if key not in names]
         missing = [key for key in names if key not in state_dict]
@@ -232,24 +214,12 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinearLayer(QuantizedWeight):
-    """A linear layer on a low-bit weight; x is [..., K] in any floating dtype, the result [..., N].
-
-    Args:
-        bias: of the layer that this stands for, or None.
-    """
+    """A linear layer on a low-bit weight; x is [..., K] in any floating dtype, the result [..., N]."""
 
     bias: Any  # the parameter, or None
 
-    def __init__(
-        self,
-        n: int,
-        k: int,
-        form: Format,
-        stored: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        bias: nn.Parameter | None = None,
-    ) -> None:
-        super().__init__(n, k, form, stored, dtype)
+    def __init__(self, *weight: Any, bias: nn.Parameter | None = None) -> None:
+        super().__init__(*weight)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -259,9 +229,9 @@ class QuantizedLinearLayer(QuantizedWeight):
 class QuantizedLinear(QuantizedLinearLayer, nn.Linear):  # type: ignore[override]  # its weight is no parameter
     """In the place of a linear layer of torch."""
 
-    def __init__(self, n: int, k: int, *stored: Any) -> None:
-        super().__init__(n, k, *stored)
-        self.in_features, self.out_features = k, n
+    def __init__(self, *weight: Any, bias: nn.Parameter | None = None) -> None:
+        super().__init__(*weight, bias=bias)
+        self.in_features, self.out_features = self.k, self.n
 
     def _plain(self, dtype: torch.dtype) -> nn.Linear:
         return nn.Linear(self.k, self.n, self.bias is not None, device="meta", dtype=dtype)
@@ -277,17 +247,9 @@ class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[overrid
 
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
-    def __init__(
-        self,
-        n: int,
-        k: int,
-        form: Format,
-        stored: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        padding_idx: int | None = None,
-    ) -> None:
-        super().__init__(n, k, form, stored, dtype)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = n, k, padding_idx
+    def __init__(self, *weight: Any, padding_idx: int | None = None) -> None:
+        super().__init__(*weight)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = self.n, self.k, padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
         found = layer_weight.rows(self.packed, tokens.reshape(-1).long(), self.like.dtype)

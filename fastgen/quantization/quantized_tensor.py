@@ -35,10 +35,7 @@ class QuantizedTensor(NamedTuple):
 def dequantized(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The weight in floating point, [N, K] in the layer's own order of in_features.
 
-    It is computed in float32 and rounded to `dtype` once.
-
-    Raises:
-        ValueError: as `check` does.
+    It is computed in float32 and rounded to `dtype` once. Raises ValueError as `check` does.
     """
     check(weight)
     found = values(weight, dtype)

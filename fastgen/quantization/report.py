@@ -79,11 +79,7 @@ def table(report: Report) -> Any:
 
 
 def png(report: Report) -> bytes:
-    """The report as a picture: what changed, and the error of each layer.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """The report as a picture: what changed, and the error of each layer. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")

@@ -66,20 +66,14 @@ def make_grid(weight: Tensor, kind: Kind, shrink: float = 1.0) -> Grid:
 def best_grid(weight: Tensor, kind: Kind, importance: Tensor) -> Grid:
     """The grid whose nearest points have the least sum of importance * error**2, of grids that cover less and less.
 
-    Each n and group has its own.
-
-    Args:
-        weight: [N, K].
-        importance: [K], not negative.
+    Each n and group of the weight, [N, K], has its own. `importance`, [K], is not negative.
     """
     groups, weights = _groups(weight, kind.group_size), importance.float().view(-1, kind.group_size)
-    best, least = make_grid(weight, kind), None
+    best, least = make_grid(weight, kind), torch.full(groups.shape[:2], torch.inf, device=weight.device)
     for shrink in _SHRINKS:
         grid = make_grid(weight, kind, shrink)
-        errors = ((_points(groups, grid) - groups).square() * weights).sum(2)
-        if least is None:
-            least = errors
-            continue
+        points = (_nearest(groups, grid) - _zeros(grid)) * grid.scales.float().unsqueeze(2)
+        errors = ((points - groups).square() * weights).sum(2)
         better = errors < least
         zeros = None if best.zeros is None or grid.zeros is None else torch.where(better, grid.zeros, best.zeros)
         best = best._replace(scales=torch.where(better, grid.scales, best.scales), zeros=zeros)
@@ -111,10 +105,6 @@ def _groups(weight: Tensor, group_size: int) -> Tensor:
 
 def _nearest(groups: Tensor, grid: Grid) -> Tensor:
     return nearest(groups, grid.scales.float().unsqueeze(2), _zeros(grid), grid.bits)
-
-
-def _points(groups: Tensor, grid: Grid) -> Tensor:
-    return (_nearest(groups, grid) - _zeros(grid)) * grid.scales.float().unsqueeze(2)
 
 
 def _zeros(grid: Grid) -> Tensor | int:

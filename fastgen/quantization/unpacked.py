@@ -7,6 +7,7 @@ without a word.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,27 +21,13 @@ UNPACK = "call model.dequantize() first, which unpacks them"
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
-class _Lazy:
-    """A tensor that is computed once."""
-
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute: Callable[[], Tensor] | None = compute
-        self._found: Tensor | None = None
-
-    def get(self) -> Tensor:
-        if self._compute is not None:
-            self._found, self._compute = self._compute(), None
-        assert self._found is not None
-        return self._found
-
-
 class Unpacked(Tensor):
     """A weight, or a view of one. Use `of` to make one.
 
     A weight counts as a parameter, as that of an ordinary layer does. `owner` is what it belongs to; a view has none.
     """
 
-    _lazy: _Lazy
+    _unpacked_once: Callable[[], Tensor]  # computed once
     owner: Any
 
     @staticmethod
@@ -49,16 +36,16 @@ class Unpacked(Tensor):
     ) -> Unpacked:
         """What `compute` returns when it is needed: contiguous, of this shape and type, on this device."""
         found = Tensor._make_wrapper_subclass(Unpacked, torch.Size(shape), dtype=dtype, device=device)
-        found._lazy, found.owner = _Lazy(compute), owner
+        found._unpacked_once, found.owner = functools.cache(compute), owner
         found._is_param = True  # what makes it an instance of torch.nn.Parameter
         return found
 
     @staticmethod
-    def _view(like: Tensor, lazy: _Lazy) -> Unpacked:
+    def _view(like: Tensor, unpacked: Callable[[], Tensor]) -> Unpacked:
         found = Tensor._make_wrapper_subclass(
             Unpacked, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        found._lazy, found.owner = lazy, None
+        found._unpacked_once, found.owner = unpacked, None
         return found
 
     @classmethod
@@ -84,7 +71,7 @@ class Unpacked(Tensor):
         kwargs = kwargs or {}
         if func in _SAME:
             (weight,) = args
-            return Unpacked._view(weight, weight._lazy)
+            return Unpacked._view(weight, weight._unpacked_once)
         arguments = {argument.name: argument for argument in func._schema.arguments}
         given = [*zip(arguments.values(), args, strict=False), *((arguments[name], kwargs[name]) for name in kwargs)]
         for argument, value in given:
@@ -102,13 +89,13 @@ def _refuse() -> None:
 
 
 def _unpacked(leaf: Any) -> Any:
-    return leaf._lazy.get() if isinstance(leaf, Unpacked) else leaf
+    return leaf._unpacked_once() if isinstance(leaf, Unpacked) else leaf
 
 
 def _view(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, Unpacked):
         return leaf
-    return Unpacked._view(leaf, _Lazy(lambda: leaf))
+    return Unpacked._view(leaf, lambda: leaf)
 
 
 _DATA: Any = Tensor.data

@@ -1,16 +1,7 @@
 """Quantised layers in the format `pack-quantized` of the library compressed-tensors, and as the work kept of a run.
 
 Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format
-of GPTQ instead (`formats.py`), version 1.
-
-A layer of `pack-quantized` with [N, K] has these tensors in place of its weight:
-
-- `weight_packed`: int32 [N, K * bits / 32], the values of a row next to each other, the first in the lowest bits; a
-last
-  word that is not full ends in zeros;
-- `weight_scale`: [N, groups];
-- `weight_zero_point`, only of asymmetric weights: int32 [N * bits / 32, groups], packed along N;
-- `weight_shape`: int64 [2].
+of GPTQ instead, version 1. `formats.py` says what tensors a layer has.
 """
 
 from __future__ import annotations
@@ -36,11 +27,7 @@ _BEGINNING = "fastgen"  # the key of the metadata that block files have
 
 
 def tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
-    """The tensors of a quantised weight.
-
-    Raises:
-        ValueError: the format cannot hold it: it has mins, or another order of in_features.
-    """
+    """The tensors of a quantised weight. Raises ValueError for one with mins, or another order of in_features."""
     check(weight)
     if weight.mins is not None or weight.order is not None:
         raise ValueError("compressed-tensors has no mins, and no order of in_features")
@@ -132,11 +119,7 @@ def save_block(path: Path, layers: Mapping[str, Quantised]) -> None:
 
 
 def load_block(path: Path) -> dict[str, Quantised]:
-    """What `save_block` has kept.
-
-    Raises:
-        ValueError: the file is damaged, or was not written by `save_block`.
-    """
+    """What `save_block` has kept. Raises ValueError for a damaged file, or one of somebody else's."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()[_BEGINNING])

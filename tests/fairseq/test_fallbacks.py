@@ -15,7 +15,7 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 
 import fastgen
 from fastgen import patching
-from fastgen.optimizer.fairseq import attention
+from fastgen.optimizer.fairseq.call import Call
 from tests.equivalence.check import in_threads
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, assert_same, check, fallbacks
@@ -170,8 +170,8 @@ def test_a_failure_is_repeated_with_fairseqs_code_from_the_same_random_state(mon
             raise IndexError("planted")
         return own(*args)
 
-    own = attention._own
-    monkeypatch.setattr(attention, "_own", failing)
+    own = Call.extend
+    monkeypatch.setattr(Call, "extend", failing)
 
     def make() -> Any:
         calls.clear()

@@ -57,17 +57,17 @@ def obq(weight, hessian, grid, damping, order):
 
 
 CASES = [
-    (4, 32, 8, True, 4, True), (3, 40, 8, False, 4, True), (5, 24, 24, True, 8, False), (1, 8, 8, False, 8, True),
-    (2, 300, 4, True, 4, True), (2, 256, 128, False, 4, False),
+    (4, 32, 8, True, 4), (3, 40, 8, False, 4), (5, 24, 24, True, 8), (1, 8, 8, False, 8), (2, 300, 4, True, 4),
+    (2, 256, 128, False, 4),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "group", "symmetric", "bits", "ordered"), CASES)
-def test_gptq_is_optimal_brain_quantization(outputs, inputs, group, symmetric, bits, ordered):
+@pytest.mark.parametrize(("outputs", "inputs", "group", "symmetric", "bits"), CASES)
+def test_gptq_is_optimal_brain_quantization(outputs, inputs, group, symmetric, bits):
     weight, hessian = layer(outputs, inputs, samples=2 * inputs)
     grid = make_grid(weight, Kind(bits, group, symmetric, torch.float32))
-    order = torch.argsort(hessian.diagonal(), descending=True).tolist() if ordered else range(inputs)
-    found = gptq(weight, hessian, grid, damping=0.01, by_activation=ordered)
+    order = torch.argsort(hessian.diagonal(), descending=True).tolist()
+    found = gptq(weight, hessian, grid, damping=0.01)
     assert torch.equal(found.qweight, obq(weight, hessian, grid, 0.01, order))
     assert (found.bits, found.group_size, found.order) == (bits, group, None)
     assert (found.zeros is None) == symmetric

@@ -24,7 +24,7 @@ def weight() -> Unpacked:
 
 
 def is_unpacked(weight: Unpacked) -> bool:
-    return weight._lazy._found is not None
+    return weight._unpacked_once.cache_info().currsize == 1
 
 
 def test_what_needs_no_numbers(weight: Unpacked) -> None:

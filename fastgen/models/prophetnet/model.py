@@ -237,8 +237,7 @@ class ProphetNetModel(FairseqEncoderDecoderModel):
     def build_model(cls, args: Namespace, task: Any) -> ProphetNetModel:
         """A new model; `args.load_from_pretrained_model` names a file to take its weights from, and is cleared then.
 
-        Raises:
-            ValueError: embeddings are to be shared between dictionaries or dimensions that differ.
+        Raises ValueError where embeddings are to be shared between dictionaries or dimensions that differ.
         """
         ARCHITECTURES["ngram_transformer_prophet"](args)  # what arguments of an older version lack
         source, target = task.source_dictionary, task.target_dictionary

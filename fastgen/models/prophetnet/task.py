@@ -19,10 +19,9 @@ from torch import Tensor
 
 
 class BertDictionary(Dictionary):
-    """A vocabulary with the special tokens [CLS], [PAD], [SEP] and [UNK] wherever they are among its tokens.
+    """A vocabulary of tokens with their counts, in their order, with [CLS], [PAD], [SEP] and [UNK] wherever they are.
 
-    Args:
-        tokens: each with its count, in their order. Special tokens that are not among them come last.
+    Those of them that are not among the tokens come last.
     """
 
     def __init__(self, tokens: Iterable[tuple[str, int]] = ()) -> None:
@@ -38,11 +37,7 @@ class BertDictionary(Dictionary):
 
     @classmethod
     def load_from_file(cls, path: str) -> "BertDictionary":
-        """The dictionary of a file that has `TOKEN COUNT` in each line.
-
-        Raises:
-            ValueError: a line is not of this form.
-        """
+        """The dictionary of a file, which has `TOKEN COUNT` in each line. Raises ValueError for another one."""
         with open(path, encoding="utf-8", errors="ignore") as file:
             return cls(_read(line.rstrip("\n"), f"{path}, line {number}") for number, line in enumerate(file, start=1))
 

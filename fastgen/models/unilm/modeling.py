@@ -90,10 +90,7 @@ class UniLMEmbeddings(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor, segment: int, end: int | None) -> Tensor:
         """[rows, T] tokens at [rows, T] positions, all before `end` and of one segment -> [rows, T, hidden].
 
-        Without an `end` it is known that the positions are not too many.
-
-        Raises:
-            ValueError: a position is beyond the model's last.
+        Without an `end` it is known that the positions are not too many. Raises ValueError where they are.
         """
         known = self.position_embeddings.num_embeddings
         # The positions themselves are looked at only where they may be too many: that waits for the device.
@@ -136,10 +133,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     }
 
     def __init__(self, config: UniLMConfig) -> None:
-        """
-        Raises:
-            ValueError: the parts of the configuration do not fit together.
-        """
+        """Raises ValueError where the parts of the configuration do not fit together."""
         super().__init__(config)
         _check(config)
         layers = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
@@ -152,10 +146,16 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     def from_published(cls, path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
         """The model of a checkpoint as the authors publish or s2s-ft writes it, in float32 and ready for inference.
 
+        Two ways of fine-tuning leave no trace in a checkpoint, and are not supported: `--pos_shift`, which predicts
+        from the token before instead of a [MASK], and `--s2s_add_segment`, which gives a source two segments.
+
         Args:
-            path: a file of weights, or a directory with one and perhaps a `config.json`.
-            **changes: to the `UniLMConfig`, such as the special tokens of another vocabulary, or a larger
-                `max_position_embeddings`: positions from the last one on then repeat those from the first.
+            path: a file of weights, or a directory with one and perhaps a `config.json`. Segments are 4 and 5 (UniLM
+                v1) without a configuration, and what it says, 0 and 1 by default (s2s-ft), with one.
+            **changes: to the `UniLMConfig`, such as the special tokens of another vocabulary, `num_attention_heads`
+                where heads are not 64 wide and no configuration says so, or `source_type_id`. With a larger
+                `max_position_embeddings`, positions from the last one on repeat those from the first, as in the
+                authors' fine-tuning; with a smaller one, the last are left out.
 
         Raises:
             FileNotFoundError: there are no weights at `path`.

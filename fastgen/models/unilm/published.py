@@ -49,22 +49,7 @@ _SHOWN = 4  # names in a message
 def read(path: str | os.PathLike[str], **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor], Path]:
     """What a published checkpoint says: settings of a configuration, weights by their names here, and their file.
 
-    The shape is that of the weights. Segments are 4 and 5 (UniLM v1) for a file without a configuration, and what the
-    configuration says, 0 and 1 by default (s2s-ft), for a directory with one.
-
-    Two ways of fine-tuning leave no trace in a checkpoint, and are not supported: `--pos_shift`, which predicts from
-    the token before instead of a [MASK], and `--s2s_add_segment`, which gives a source two segments.
-
-    Args:
-        path: a file of weights, or a directory with one and perhaps a `config.json`.
-        changes: to the `UniLMConfig`, such as the special tokens of another vocabulary, `num_attention_heads` where
-            heads are not 64 wide and no configuration says so, or `source_type_id`. With a larger
-            `max_position_embeddings`, positions from the last one on repeat those from the first, as in the authors'
-            fine-tuning; with a smaller one, the last are left out.
-
-    Raises:
-        FileNotFoundError: there are no weights at `path`.
-        ValueError: the file holds something else than tensors, or not those of a UniLM.
+    The shape is that of the weights. For arguments and exceptions see `UniLMForSeq2SeqLM.from_published`.
     """
     file, settings = _find(Path(path))
     weights = _canonical(_read(file), file)
@@ -75,11 +60,7 @@ def read(path: str | os.PathLike[str], **changes: Any) -> tuple[dict[str, Any], 
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor], file: Path) -> None:
-    """Loads the weights of a checkpoint into a model of its configuration.
-
-    Raises:
-        ValueError: they are not exactly those that the model has.
-    """
+    """Loads the weights of a checkpoint into a model of its configuration. Raises ValueError for any others."""
     wanted = {name: value.shape for name, value in model.state_dict().items() if name not in _COPIES}
     wrong = {
         "missing": [name for name in wanted if name not in weights],

@@ -36,7 +36,8 @@ def attention(
     if state is None:
         return NotImplemented  # the encoder, or a language model that takes part in the scores
     if module.self_attention:
-        keys, values = _own(call, module, query, state)
+        new = module.k_proj(query), module.v_proj(query)
+        keys, values = call.extend(module, state, *(_heads(module, each) for each in new))
         mask = attn_mask if call.prefilled is not None else call.own_mask(key_padding_mask, query.dtype)
     else:
         keys, values = _of_source(call, module, key, state)
@@ -56,12 +57,6 @@ def extend(
     """Wrapper of ProphetNet's `NgramSelfAttention.extend`: K and V of the main stream, which all its streams read."""
     state = call.state(module, incremental_state)
     return NotImplemented if state is None else call.extend(module, state, keys, values)
-
-
-def _own(call: Call, module: Any, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """K and V of self-attention, with those of the new positions."""
-    keys, values = module.k_proj(query), module.v_proj(query)
-    return call.extend(module, state, _heads(module, keys), _heads(module, values))
 
 
 def _of_source(call: Call, module: Any, key: Tensor | None, state: State) -> tuple[Tensor, Tensor]:

@@ -70,11 +70,7 @@ class Call:
 
     @property
     def beams(self) -> Beams:
-        """The sources that are left, and the beam ancestry of their sequences; known from before the first step on.
-
-        Raises:
-            Unsupported: there is no step yet.
-        """
+        """The sources that are left, and the beam ancestry of their sequences. Raises Unsupported before any step."""
         if self._beams is None:
             raise Unsupported("attention of a decoder before its first step")
         return self._beams

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -39,10 +38,10 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
 
     if not patching.is_active():
         return original()
-    try:
-        arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    except TypeError:
-        return wrapped(*args, **kwargs)  # which raises it
+    bound = patching.bound(wrapped, args, kwargs)
+    if bound is None:
+        return wrapped(*args, **kwargs)
+    arguments = bound.arguments
     found = counters.decided(ENTRY_POINT, _decide, generator, arguments)
     if found is None:
         return original()

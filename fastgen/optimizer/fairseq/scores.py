@@ -57,11 +57,7 @@ class LogProbabilities(Tensor):
 
 
 def without_nan(log_probs: Tensor) -> Tensor:
-    """The log-probabilities of a step as the loop is to get them; as they are where nothing is gained, or NaN is found.
-
-    Args:
-        log_probs: any shape.
-    """
+    """The log-probabilities as the loop is to get them: as they are where nothing is gained, or NaN is found."""
     if type(log_probs) is not Tensor or log_probs.device.type != "cpu" or log_probs.numel() < MIN_SCORES:
         return log_probs
     if torch.is_inference_mode_enabled() or log_probs.is_inference():
@@ -116,11 +112,8 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Wrapper of `BeamSearch.step`, in one pass over the scores of all words (`fastgen.ops.best_candidates`).
 
-    Args:
-        candidate_multiple: candidates for each sequence, in fairseq-fixed.
-
-    Returns:
-        Scores, words and sequences of the candidates, [sources, candidates] each, the best first.
+    It gives scores, words and sequences of the candidates, [sources, candidates] each, the best first. fairseq-fixed
+    says how many there are for each sequence.
     """
     _, sequences, words = lprobs.shape
     if step == 0 or scores is None or lprobs.dtype is not torch.float32 or lprobs.device.type != "cpu":

@@ -9,92 +9,112 @@ serve, the library's loop, processors and criteria run, on hooks. The user's own
 from __future__ import annotations
 
 from fastgen import releases
-from fastgen.optimizer.transformers import encoders
+from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS, STACKS
 from fastgen.patching import Condition, Patch, has, takes
+
+_SCORES = "self input_ids scores"  # of processors and criteria
 
 
 def patches() -> list[Patch]:
     """Every patch that FastGen applies to Transformers."""
+    return [*_checkpoints(), *_generation(), *_processors(), *_prophetnet(), *_encoders()]
 
-    def hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
-        path = f"transformers.{module}", target, f"{__name__}.{wrapper}"
-        return Patch(*path, condition, former, on_refusal=releases.note_patch)
 
-    def generation(method: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
-        former = former and f"GenerationMixin.{former}"
-        return hook("generation.utils", f"GenerationMixin.{method}", wrapper, condition, former)
+def _hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
+    path = f"transformers.{module}", target, f"{__name__}.{wrapper}"
+    return Patch(*path, condition, former, on_refusal=releases.note_patch)
 
-    processors, criteria = "generation.logits_process", "generation.stopping_criteria"
-    prophetnet, step = "models.prophetnet.modeling_prophetnet", "captured.prophetnet"
-    buckets = "main_relative_position_buckets predict_relative_position_buckets"
-    attention = f"hidden_states {releases.TAKES_CACHE} position_ids {buckets}"
-    scores = "self input_ids scores"
-    call = "inputs generation_config streamer assistant_model custom_generate kwargs"
-    prefill = "self input_ids generation_config model_kwargs is_first_iteration"
-    loop = ("loop:decode", has("input_ids logits_processor stopping_criteria generation_config"))
+
+def _checkpoints() -> list[Patch]:
+    hooks, of_gguf = "quantized.hooks", "quantized.gguf_hooks"
+    quantizer = has("config quantization_config device_map user_agent")
+    sizes = has("new_num_tokens pad_to_multiple_of")
+    loading = has("pretrained_model_name_or_path")
     return [
-        hook(
-            "modeling_utils",
-            "PreTrainedModel.from_pretrained",
-            "quantized.hooks:from_pretrained",
-            has("pretrained_model_name_or_path"),
+        _hook("modeling_utils", "PreTrainedModel.from_pretrained", f"{hooks}:from_pretrained", loading),
+        _hook("modeling_utils", "get_hf_quantizer", f"{hooks}:get_hf_quantizer", quantizer),
+        _hook("modeling_utils", "PreTrainedModel.resize_token_embeddings", f"{hooks}:resize_token_embeddings", sizes),
+        _hook(*releases.GGUF_HEADER, f"{of_gguf}:read_gguf", has("gguf_path")),
+        Patch("gguf.gguf_reader", "GGUFReader.__init__", f"{__name__}.{of_gguf}:gguf_reader", has("path")),
+        Patch("gguf", "get_tensor_name_map", f"{__name__}.{of_gguf}:name_map", has("arch n_blocks")),
+    ]
+
+
+def _generation() -> list[Patch]:
+    def hook(method: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
+        former = former and f"GenerationMixin.{former}"
+        return _hook("generation.utils", f"GenerationMixin.{method}", wrapper, condition, former)
+
+    call = has("inputs generation_config streamer assistant_model custom_generate kwargs")
+    prefill = takes("self input_ids generation_config model_kwargs is_first_iteration")
+    loop = has("input_ids logits_processor stopping_criteria generation_config")
+    encoder, former = releases.RUN_ENCODER
+    inputs = has("inputs_tensor model_kwargs model_input_name generation_config")
+    early = has("beam_scores is_sent_finished early_stopping")
+    criteria = "generation.stopping_criteria", "StoppingCriteriaList.__call__"
+    return [
+        hook("generate", "generate:generate", call),
+        hook("_prefill", "prefill:prefill", prefill),
+        hook("_beam_search", "loop:decode", loop),
+        hook("_sample", "loop:decode", loop),
+        hook(encoder, "buckets:encode", inputs, former),
+        hook("prepare_inputs_for_generation", "loop_hooks:prepare_inputs", has("input_ids")),
+        hook("_update_model_kwargs_for_generation", "loop_hooks:update_kwargs", has("outputs model_kwargs")),
+        hook("_check_early_stop_heuristic", "loop_hooks:early_stop", early),
+        _hook(*criteria, "loop_hooks:stopping_criteria", has(_SCORES)),
+    ]
+
+
+def _processors() -> list[Patch]:
+    def hook(target: str, wrapper: str, uses: str) -> Patch:
+        return _hook(module, f"{target}.__call__", f"logits:{wrapper}", takes(_SCORES, uses=uses))
+
+    module, with_encoder = "generation.logits_process", "EncoderNoRepeatNGramLogitsProcessor"
+    least_new = "min_new_tokens prompt_length_to_skip eos_token_id"
+    return [
+        _hook(module, "LogitsProcessorList.__call__", "scores:process", has(_SCORES)),
+        _hook(module, f"{with_encoder}.__init__", "logits:remember_encoder_tokens", has("encoder_input_ids")),
+        hook("NoRepeatNGramLogitsProcessor", "no_repeat_ngram", "ngram_size"),
+        hook(with_encoder, "no_repeat_ngram", "ngram_size batch_size"),
+        hook("MinLengthLogitsProcessor", "min_length", "min_length eos_token_id"),
+        hook("MinNewTokensLengthLogitsProcessor", "min_length", least_new),
+        hook("TopPLogitsWarper", "top_p", "top_p filter_value min_tokens_to_keep"),
+    ]
+
+
+def _prophetnet() -> list[Patch]:
+    module, step, cache = "models.prophetnet.modeling_prophetnet", "captured.prophetnet", releases.TAKES_CACHE
+    buckets = "main_relative_position_buckets predict_relative_position_buckets"
+    attention = has(f"hidden_states {cache} position_ids {buckets}")
+    return [
+        _hook(module, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
+        _hook(module, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
+    ]
+
+
+def _encoders() -> list[Patch]:
+    """The call of a model, its embeddings and layers, and the attention function of these."""
+    library, text = "transformers.modeling_utils", "sentence_transformers"
+    call, sentences, layers = (f"{__name__}.encoders.{name}" for name in ("call", "sentences", "unpadded_forward"))
+    interface, tokens = has("attn_implementation default"), has("input_ids position_ids inputs_embeds")
+    transformer = f"{text}.base.modules.transformer"
+    stacks, embeddings = STACKS.items(), sorted(EMBEDDINGS)
+    return [
+        Patch(library, "PreTrainedModel.__call__", f"{call}:call", is_inherited=True),
+        Patch(library, "AttentionInterface.get_interface", f"{layers}:get_interface", interface),
+        Patch(
+            f"{text}.sentence_transformer.model",
+            "SentenceTransformer.encode",
+            f"{sentences}:encode",
+            has("output_value"),
         ),
-        hook(
-            "modeling_utils",
-            "get_hf_quantizer",
-            "quantized.hooks:get_hf_quantizer",
-            has("config quantization_config device_map user_agent"),
-        ),
-        hook(
-            "modeling_utils",
-            "PreTrainedModel.resize_token_embeddings",
-            "quantized.hooks:resize_token_embeddings",
-            has("new_num_tokens pad_to_multiple_of"),
-        ),
-        hook(*releases.GGUF_HEADER, "quantized.gguf_hooks:read_gguf", has("gguf_path")),
-        Patch("gguf.gguf_reader", "GGUFReader.__init__", f"{__name__}.quantized.gguf_hooks:gguf_reader", has("path")),
-        Patch("gguf", "get_tensor_name_map", f"{__name__}.quantized.gguf_hooks:name_map", has("arch n_blocks")),
-        generation("generate", "generate:generate", has(call)),
-        generation("_prefill", "prefill:prefill", takes(prefill)),
-        generation("_beam_search", *loop),
-        generation("_sample", *loop),
-        generation(
-            releases.RUN_ENCODER[0],
-            "buckets:encode",
-            has("inputs_tensor model_kwargs model_input_name generation_config"),
-            former=releases.RUN_ENCODER[1],
-        ),
-        generation("prepare_inputs_for_generation", "loop_hooks:prepare_inputs", has("input_ids")),
-        generation("_update_model_kwargs_for_generation", "loop_hooks:update_kwargs", has("outputs model_kwargs")),
-        generation(
-            "_check_early_stop_heuristic", "loop_hooks:early_stop", has("beam_scores is_sent_finished early_stopping")
-        ),
-        hook(criteria, "StoppingCriteriaList.__call__", "loop_hooks:stopping_criteria", has(scores)),
-        hook(processors, "LogitsProcessorList.__call__", "scores:process", has(scores)),
-        hook(
-            processors,
-            "EncoderNoRepeatNGramLogitsProcessor.__init__",
-            "logits:remember_encoder_tokens",
-            has("encoder_input_ids"),
+        Patch(transformer, "Transformer.forward", f"{sentences}:forward", has("features")),
+        *(
+            _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:stack", has(" ".join(given)))
+            for (module, name), (_, given) in stacks
         ),
         *(
-            hook(processors, f"{name}LogitsProcessor.__call__", f"logits:{wrapper}", takes(scores, uses=uses))
-            for name, wrapper, uses in (
-                ("NoRepeatNGram", "no_repeat_ngram", "ngram_size"),
-                ("EncoderNoRepeatNGram", "no_repeat_ngram", "ngram_size batch_size"),
-                ("MinLength", "min_length", "min_length eos_token_id"),
-                ("MinNewTokensLength", "min_length", "min_new_tokens prompt_length_to_skip eos_token_id"),
-            )
+            _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:embed", tokens)
+            for module, name in embeddings
         ),
-        hook(
-            processors,
-            "TopPLogitsWarper.__call__",
-            "logits:top_p",
-            takes(scores, uses="top_p filter_value min_tokens_to_keep"),
-        ),
-        hook(
-            prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(releases.TAKES_CACHE)
-        ),
-        hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", has(attention)),
-        *encoders.patches(),
     ]

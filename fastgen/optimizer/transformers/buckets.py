@@ -64,7 +64,10 @@ def _encode(
         sources = None if call.entering is None or call.model.training else call.entering.sources
         if mask is None and sources is not None and is_text and len(ids) == 1:
             mask = torch.ones_like(ids)
-        reads_rows = is_text and _is_all(model_kwargs) and _reads_rows_alone(call, ids, mask, config)
+        others = (name for name, value in model_kwargs.items() if not holds_no_tensor(value))
+        # The encoder gets nothing with tensors but the tokens and their mask.
+        is_all = all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
+        reads_rows = is_text and is_all and _reads_rows_alone(call, ids, mask, config)
         if reads_rows and mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
             sources = None  # padding in front counts for positions
     if not reads_rows or mask is None:
@@ -117,12 +120,6 @@ def _encode_buckets(
         raise RuntimeError("the layers of the encoder have not been called")
     call.has_intervened = False
     return result
-
-
-def _is_all(model_kwargs: dict[str, Any]) -> bool:
-    """Whether the encoder gets nothing with tensors but the tokens and their mask."""
-    others = (name for name, value in model_kwargs.items() if not holds_no_tensor(value))
-    return all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
 
 
 def prefill_in_groups(call: Call, run: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Any:

@@ -345,12 +345,8 @@ def cache_of(
     """
     cache: Cache = StepCache([StepLayer(kv, cache_length if of_rows is None else of_rows) for kv in own])
     if cross:
-        of_source = StepCache([StepLayer(kv, partial(_prefix_capacity, kv)) for kv in cross])
+        of_source = StepCache([StepLayer(kv, partial(getattr, kv, "prefix_capacity")) for kv in cross])
         cache = EncoderDecoderCache(cache, of_source)
     if of_rows is not None:
         setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: cache_length)
     return cache
-
-
-def _prefix_capacity(kv: FixedKV) -> int:
-    return kv.prefix_capacity

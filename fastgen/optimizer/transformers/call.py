@@ -50,11 +50,7 @@ def fast_layers(model: Any) -> FastLayers:
 
 
 class NotAccelerated(Exception):
-    """This call is not supported; the reason says why. Nothing has been changed yet."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """This call is not supported; its argument says why. Nothing has been changed yet."""
 
 
 class Unexpected(CannotBeCaptured):
@@ -99,10 +95,10 @@ class Call:
     prefilled: Any = None  # the outputs of the prefill, made ahead of the library's loop
     cache_is_dropped: bool = False  # nobody looks at the one that the call returns
     _returns_cache: bool = False
+    _packed: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.layers = fast_layers(self.model)
-        self._packed = ExitStack()
 
     @cached_property
     def rows_depend_on_each_other(self) -> bool:

@@ -27,7 +27,7 @@ from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, use
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.entering import claimed
 from fastgen.optimizer.transformers.prefill import prefill
-from fastgen.optimizer.transformers.speculation import assisted
+from fastgen.optimizer.transformers.speculation.assisted import OPTIONS, Request, taken_over
 from fastgen.releases import Usual
 
 # What a decoding loop calls of the model.
@@ -158,8 +158,8 @@ def _given_to_generate(model: Any) -> dict[str, Any]:
 def _librarys_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Callable[[], Any]:
     """The call on the library's own loop.
 
-    Raises:
-        ValueError: there is none, or it does not take these arguments, which `generate` says only without `decode`.
+    Raises ValueError if there is none, or for other arguments than it takes, which `generate` says only without
+    `decode`.
     """
     config, assistant = arguments["generation_config"], given.get("assistant_model")
     mode = config.get_generation_mode(assistant)
@@ -185,7 +185,7 @@ def _decide_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -
     """The call of `decode` to be accelerated; None, and the reason is counted, if the library's loop runs."""
     of_draft = {"inputs": given.get("inputs_tensor"), "assistant_model": given.get("assistant_model")}
     asked = {name: value for name, value in arguments.items() if name in (*user_code.ARGUMENTS, "generation_config")}
-    draft, plain = assisted.taken_over(model, {**asked, **of_draft})
+    draft, plain = taken_over(model, {**asked, **of_draft})
     config = plain["generation_config"]
     reason = _unsupported(model, {**plain, "synced_gpus": arguments["synced_gpus"]})
     if reason is not None:
@@ -226,12 +226,12 @@ def _attempted(
 
 def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:
     """The call to be accelerated; None, and the reason is counted, if it goes to the original code."""
-    draft, arguments = assisted.taken_over(model, arguments)
+    draft, arguments = taken_over(model, arguments)
     reason = _unsupported(model, arguments)
     if reason is not None:
         fall_back(model, reason)
         return None
-    scores_are_private = not (arguments.get("logits_processor") or _option(model, arguments, "output_logits"))
+    scores_are_private = not (arguments.get("logits_processor") or Request(model, arguments).option("output_logits"))
     call = Call(model, scores_are_private, releases.has_own_cache(arguments), entering=claimed(), draft=draft)
     return _Attempt(call, arguments)
 
@@ -269,26 +269,17 @@ def _accelerated(wrapped: Any, attempt: _Attempt) -> Any:
 
 def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why this call is not accelerated, as far as can be told before it starts."""
+    option = Request(model, arguments).option
     # With several beams the library warns that it does not draft, and searches as without.
-    has_beams = (_option(model, arguments, "num_beams") or 1) > 1
-    if not has_beams and any(_option(model, arguments, name) for name in assisted.OPTIONS):
+    if (option("num_beams") or 1) <= 1 and any(map(option, OPTIONS)):
         return Usual("assisted decoding")
-    for name, what in (
-        ("custom_generate", "a custom decoding loop"),
-        ("synced_gpus", "a model sharded over processes"),
-    ):
-        if _option(model, arguments, name):
-            return Usual(what)
-    if _option(model, arguments, "cache_implementation") == "paged":
+    if option("custom_generate"):
+        return Usual("a custom decoding loop")
+    if option("synced_gpus"):
+        return Usual("a model sharded over processes")
+    if option("cache_implementation") == "paged":
         return Usual("continuous batching")
     return models.unsupported(model)
-
-
-def _option(model: Any, arguments: dict[str, Any], name: str) -> Any:
-    """An argument of the call, or what stands for it in the generation config given or in the model's own."""
-    configs = (arguments.get("generation_config"), model.generation_config)
-    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
-    return next((value for value in values if value is not None), None)
 
 
 class _Attempt:
@@ -299,7 +290,9 @@ class _Attempt:
         self._original = arguments
         self._random_state = RandomState(call.model.device)
         # Not the streamer's: what it was fed cannot be taken back, and is left out the second time instead.
-        self._user_state = user_code.SavedState(user_code.passed_to({**arguments, "streamer": None}))
+        given = [arguments.get(name) for name in user_code.ARGUMENTS if name != "streamer"]
+        parts = [part for value in given for part in (value if isinstance(value, (list, tuple)) else [value])]
+        self._user_state = user_code.SavedState(part for part in parts if part is not None)
         # `generate` repeats the tensors of a given encoder output in place.
         encoder_outputs = arguments.get("encoder_outputs")
         self._encoder_outputs = dict(encoder_outputs) if isinstance(encoder_outputs, dict) else None

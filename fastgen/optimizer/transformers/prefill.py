@@ -68,7 +68,7 @@ def _prefill(
             to_generate = max(math.ceil(min(generation_config.max_length - input_ids.shape[1], _ENDLESS)), 1)
             one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
     except NotAccelerated as found:
-        declined = found.reason
+        (declined,) = found.args  # as it is: it may be a `Usual` one
     if declined is not None:
         call.decline(declined)
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -99,7 +99,8 @@ def _prefill(
             outputs[name] = _repeat(outputs[name], batch, per_input)
     for *outer, name in (path for path in handed_on(call.model) or () if outputs.get(path[0]) is not None):
         holder = outputs[outer[0]] if outer else outputs
-        holder[name] = _repeat_blocks(holder[name], batch, per_input)
+        # As many rows for each input, next to each other, such as one for each of its images.
+        holder[name] = _repeat(holder[name].unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
@@ -108,11 +109,7 @@ def _prefill(
 def _one_row_each(
     call: Call, input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any], to_generate: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The tokens and the other arguments of the prefill, with one row per input.
-
-    Raises:
-        NotAccelerated: the call is not served.
-    """
+    """The tokens and the other arguments of the prefill, with one row per input. Raises NotAccelerated."""
     if call.runs_user_code is None:
         raise NotAccelerated("the decoding loop is not hooked")
     if call.cache_is_the_users and call.runs_user_code:
@@ -190,8 +187,3 @@ def _repeat(value: Any, batch: int, per_input: int) -> Any:
     if value.shape[0] != batch:
         raise RuntimeError(f"an output of the prefill has {value.shape[0]} rows for {batch} inputs")
     return value.repeat_interleave(per_input, dim=0)
-
-
-def _repeat_blocks(value: torch.Tensor, batch: int, per_input: int) -> torch.Tensor:
-    """What has as many rows for each input, next to each other, such as one for each of its images."""
-    return _repeat(value.unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)

@@ -70,13 +70,6 @@ def says(criterion: Any, name: str) -> bool:
     return getattr(criterion, name, False) is True
 
 
-def passed_to(arguments: dict[str, Any]) -> list[Any]:
-    """The processors, criteria, functions and streamers among the arguments of `generate`."""
-    given = [arguments.get(name) for name in ARGUMENTS]
-    parts = [part for value in given for part in (list(value) if isinstance(value, (list, tuple)) else [value])]
-    return [part for part in parts if part is not None]
-
-
 def wrap(arguments: dict[str, Any], errors: Errors) -> bool:
     """Wraps the user's code in the arguments of a decoding loop, in place; says whether there is any."""
     found = arguments.get("streamer") is not None
@@ -170,8 +163,7 @@ class Calls:
     def rewind(self, draws_others: bool = False) -> None:
         """The calls that come are those that came: of the library's own objects, everything is as it was.
 
-        Args:
-            draws_others: the other loop draws other tokens, so that only the first call is the same.
+        A loop that `draws_others` than these tokens has only the first call the same.
         """
         self._others.restore()
         if draws_others and any(len(part._self_given or ()) > 1 for part in self._users):

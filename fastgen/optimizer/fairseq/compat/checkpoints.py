@@ -34,8 +34,7 @@ _BUILTINS = (bool, bytes, complex, dict, float, int, list, set, str, tuple)
 def load(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of FairSeq's functions that read a checkpoint.
 
-    Raises:
-        pickle.UnpicklingError: names the file, if it is damaged, or a type that FairSeq's checkpoints do not contain.
+    It raises pickle.UnpicklingError, which names a damaged file, or a type that FairSeq's checkpoints do not contain.
     """
     with _lock:
         # What is allowed already stays so afterwards.

@@ -13,7 +13,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,6 @@ import wrapt
 
 from fastgen.optimizer.fairseq.compat.finders import FinderPatch
 
-_MODULE = "fairseq.dataclass.configs"
 _BASE = "FairseqDataclass"
 
 
@@ -33,7 +31,7 @@ class HashableConfigs(FinderPatch):
     Classes that exist when it is removed keep their hash.
     """
 
-    module: str = _MODULE
+    module: str = "fairseq.dataclass.configs"
     target: str = _BASE
 
     def prepare(self) -> None:
@@ -44,12 +42,9 @@ class HashableConfigs(FinderPatch):
         made_here = "__init_subclass__" in vars(getattr(sys.modules[self.module], _BASE, object))
         self.state = "applied" if made_here else "not applied: fairseq was imported before"
 
-
-class _Finder(MetaPathFinder):
-    """Finds the one module where everybody else finds it, and has it run by `_Loader`."""
-
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MODULE:
+        """Finds the one module where everybody else finds it, and has it run by `_Loader`."""
+        if name != self.module:
             return None
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target) if finder is not self else None
@@ -72,7 +67,7 @@ class _Loader(wrapt.ObjectProxy):
             exec(loader.get_code(module.__name__), names)
         finally:
             names["__builtins__"] = builtins
-        # Post-import hooks find modules by a loader of their own, which `_Finder` may have come before.
+        # Post-import hooks find modules by a loader of their own, which this patch may have come before.
         wrapt.notify_module_loaded(module)
 
 
@@ -98,4 +93,3 @@ def _hash_by_identity(cls: type) -> None:
 
 _for_configs = ModuleType("dataclasses")
 vars(_for_configs).update({**vars(dataclasses), "dataclass": _dataclass})
-HashableConfigs.finder = _Finder()

@@ -5,26 +5,24 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from typing import ClassVar
 
 from fastgen.patching import Patch
 
 
 @dataclass(eq=False)
-class FinderPatch(Patch):
+class FinderPatch(Patch, MetaPathFinder):
     """A patch that finds modules itself. Modules that are imported already stay as they are when it is removed."""
 
     wrapper: str = ""
-    finder: ClassVar[MetaPathFinder]
 
     def insert(self) -> bool:
-        """Puts the finder before the others; False if it is there already."""
-        is_new = self.finder not in sys.meta_path
+        """Puts this before the other finders; False if it is there already."""
+        is_new = self not in sys.meta_path
         if is_new:
-            sys.meta_path.insert(0, self.finder)
+            sys.meta_path.insert(0, self)
         return is_new
 
     def remove(self) -> None:
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         self.state = "not enabled"

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any
@@ -111,11 +110,8 @@ class Examples(FinderPatch):
                     vars(module).setdefault("eval", evaluate)
         self.state = "applied"
 
-
-class _Finder(MetaPathFinder):
-    """Finds the examples, and nothing else, where Python looks for modules."""
-
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Finds the examples, and nothing else, where Python looks for modules."""
         if not any(_leads_to_examples(entry) for entry in (sys.path if path is None else path)):
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -162,9 +158,6 @@ def _examples_of(package: str) -> list[str]:
 def _is_inside(path: str, folder: str) -> bool:
     real = os.path.realpath(path)
     return real == folder or real.startswith(os.path.join(folder, ""))
-
-
-Examples.finder = _Finder()
 
 
 def _value(node: ast.expr) -> tuple[Any, int]:

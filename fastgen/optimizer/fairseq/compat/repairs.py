@@ -66,8 +66,7 @@ def keep_arguments(wrapped: Any, task: Any, args: tuple[Any, ...], kwargs: dict[
 def fasta_index(wrapped: Any, dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Wrapper of `FastaDataset._build_index(path)`, which puts the name of a file of data into a command of the shell.
 
-    Returns:
-        The byte at which each sequence begins and how long it is, both int64 [sequences].
+    The result is the byte at which each sequence begins and how long it is, both int64 [sequences].
     """
     offsets, sizes = [], []
     with open(dataset.fn, "rb") as file:

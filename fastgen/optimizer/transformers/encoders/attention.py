@@ -37,14 +37,12 @@ def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
 
 def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The attention function that runs in the place of one of the library."""
-    is_other = function is sdpa_attention_forward and _is_overridden.get() and _may_change()
-    return over_all_tokens if is_other else function
-
-
-def _may_change() -> bool:
-    """Whether FastGen may compute something itself: what is compiled or captured runs as it is."""
-    is_as_usual = patching.is_active() and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-    return is_as_usual and not torch.compiler.is_compiling() and not is_capturing()
+    if function is not sdpa_attention_forward or not _is_overridden.get() or not patching.is_active():
+        return function
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return function
+    # What is compiled or captured runs as it is.
+    return function if torch.compiler.is_compiling() or is_capturing() else over_all_tokens
 
 
 def over_all_tokens(

@@ -29,8 +29,9 @@ from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs, results
+from fastgen.optimizer.transformers.encoders.results import Declined
 from fastgen.optimizer.transformers.encoders.stacks import VARLEN, way_of
-from fastgen.optimizer.transformers.encoders.unpadded_forward import Declined, Unexpected, UnpaddedForward
+from fastgen.optimizer.transformers.encoders.unpadded_forward import Unexpected, UnpaddedForward
 
 ENTRY_POINT = counters.ENCODER
 # Padding is left out when it is so large a part of the positions.
@@ -99,11 +100,8 @@ def is_left_alone() -> bool:
     if _inside.get() or not patching.is_active() or Call.current() is not None:
         return True
     # What is compiled, traced or captured must not look at values.
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing() or _is_unusual()
-
-
-def _is_unusual() -> bool:
-    """Whether a mode or a function of the user's may see each operation, which is counted."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing():
+        return True
     unusual = library_code.unusual()
     if unusual is not None:
         counters.count_not_used(ENTRY_POINT, unusual)
@@ -139,8 +137,7 @@ class _Plan:
 def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: str) -> Any:
     """A forward pass of a model with these inputs, without padding where that serves.
 
-    Args:
-        padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
+    `padding` is as of `Settings`, or "unseen": what is in its place is masked by whoever gets the result.
     """
     with patching.held(_inside, True), ExitStack() as context:
         plan = counters.decided(ENTRY_POINT, _planned, context, model, given, padding)
@@ -167,7 +164,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
                 releases.note_encoder(model, str(declined))
             result = forward()
             # Where the library's result has NaN, too, that says nothing about padding.
-            if not _has_nan(result):
+            if not any(bool(each.isnan().any()) for each in tensors_in(result)):
                 if unpadded.has_embedded:
                     plan.known.sees_embeddings.add(plan.key)
                 else:
@@ -193,10 +190,8 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
         entered.enter_context(plan.many_rows)
         if mask is not None:  # without, nothing is left out
             plan.key = _key(given, mask, padding)
-            reason = known.reading.get(plan.key) or (
-                _READS_PADDING if known.gives_states and padding == "exact" else None
-            )
-            reason = reason or _unsupported(model, known, given, mask, padding) or _foreign(model, known.stack, padding)
+            reads_padding = _READS_PADDING if known.gives_states and padding == "exact" else None
+            reason = known.reading.get(plan.key) or reads_padding or _unsupported(model, known, given, mask, padding)
         if reason is not None:
             counters.count_not_used(ENTRY_POINT, reason)
         else:
@@ -209,10 +204,6 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
                 plan.unpadded = UnpaddedForward(known.stack, known.way, mask, fill, embeds=embeds)
         context.enter_context(entered.pop_all())
         return plan
-
-
-def _has_nan(result: Any) -> bool:
-    return any(bool(each.isnan().any()) for each in tensors_in(result))
 
 
 @contextlib.contextmanager
@@ -293,7 +284,7 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
         return "a mask of other values than 0 and 1"
     if not bool(mask.any(dim=1).all()):
         return "a sequence that is all padding"
-    if known.way != VARLEN and not _is_contiguous(mask):
+    if known.way != VARLEN and bool(((mask[:, 1:] != mask[:, :-1]).sum(dim=1) > 1).any()):
         return "a mask with holes"
     more = [name for name in _MORE if given.get(name) not in (None, False)]
     more += [name for name in _FURTHER_OUTPUTS if given.get(name) is None and getattr(config, name, False)]
@@ -312,36 +303,22 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
         return "gradients are enabled (torch.no_grad, torch.inference_mode)"
     if models.rows_depend_on_each_other(model):
         return "rows of the batch depend on each other"
-    return models.modules_unsupported(model)
-
-
-def _foreign(model: Any, stack: Any, padding: str) -> str | None:
-    """Why code that is not the library's keeps padding from being left out; None if it does not.
-
-    In the stack it may look at other tokens than attention does. Behind it, it may look at padding without NaN in its
-    result: by a comparison, say. Only with padding="zero" the user has said that it does not.
-    """
-    part = model if padding != "zero" else stack
-    found = library_code.foreign(part)
+    reason = models.modules_unsupported(model)
+    if reason is not None:
+        return reason
+    # In the stack, code that is not the library's may look at other tokens than attention does. Behind it, it may look
+    # at padding without NaN in its result: by a comparison, say. Only with "zero" the user has said that it does not.
+    found = library_code.foreign(known.stack if padding == "zero" else model)
     return found and f"code that is not the library's: {found}"
-
-
-def _is_contiguous(mask: Tensor) -> bool:
-    return bool(((mask[:, 1:] != mask[:, :-1]).sum(dim=1) <= 1).all())
 
 
 def _result(result: Any, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -> Any:
     """The result of the model, checked; with `zeros`, these are in the place of padding.
 
-    The states of all layers, which the library records as the layers have them, are padded.
-
-    Raises:
-        Declined: it depends on padded positions, or nobody knows whether it does.
+    The states of all layers, which the library records as the layers have them, are padded. Raises Declined where it
+    depends on padded positions, or nobody knows whether it does.
     """
-    try:
-        return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, unpadded))
-    except results.Unknown as unknown:
-        raise Declined(str(unknown)) from unknown
+    return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, unpadded))
 
 
 def _checked(result: Tensor, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -> Tensor:
@@ -363,10 +340,7 @@ def _checked(result: Tensor, mask: Tensor, zeros: bool, unpadded: UnpaddedForwar
 def _with_zeros(states: Tensor, mask: Tensor) -> Tensor:
     """States as the layers give them, [batch, longest, size], with zeros in the place of padding: the same tensor.
 
-    Most of a batch may be padding, of which nothing is looked at.
-
-    Raises:
-        Declined: at tokens there is NaN.
+    Most of a batch may be padding, of which nothing is looked at. Raises Declined where there is NaN at tokens.
     """
     positions, is_token = states.flatten(0, 1), mask.flatten().bool()
     if bool(positions[is_token].isnan().any()):

@@ -119,7 +119,8 @@ def _wanted(model: Any, given: dict[str, Any]) -> tuple[_Key, dict[str, Tensor],
         or _may_have_padding(given)
     ):
         return None
-    key = _key(inputs, flags)
+    shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in inputs.items())
+    key = _Key(shapes, tuple(sorted(flags.items())), torch.get_num_threads(), torch.is_inference_mode_enabled())
     is_kept = graph_cache.kept(model, key) is not None
     return (key, inputs, flags) if is_kept or _is_due(model, key) else None
 
@@ -144,22 +145,21 @@ def _found(model: Any, key: _Key) -> _Pass | bool:
         return False
     if isinstance(kept, _Pass):
         return kept
-    is_due = _ledger(model).has_asked_for(key, 0, pays.PASSES)  # or the model has just changed
+    is_due = pays.Ledger.of(model).has_asked_for(key, 0, pays.PASSES)  # or the model has just changed
     return is_due and models.modules_unsupported(model) is None and _has_plain_tensors(model)
 
 
 def _is_due(model: Any, key: _Key) -> bool:
     """Whether a pass like this one has come so often that it is recorded now."""
-    if not _is_served(model) or not _ledger(model).has_asked_for(key, 1, pays.PASSES):
+    asks_for_more = model.config.output_hidden_states or getattr(model.config, "output_attentions", False)
+    if asks_for_more or model.dtype is not torch.float32 or model.device.type != "cpu":
+        return False
+    if not pays.Ledger.of(model).has_asked_for(key, 1, pays.PASSES):
         return False
     if graph_cache.is_refused(model, key):
-        _ledger(model).forget(key)  # it takes a while to find out
+        pays.Ledger.of(model).forget(key)  # it takes a while to find out
         return False
     return graph.unavailable(_CPU) is None
-
-
-def _ledger(model: Any) -> pays.Ledger:
-    return pays.Ledger.of(model)
 
 
 def _record(
@@ -203,23 +203,12 @@ def _serves(inputs: dict[str, Tensor], flags: dict[str, Any]) -> bool:
     )
 
 
-def _is_served(model: Any) -> bool:
-    """Whether passes of such a model are recorded."""
-    asks_for_more = model.config.output_hidden_states or getattr(model.config, "output_attentions", False)
-    return model.dtype is torch.float32 and model.device.type == "cpu" and not asks_for_more
-
-
 def _has_plain_tensors(model: Any) -> bool:
     """Whether all parameters and buffers are torch's own, which say where their memory is."""
     held = (
         tensor for module in modules_of(model) for tensor in (*module._parameters.values(), *module._buffers.values())
     )
     return all(tensor is None or type(tensor) in _PLAIN for tensor in held)
-
-
-def _key(inputs: dict[str, Tensor], flags: dict[str, Any]) -> _Key:
-    shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in inputs.items())
-    return _Key(shapes, tuple(sorted(flags.items())), torch.get_num_threads(), torch.is_inference_mode_enabled())
 
 
 def _are_close(found: Any, expected: Any) -> bool:

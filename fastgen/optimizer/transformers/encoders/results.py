@@ -17,18 +17,18 @@ _WITHOUT = (
 )  # fmt: skip
 
 
-class Unknown(Exception):
+class Declined(Exception):
+    """This call needs its padding; the message says why."""
+
+
+class Unknown(Declined):
     """A result has something in it of which nobody knows whether it holds tensors; the message says what."""
 
 
 def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[type, ...] = _WITHOUT) -> Any:
-    """A result like this one with `function` of each tensor in the tensor's place.
+    """A result like this one with `function` of each tensor in the tensor's place. Raises Unknown.
 
-    Args:
-        without: types of parts that hold no tensor, and stay.
-
-    Raises:
-        Unknown: of a part of it, that is all that is known.
+    Parts of the types in `without` hold no tensor, and stay.
     """
     if isinstance(result, Tensor):
         return function(result)

@@ -21,6 +21,7 @@ from fastgen import releases
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
 from fastgen.optimizer.transformers.encoders import attention, results
+from fastgen.optimizer.transformers.encoders.results import Declined
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
 # What a further bucket costs, in positions: small products are slow, and the model's Python code takes its time.
@@ -38,10 +39,6 @@ _TABLES = {
 }
 
 
-class Declined(Exception):
-    """This call needs its padding; the message says why."""
-
-
 class Unexpected(Declined):
     """It needs it because the model does something that those of tested releases do not do."""
 
@@ -56,6 +53,7 @@ class UnpaddedForward:
         buckets: sequences that run together, and their positions; by default they are found here.
 
     Attributes:
+        longest: the positions of a sequence, padding included.
         has_run: the stack has run without padding.
     """
 
@@ -64,7 +62,8 @@ class UnpaddedForward:
     def __init__(
         self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool = False, buckets: Buckets = ()
     ) -> None:
-        self._stack = stack
+        self.stack = stack
+        self.longest = mask.shape[1]
         self._embeds = embeds and way == VARLEN
         self._fill = fill
         self._way = way
@@ -75,9 +74,6 @@ class UnpaddedForward:
         self._made: list[Tensor] = []  # padded states
         self._embedded: tuple[Tensor, Tensor] | None = None  # a stand-in for the embeddings, and the packed ones
         self._attended = 0
-
-    def is_of(self, module: Any) -> bool:
-        return module is self._stack and not self.has_run
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The stack's forward pass."""
@@ -115,11 +111,6 @@ class UnpaddedForward:
     @functools.cached_property
     def _tokens(self) -> Packing:
         return Packing(self._mask)
-
-    @property
-    def longest(self) -> int:
-        """The positions of a sequence, padding included."""
-        return self._mask.shape[1]
 
     def may_embed(self) -> bool:
         """Whether only tokens are embedded, because the layers take packed states, and have not run yet."""
@@ -160,10 +151,7 @@ class UnpaddedForward:
                 raise Declined(_NOT_PER_TOKEN)
             return self._remembered(packing.unpack(states, self._fill))
 
-        try:
-            return results.mapped(result, unpacked)
-        except results.Unknown as unknown:
-            raise Declined(str(unknown)) from unknown
+        return results.mapped(result, unpacked)
 
     def _is_row(self, states: Tensor) -> bool:
         """Whether these are packed. A batch with padding has more positions, or more rows."""
@@ -277,7 +265,7 @@ def holds_no_tensor(value: Any) -> bool:
 def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of the forward pass of a stack."""
     unpadded = UnpaddedForward.current.get()
-    if unpadded is None or not unpadded.is_of(module):
+    if unpadded is None or module is not unpadded.stack or unpadded.has_run:
         return wrapped(*args, **kwargs)
     return unpadded.run(wrapped, args, kwargs)
 

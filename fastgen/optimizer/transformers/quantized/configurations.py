@@ -14,7 +14,6 @@ from transformers.utils import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fastgen.keep_bits import IN_CONFIG
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.formats import AWQ, GPTQ, PackQuantized
 from fastgen.quantization.quantized_tensor import BITS
@@ -71,11 +70,6 @@ def method_of(values: Mapping[str, Any]) -> Method | None:
     """The method of a `quantization_config`; None for one that FastGen does not know."""
     method = values.get("quant_method")
     return _METHODS.get(str(getattr(method, "value", method)))
-
-
-def says_kept(values: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` asks for layers that keep the bits, as that of `fastgen-quantize` does."""
-    return values.get(IN_CONFIG) is True
 
 
 def _gptq(values: Mapping[str, Any]) -> Format:

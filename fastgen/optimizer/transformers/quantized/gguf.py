@@ -123,8 +123,9 @@ class _File:
             return None
         inputs, rows = (int(size) for size in tensor.shape)
         numbered = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
+        processed: dict[str, Tensor] = {}
         try:
-            processed = self._process(tensor.name, numbered)
+            self._process(tensor.name, numbered, processed, torch.float32)
         except (ValueError, KeyError, IndexError):
             return None  # it looks at whole rows: left to the library, which unpacks them
         if len(processed) != 1:
@@ -134,31 +135,24 @@ class _File:
         module = model.get_submodule(layer) if leaf == "weight" else None
         if module is None or replacing.sizes(module) != (rows, inputs):
             return None
-        order = _row_order(result.T if isinstance(module, Conv1D) else result)
+        order = _row_order((result.T if isinstance(module, Conv1D) else result).numpy())
         return None if order is None else _Kept(layer, kind, tensor.data, order)
 
-    def _process(self, name: str, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-        """What the processor makes of a tensor, by names of the model."""
-        parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+    def _process(self, name: str, values: NDArray[Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Puts what the processor makes of a tensor among those of the model, by their names."""
         result = self._processor.process(
-            weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
+            weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": tensors}
         )
-        found = {name: tensor.numpy() for name, tensor in parsed["tensors"].items()}
-        return found | ({self._names[result.name]: result.weights} if result.name in self._names else {})
+        if result.name in self._names:
+            tensors[self._names[result.name]] = torch.from_numpy(np.copy(result.weights)).to(dtype)
 
     def unpacked(self, kept: dict[str, _Kept], dtype: torch.dtype) -> dict[str, Tensor]:
         """All other tensors in floating point, by names of the model."""
-        parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        tensors: dict[str, Tensor] = {}
         for tensor in self._reader.tensors:
-            if tensor.name in kept:
-                continue
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-            result = self._processor.process(
-                weights=values, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters=parsed
-            )
-            if result.name in self._names:
-                parsed["tensors"][self._names[result.name]] = torch.from_numpy(np.copy(result.weights)).to(dtype)
-        return {name: tensor.to(dtype) for name, tensor in parsed["tensors"].items()}
+            if tensor.name not in kept:
+                self._process(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type), tensors, dtype)
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def _row_order(processed: NDArray[np.float32]) -> NDArray[np.int64] | None:

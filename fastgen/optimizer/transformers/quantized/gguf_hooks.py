@@ -70,10 +70,8 @@ def name_map(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], 
 def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around what reads the header of a GGUF file, and trips over a damaged one wherever that is.
 
-    Where nobody has asked for bits that are kept, the library's own errors stay.
-
-    Raises:
-        ValueError: on one line, with the name of the file.
+    It raises ValueError, on one line with the name of the file. Where nobody has asked for bits that are kept, the
+    library's own errors stay.
     """
     try:
         return wrapped(*args, **kwargs)

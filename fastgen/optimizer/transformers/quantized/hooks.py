@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fastgen import counters, patching, settings
-from fastgen.keep_bits import KeepBits
+from fastgen.keep_bits import IN_CONFIG, KeepBits
 from fastgen.ops import gpu
 from fastgen.optimizer.transformers.quantized import configurations, gguf_hooks
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
@@ -115,7 +115,8 @@ def _for_checkpoint(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any,
             what = stored.get("quant_method", "floating point")
             raise NotServed(f"weights in {getattr(what, 'value', what)} are no format that FastGen keeps")
         return None
-    is_asked_for = asked is not None or settings.current().keep_bits or configurations.says_kept(stored)
+    # The `quantization_config` of `fastgen-quantize` asks for it.
+    is_asked_for = asked is not None or settings.current().keep_bits or stored.get(IN_CONFIG) is True
     if not is_asked_for and method.library_loads():
         return None
     form = method.form(stored)
@@ -144,18 +145,15 @@ def _for_gguf(
     return GgufBlocksQuantizer(found.quantization_config, asked or KeepBits()), config, device_map
 
 
-def _values(device_map: Any) -> Any:
-    return device_map.values() if isinstance(device_map, dict) else [device_map]
-
-
 def _check_call(quantization_config: Any, device_map: Any) -> None:
     """Raises NotServed for arguments of `from_pretrained` that ask for something else than weights on one device."""
     if quantization_config is not None:
         raise NotServed("the call has a quantization_config of its own")
-    places = {_device(place) for place in ([torch.get_default_device()] if device_map is None else _values(device_map))}
-    if len(places) != 1:
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    devices = {torch.get_default_device()} if device_map is None else {_device(place) for place in places}
+    if len(devices) != 1:
         raise NotServed("the model is loaded to several devices")
-    (device,) = places
+    (device,) = devices
     if device.type != "cpu":
         no_gpu = device.type == "cuda" and not torch.cuda.is_available()
         reason = "there is no GPU" if no_gpu else gpu.unavailable(device)

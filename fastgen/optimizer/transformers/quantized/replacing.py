@@ -24,9 +24,9 @@ class QuantizedConv1D(QuantizedLinearLayer, Conv1D):
 
     transposed = True
 
-    def __init__(self, n: int, k: int, *stored: Any) -> None:
-        super().__init__(n, k, *stored)
-        self.nf, self.nx = n, k
+    def __init__(self, *weight: Any, bias: nn.Parameter | None = None) -> None:
+        super().__init__(*weight, bias=bias)
+        self.nf, self.nx = self.n, self.k
 
     def _plain(self, dtype: torch.dtype) -> Conv1D:
         with torch.device("meta"):
@@ -50,9 +50,9 @@ def replacement(module: nn.Module, form: Format, stored: Mapping[str, Tensor]) -
     assert shape is not None
     dtype = module.get_parameter("weight").dtype
     if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(*shape, form, stored, dtype, module.padding_idx)
+        return QuantizedEmbedding(*shape, form, stored, dtype, padding_idx=module.padding_idx)
     kind = QuantizedConv1D if isinstance(module, Conv1D) else QuantizedLinear
-    return kind(*shape, form, stored, dtype, module._parameters["bias"])
+    return kind(*shape, form, stored, dtype, bias=module._parameters["bias"])
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
@@ -95,8 +95,7 @@ class Replaced:
     def pack(self, model: nn.Module, activations: str | None) -> None:
         """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit.
 
-        Args:
-            activations: of these layers, "float" or "int8"; None: as the settings say.
+        `activations` of these layers are "float" or "int8"; None: as the settings say.
         """
         layers = quantized_layers(model)
         for layer in layers.values():

@@ -33,8 +33,7 @@ _DTYPES = {
 class StoredQuantizer(HfQuantizer):
     """What the library calls around the loading of a checkpoint.
 
-    Args:
-        instead_of: the method that the library lacks something for, where nobody has asked for this.
+    `instead_of` is the method that the library lacks something for, where nobody has asked for this.
     """
 
     requires_calibration = True  # the library makes no such checkpoints

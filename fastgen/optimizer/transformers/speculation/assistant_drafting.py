@@ -21,10 +21,8 @@ class AssistantDrafting(Drafting):
     """Drafts with a KV cache of its own.
 
     Of a token that it has drafted last it has not stored K and V, nor of those that came without it. So the first step
-    of a draft reads the last two tokens, and where there were more, steps before it store what is missing.
-
-    Args:
-        of: of the step that verifies. The sequences are one.
+    of a draft reads the last two tokens, and where there were more, steps before it store what is missing. The
+    sequences are those of the step that verifies, which `of` belongs to.
     """
 
     def __init__(self, step: DecodeStep, prompt: Prompt, of: Drafting) -> None:

@@ -35,103 +35,99 @@ _NOT_SERVED = (
 _WITH_STATE = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
+class Request:
+    """What a call of `generate` with these arguments asks for."""
+
+    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+        self.model, self.arguments = model, arguments
+        self._given, self._own = arguments.get("generation_config"), model.generation_config
+
+    def asked(self, name: str) -> Any:
+        """An argument, or what stands for it in the generation config given."""
+        value = self.arguments.get(name)
+        return value if value is not None else getattr(self._given, name, None)
+
+    def option(self, name: str) -> Any:
+        """The same, or what the model's own generation config says."""
+        value = self.asked(name)
+        return value if value is not None else getattr(self._own, name, None)
+
+    @property
+    def rows(self) -> int:
+        """How many sequences are generated."""
+        names = ("inputs", "input_ids", self.model.main_input_name, "inputs_embeds", "decoder_input_ids")
+        inputs = map(self.arguments.get, names)
+        rows = [value.shape[0] for value in inputs if isinstance(value, Tensor) and value.dim()]
+        return max(rows, default=1) * (self.asked("num_return_sequences") or self._own.num_return_sequences or 1)
+
+    def runs_users_code(self) -> bool:
+        """Whether the call runs code of the user's that may tell the library's drafts from FastGen's.
+
+        Processors see them. Criteria and streamers get what is accepted of a draft at once; of several sequences, for
+        which the library has no drafts, they get what they would without.
+        """
+        given = self.arguments
+        if given.get("prefix_allowed_tokens_fn") or user_code.has_own(given.get("logits_processor") or ()):
+            return True
+        streamer = given.get("streamer")
+        observers = [*(given.get("stopping_criteria") or ()), *([] if streamer is None else [streamer])]
+        return user_code.has_own(observers) and self.rows == 1
+
+    def is_served(self) -> bool:
+        may_capture = settings.current().captured_step != "never" and has_captured_steps(self.model)
+        own = self._own
+        return (
+            may_capture
+            and positions_of_step(self.model) == 1
+            and self.model.device.type in ("cpu", "cuda")
+            and graph.unavailable(self.model.device) is None
+            and not any(self.asked(name) for name in _NOT_SERVED)
+            and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
+            and (self.asked("num_beams") or own.num_beams or 1) == 1
+            and (self.asked("cache_implementation") or own.cache_implementation or "dynamic") == "dynamic"
+        )
+
+    def library_differs(self) -> bool:
+        """Whether the library's drafts give other tokens than FastGen's: it has some for one sequence only.
+
+        With the same seed, it draws others. And where a processor of its own keeps a state, rejected tokens enter that.
+        """
+        draws = self.option("do_sample") and settings.current().assisted_sampling != "fastgen"
+        watermark = self.option("watermarking_config")
+        processors = self.arguments.get("logits_processor") or ()
+        keeps_state = self.option("guidance_scale") not in (None, 1)
+        keeps_state |= isinstance(watermark, SynthIDTextWatermarkingConfig)
+        keeps_state |= any(isinstance(each, _WITH_STATE) for each in processors)
+        return bool(draws or keeps_state) and self.rows == 1
+
+
 def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dict[str, Any]]:
     """What drafts in a call that asks for it, and the arguments of the call without that.
 
     None, and the arguments as they are, if the call does not ask, or is left to the library.
     """
-    config = arguments.get("generation_config")
-
-    def option(name: str) -> Any:
-        value = arguments.get(name)
-        return value if value is not None or config is None else getattr(config, name, None)
-
-    asked = [name for name in OPTIONS if option(name) is not None]
-    if asked and _runs_users_code(model, option, arguments):
+    request = Request(model, arguments)
+    asked = [name for name in OPTIONS if request.asked(name) is not None]
+    if asked and request.runs_users_code():
         return None, arguments
-    if len(asked) != 1 or not _is_served(model, option) or _library_draws(model, option, arguments):
+    if len(asked) != 1 or not request.is_served() or request.library_differs():
         return None, arguments
-    if _scores_depend_on_drafts(model, option, arguments):
-        return None, arguments
-    draft = _draft(model, asked[0], option, arguments)
+    draft = _draft(request, asked[0])
     if draft is None:
         return None, arguments
     plain = {name: value for name, value in arguments.items() if name not in OPTIONS}
-    if config is not None:
-        plain["generation_config"] = config = copy.copy(config)
+    if arguments.get("generation_config") is not None:
+        plain["generation_config"] = config = copy.copy(arguments["generation_config"])
         for name in OPTIONS:
             if hasattr(config, name):
                 setattr(config, name, None)
     return draft, plain
 
 
-def _runs_users_code(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
-    """Whether the call runs code of the user's that may tell the library's drafts from FastGen's.
-
-    Processors see them. Criteria and streamers get what is accepted of a draft at once; of several sequences, for which
-    the library has no drafts, they get what they would without.
-    """
-    if arguments.get("prefix_allowed_tokens_fn") or user_code.has_own(arguments.get("logits_processor") or ()):
-        return True
-    streamer = arguments.get("streamer")
-    observers = [*(arguments.get("stopping_criteria") or ()), *([] if streamer is None else [streamer])]
-    return user_code.has_own(observers) and _rows(model, option, arguments) == 1
-
-
-def _is_served(model: Any, option: Any) -> bool:
-    now = settings.current()
-    may_capture = now.captured_step != "never" and has_captured_steps(model)
-    own = model.generation_config
-    return (
-        may_capture
-        and positions_of_step(model) == 1
-        and model.device.type in ("cpu", "cuda")
-        and graph.unavailable(model.device) is None
-        and not any(option(name) for name in _NOT_SERVED)
-        and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
-        and (option("num_beams") or own.num_beams or 1) == 1
-        and (option("cache_implementation") or own.cache_implementation or "dynamic") == "dynamic"
-    )
-
-
-def _library_draws(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call samples that the library serves: with the same seed, it draws other tokens than FastGen.
-
-    Of several sequences it refuses to sample any.
-    """
-    own = model.generation_config
-    samples = option("do_sample") if option("do_sample") is not None else own.do_sample
-    if not samples or settings.current().assisted_sampling == "fastgen":
-        return False
-    return _rows(model, option, arguments) == 1
-
-
-def _scores_depend_on_drafts(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a processor of the library's keeps a state: in its assisted decoding, rejected tokens enter that, too.
-
-    Of several sequences, for which the library has no drafts, there is nothing to differ from.
-    """
-    own = model.generation_config
-    guidance, watermark = (
-        value if (value := option(name)) is not None else getattr(own, name)
-        for name in ("guidance_scale", "watermarking_config")
-    )
-    is_kept = guidance not in (None, 1) or isinstance(watermark, SynthIDTextWatermarkingConfig)
-    is_kept |= any(isinstance(each, _WITH_STATE) for each in arguments.get("logits_processor") or ())
-    return is_kept and _rows(model, option, arguments) == 1
-
-
-def _rows(model: Any, option: Any, arguments: dict[str, Any]) -> int:
-    """How many sequences are generated."""
-    names = ("inputs", "input_ids", model.main_input_name, "inputs_embeds", "decoder_input_ids")
-    rows = [value.shape[0] for value in map(arguments.get, names) if isinstance(value, Tensor) and value.dim()]
-    return max(rows, default=1) * (option("num_return_sequences") or model.generation_config.num_return_sequences or 1)
-
-
-def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Draft | None:
-    value = option(name)
+def _draft(request: Request, name: str) -> Draft | None:
+    value, model = request.asked(name), request.model
     if name == "assistant_model":
-        return _assistant(model, value, option, arguments)
+        return _assistant(request, value)
     if type(value) is not int or value < 1:
         return None  # the library says what is wrong with it
     if name == "assistant_early_exit":
@@ -139,16 +135,18 @@ def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Dra
         count = getattr(layers, "num_hidden_layers", None)
         serves = not model.config.is_encoder_decoder and type(count) is int and value <= count
         return EarlyExitDraft(model, value) if serves else None
-    max_ngram = option("max_matching_ngram_size") or model.generation_config.max_matching_ngram_size or 2
+    max_ngram = request.asked("max_matching_ngram_size") or model.generation_config.max_matching_ngram_size or 2
     if type(max_ngram) is not int or max_ngram < 1:
         return None
-    source = arguments.get("inputs", arguments.get("input_ids")) if model.config.is_encoder_decoder else None
+    given = request.arguments
+    source = given.get("inputs", given.get("input_ids")) if model.config.is_encoder_decoder else None
     is_tokens = isinstance(source, Tensor) and source.dim() == 2 and source.dtype is torch.int64
     return LookupDraft(value, max_ngram, source if is_tokens else None, model.generation_config.pad_token_id)
 
 
-def _assistant(model: Any, assistant: Any, option: Any, arguments: dict[str, Any]) -> Draft | None:
-    """Another model that has an encoder if `model` has one, which reads the same, and has the same vocabulary."""
+def _assistant(request: Request, assistant: Any) -> Draft | None:
+    """Another model that has an encoder if the first has one, which reads the same, and has the same vocabulary."""
+    model, given = request.model, request.arguments
     if not isinstance(assistant, PreTrainedModel) or assistant is model or unsupported(assistant) is not None:
         return None
     same = model.config.get_text_config().vocab_size == assistant.config.get_text_config().vocab_size
@@ -158,19 +156,16 @@ def _assistant(model: Any, assistant: Any, option: Any, arguments: dict[str, Any
         return None
     source = None
     if model.config.is_encoder_decoder:
-        source = arguments.get("inputs", arguments.get(model.main_input_name))
-        is_given = isinstance(source, Tensor) and arguments.get("encoder_outputs") is None
+        source = given.get("inputs", given.get(model.main_input_name))
+        is_given = isinstance(source, Tensor) and given.get("encoder_outputs") is None
         if not is_given or model.main_input_name != assistant.main_input_name:
             return None
-    threshold = assistant.generation_config.assistant_confidence_threshold
+    own = assistant.generation_config
+    threshold = own.assistant_confidence_threshold
     if threshold is not None and type(threshold) not in (int, float):
         return None
-    return AssistantDraft(assistant, _schedule(assistant, option), threshold or 0.0, source)
-
-
-def _schedule(assistant: Any, option: Any) -> Schedule | None:
-    """What the user has said of how many tokens to draft, in the call or, as the library has it, in the assistant."""
-    own = assistant.generation_config
-    count = option("num_assistant_tokens") or own.num_assistant_tokens
-    name = option("num_assistant_tokens_schedule") or own.num_assistant_tokens_schedule
-    return Schedule(count, name or "constant") if type(count) is int and count > 0 else None
+    # What the user has said of how many tokens to draft, in the call or, as the library has it, in the assistant.
+    count = request.asked("num_assistant_tokens") or own.num_assistant_tokens
+    name = request.asked("num_assistant_tokens_schedule") or own.num_assistant_tokens_schedule
+    schedule = Schedule(count, name or "constant") if type(count) is int and count > 0 else None
+    return AssistantDraft(assistant, schedule, threshold or 0.0, source)

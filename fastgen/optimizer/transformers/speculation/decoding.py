@@ -42,12 +42,8 @@ _PARTS = 2
 # Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
 _MOST_AT_ONCE = 2**16
 
+# Of the calls of a model by the kind of their draft, and their rows.
 _back_offs: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
-
-
-def _back_off_of(model: Any, draft: Draft, rows: int) -> BackOff:
-    """Of calls with a draft of this kind and so many rows; found before anything is made for the call."""
-    return _back_offs.setdefault(model, {}).setdefault((type(draft), rows), draft_length.of_calls())
 
 
 def seconds_of_step(model: Any, key: Key) -> float | None:
@@ -61,18 +57,15 @@ _not_ragged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class SpeculativeDecoding(Decoding):
-    """Draft-verify iterations, until all sequences are finished.
-
-    Raises:
-        CannotBeCaptured: the call is not served; nothing has been changed.
-    """
+    """Draft-verify iterations, until all sequences are finished. Raises CannotBeCaptured before anything is changed."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
         self._length = 0  # tokens drafted in the last iteration
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
-        self._back_off = _back_off_of(call.model, draft, arguments["input_ids"].shape[0])
+        kind = type(draft), arguments["input_ids"].shape[0]  # before anything is made for the call
+        self._back_off = _back_offs.setdefault(call.model, {}).setdefault(kind, draft_length.of_calls())
         if draft.schedule is None and self._back_off.waits():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
@@ -187,11 +180,6 @@ class SpeculativeDecoding(Decoding):
         """Tokens that end a sequence."""
         return self._eos
 
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that there are."""
-        return int(self.prompt.logits.shape[-1])
-
     def of_assistant(self, call: Call, source: Tensor | None) -> Assistant:
         """The same call of another model, which drafts for this one; `source` is what its encoder reads, if it has one.
 
@@ -215,8 +203,7 @@ class SpeculativeDecoding(Decoding):
     def _prepare(self, step: DecodeStep) -> None:
         """What a draft needs is made before, little by little, where plain calls have a recorded step meanwhile.
 
-        Raises:
-            CannotBeCaptured: there is too little for a draft, or it would gain nothing.
+        Raises CannotBeCaptured where there is too little for a draft, or it would gain nothing.
         """
         try:
             self._draft.make(0.0)
@@ -255,7 +242,9 @@ class SpeculativeDecoding(Decoding):
         self._draft.begin(step.drafting, self)
         step.begin(prompt, self.fill())
         step.choose_first(prompt.logits, self.host)
-        self._positions = self._make_positions(rows)
+        put = None if self._streamer is None else partial(self._put, self._streamer)
+        stops = self._code.stops if self._code.criteria else None
+        self._positions = Positions(rows, stops, put, bool(self._eos), self._records())
         progress = self._follow(step)
         policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         left: list[tuple[DecodeStep, Tensor]] = []
@@ -320,10 +309,6 @@ class SpeculativeDecoding(Decoding):
             step = larger
         return step
 
-    def _make_positions(self, rows: int) -> Positions:
-        put = None if self._streamer is None else partial(self._put, self._streamer)
-        return Positions(rows, self._code.stops if self._code.criteria else None, put, bool(self._eos), self._records())
-
     def _put(self, streamer: Any, tokens: Tensor) -> None:
         with self._code.running():
             streamer.put(tokens)
@@ -341,13 +326,10 @@ class SpeculativeDecoding(Decoding):
     def _iterate(
         self, step: DecodeStep, policy: DraftLength, progress: Progress, begun: float
     ) -> tuple[Progress, float]:
-        """Some tokens are drafted and verified. Returns how far the search is then, and the time.
+        """Some tokens are drafted and verified. Returns how far the search is then, and the time: the next `begun`.
 
         Between two forward passes the caches are full of weights: whatever is touched here is read from memory, and
         takes about ten times as long. So nothing is done that an iteration does not need.
-
-        Args:
-            begun: when the last iteration has ended.
         """
         drafting, rows, lengths = step.drafting, progress.rows, progress.lengths
         # Of what a row may still get, one token is not drafted: that behind the draft.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.decoding.captured.part import Piece
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
@@ -52,9 +51,11 @@ class Drafting:
     `key.width` is the most positions of such a pass: the drafted tokens and the one behind them.
 
     Attributes:
+        lengths: how many tokens an iteration may draft, 0 first.
         counts: [rows], int64: how many tokens are drafted, behind the end of each row. Whoever drafts writes them, and
             they are zeros again after they are verified.
         accepted: [rows], int64: how many of them were kept in the last iteration.
+        prompt_lengths: [rows], int64: tokens of each row's prompt, without padding on the left.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the last tokens were chosen by, and the logits
             that these were made of; nothing unless `key.draft.records`.
@@ -65,12 +66,13 @@ class Drafting:
 
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
         self.key = key = step.key
+        self.lengths = lengths_of(key)
         self.search: SpeculativeSearch = step.search
         # Not the step itself: it would never be freed at once.
         self._buffers, self._forward, self._parts, self._flag = step.buffers, step.forward, step.parts, step.flag
         self._processors = list(step.processors or ())
         rows, width, device = key.rows, key.width, step.device
-        self.device, vocabulary = device, prompt.logits.shape[-1]
+        self.device, self.vocabulary = device, prompt.logits.shape[-1]
         self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
         self.near_ties = torch.zeros((), dtype=torch.int64, device=device)
         self.drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this draft so far, of each row
@@ -81,10 +83,10 @@ class Drafting:
             each: self._cache_at(position.of_width(each), self._cache_length) for each in range(1, width + 1)
         }
         drawn = rows if self.key.draft.samples else 0
-        self.draft_probabilities = torch.zeros(drawn, width - 1, vocabulary, device=device)
+        self.draft_probabilities = torch.zeros(drawn, width - 1, self.vocabulary, device=device)
         self._ratings = torch.zeros(rows, width - 1, device=device)  # what drafted tokens are given
         recorded = rows if self.key.draft.records else 0
-        self.recorded = torch.zeros(recorded, width, 2, vocabulary, device=device)
+        self.recorded = torch.zeros(recorded, width, 2, self.vocabulary, device=device)
         self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.assistant: Any = None  # what another model drafts with on these sequences
@@ -111,11 +113,7 @@ class Drafting:
         self.counts.zero_()
         # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
         padding = prompt.span[0] if self.key.encoder is None else torch.zeros_like(prompt.span[0])
-        self._prompt_lengths = prompt.tokens.shape[1] - padding
-
-    def prompt_lengths(self) -> Tensor:
-        """[rows], int64: tokens of each row's prompt, without padding on the left."""
-        return self._prompt_lengths.repeat_interleave(self.key.per_input)
+        self.prompt_lengths = (prompt.tokens.shape[1] - padding).repeat_interleave(self.key.per_input)
 
     def take_over(self, other: Drafting) -> None:
         """The step goes on where another one is, or some of its inputs are."""
@@ -134,11 +132,6 @@ class Drafting:
 
     # ---- what parts take
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """How many tokens an iteration may draft, 0 first."""
-        return lengths_of(self.key)
-
     def tokens_of(self, length: int) -> int:
         """How many tokens are verified where so many are drafted."""
         return self.key.rows * (length + 1)
@@ -153,7 +146,7 @@ class Drafting:
         # On a GPU the host waits for a part only as long as it measures it.
         is_measured = self.device.type == "cpu" or self.costs.seconds(number) is None
         start = self.now(is_measured)
-        is_replay = self._parts.run(number, lambda: _one_piece(function), cache)
+        is_replay = self._parts.run(number, lambda: [(function, None)], cache)
         if not is_measured:
             return
         seconds = self.now(True) - start
@@ -189,30 +182,27 @@ class Drafting:
     ) -> None:
         """The model itself, as it is in `context`, drafts one more token of each row.
 
-        Args:
-            largest: finds the largest logit of each row, [rows, vocabulary] -> [rows], where nothing else is asked.
+        Where nothing else is asked, `largest` finds the largest logit of each row, [rows, vocabulary] -> [rows].
         """
-        self._run_part(DRAFT, self._cache_ahead, lambda: self._draft_one(model, context, largest))
+
+        def draft_one() -> None:
+            self._ahead.position_table.copy_(self._buffers.position.position_table[:2] + self.drafted)
+            self._ahead_length.copy_(self._cache_length + self.drafted)
+            with context():
+                logits = self._logits(model, self._cache_ahead, self.drafted, 1)
+            self._choose_draft(logits[:, -1], largest)
+
+        self._run_part(DRAFT, self._cache_ahead, draft_one)
 
     def verify(self, model: Any, drafted: int) -> None:
         """Takes what is right of the tokens that were drafted, `drafted` at the most, and one more.
 
-        Raises:
-            CannotBeCaptured: as `DecodeStep.verify`.
+        Raises CannotBeCaptured as `DecodeStep.verify` does.
         """
         width = drafted + 1
         self._run_part(width, self._caches[width], lambda: self._verify(model, width))
 
     # ---- what is captured
-
-    def _draft_one(
-        self, model: Any, context: Callable[[], AbstractContextManager[Any]], largest: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._ahead.position_table.copy_(self._buffers.position.position_table[:2] + self.drafted)
-        self._ahead_length.copy_(self._cache_length + self.drafted)
-        with context():
-            logits = self._logits(model, self._cache_ahead, self.drafted, 1)
-        self._choose_draft(logits[:, -1], largest)
 
     def _choose_draft(self, logits: Tensor, largest: Callable[[Tensor], Tensor] = _largest) -> None:
         """The next drafted token, from [rows, vocabulary]."""
@@ -313,7 +303,3 @@ class Drafting:
         """Keeps scores or logits, [rows, positions, vocabulary], at their place, for who returns them."""
         if self.key.draft.records:
             self.recorded[:, : given.shape[1], place].copy_(given)
-
-
-def _one_piece(function: Callable[[], object]) -> list[Piece]:
-    return [(function, None)]

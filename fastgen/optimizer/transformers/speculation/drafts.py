@@ -34,7 +34,7 @@ from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 
 class Draft:
-    """Drafts tokens for the rows of one call.
+    """Drafts tokens for the rows of one call. Where one does not serve, `make` and `begin` raise CannotBeCaptured.
 
     Attributes:
         is_model: it draws its tokens where the model does.
@@ -63,19 +63,11 @@ class Draft:
         return contextlib.nullcontext()
 
     def make(self, seconds: float) -> bool:
-        """Makes what it drafts with, for about so many seconds; says whether there is all of it.
-
-        Raises:
-            CannotBeCaptured: this draft does not serve.
-        """
+        """Makes what it drafts with, for about so many seconds; says whether there is all of it."""
         return True
 
     def begin(self, drafting: Drafting, decoding: Any) -> None:
-        """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet.
-
-        Raises:
-            CannotBeCaptured: this draft does not serve.
-        """
+        """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet."""
 
     def available(self, drafting: Drafting, rows: Sequence[int], most: int) -> list[int] | None:
         """How many tokens there are for each of these rows, `most` at the most; None for as many as wanted."""
@@ -197,7 +189,7 @@ class LookupDraft(Draft):
         self._known = []
         for number, tokens in enumerate([] if self._source is None else self._source.tolist()):
             # An encoder may have tokens that the decoder lacks.
-            source = [token if token < decoding.vocabulary else BOUNDARY for token in tokens if token != self._padding]
+            source = [token if token < drafting.vocabulary else BOUNDARY for token in tokens if token != self._padding]
             for row in range(number * drafting.key.per_input, (number + 1) * drafting.key.per_input):
                 self._index.append(row, [*source, BOUNDARY])
 
@@ -219,7 +211,7 @@ class LookupDraft(Draft):
 
     def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
         if not self._known:
-            self._known = (drafting.search.prompt_capacity - drafting.prompt_lengths()).tolist()
+            self._known = (drafting.search.prompt_capacity - drafting.prompt_lengths).tolist()
         self._hits = {}
         for row, begin in enumerate(self._known):  # others only fill the batch up
             if lengths[row] > begin:

@@ -41,6 +41,7 @@ class Positions:
     ) -> None:
         self._rows, self._stops, self._put, self._ends_singly = rows, stops, put, ends_singly
         self._has_stopped = torch.zeros(rows, dtype=torch.bool)
+        self._keeps = any(records)
         self._records: list[tuple[Tensor, ...] | None] = [() if wanted else None for wanted in records]
         # Of each row, scores and logits of the tokens behind the last position that all have reached.
         self._ahead: list[deque[Tensor]] = [deque() for _ in range(rows)]
@@ -50,7 +51,7 @@ class Positions:
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do."""
-        return self._stops is not None or self._put is not None or any(kept is not None for kept in self._records)
+        return self._stops is not None or self._put is not None or self._keeps
 
     @property
     def records(self) -> Records:
@@ -97,14 +98,14 @@ class Positions:
 
     def _keep_scores(self, drafting: Drafting) -> None:
         """The positions of the tokens that the rows have just taken."""
-        if all(kept is None for kept in self._records):
+        if not self._keeps:
             return
         for row, end in enumerate(drafting.search.length.flatten()[: self._rows].tolist()):
             self._ahead[row].extend(drafting.recorded[row, : max(end - self._known[row], 0)].clone().unbind())
             self._known[row] = end
 
     def _note_scores(self) -> None:
-        if all(kept is None for kept in self._records):
+        if not self._keeps:
             return
         both = torch.stack([ahead.popleft() for ahead in self._ahead], dim=1)
         self._records = [
