@@ -68,17 +68,15 @@ class EnteringDecoding(Decoding):
         """The shortest sliding window of the model's layers; None if they see everything."""
         return min((window for window in self._windows if window), default=None)
 
-    @cached_property
+    @property
     def numbers(self) -> list[tuple[float, ...]]:
         """Those of each processor, which are its inputs' own."""
-        return [processors.numbers(each, self._lengths) for each in self._processors]
+        return [() if each is None else each.numbers for each in self._signed]
 
     @cached_property
-    def shared_processors(self) -> tuple[processors.Shared, ...] | None:
+    def shared_processors(self) -> tuple[processors.Signed, ...] | None:
         """What each processor does to all inputs of a step; None if some do not do the same for rows of any number."""
-        found = [processors.shared(each, self._lengths) for each in self._processors]
-        known = [each for each in found if each is not None]
-        return tuple(known) if len(known) == len(found) else None
+        return processors.all_known([None if each is None else each.shared() for each in self._signed])
 
 
 def _results(count: int, kept: dict[str, list[Tensor]], config: Any, output: Any, search: Search, inputs: slice) -> Any:

@@ -229,11 +229,11 @@ class Slots:
         vocabulary = decoding.prompt.logits.shape[-1]
 
         def make() -> DecodeStep:
-            made = None if given is None else processors.of_shared(given, decoding.bucket(key))
+            made = None if given is None else processors.all_made(given, decoding.bucket(key))
             return DecodeStep(key, decoding.prompt, made, room)
 
         step: DecodeStep = graph_cache.take(self._model, key, make)
-        if not processors.refresh_shared(step.processors or (), given or ()):
+        if not processors.refresh(step.processors or (), given or ()):
             step = make()
             step.state = graph_cache.state(self._model)
         step.make_room(room)

@@ -294,7 +294,7 @@ class DecodeStep:
         search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, **options)
         processors = None if self.processors is None else [each.of_batch(1) for each in self.processors]
         for each, own in zip(processors or (), numbers, strict=processors is not None):
-            each.fill(own)
+            each.put(own)
         return search, Choice(key, prompt.logits.shape[-1], search, processors)
 
     def load(self, place: int, prompt: Prompt) -> None:

@@ -300,6 +300,7 @@ class SpeculativeDecoding(Decoding):
         """A step that goes on with these inputs of another one."""
         rows = rows_of(inputs, key.per_input)
         self._key, self._processors = key, selected(self._processors, rows)
+        self._signed = self._sign(self._processors)
         smaller = self._step()
         drafting = smaller.drafting
         drafting.costs.only_timed = False
