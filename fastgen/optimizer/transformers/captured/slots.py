@@ -376,16 +376,16 @@ class Slots:
         return slot.results(search, inputs)
 
     def remove(self, slot: Slot) -> None:
-        """An input leaves, if it is there; it may have come to its end, or not. With the last one, the step goes, too:
-        what is known of it, and captured, is kept for those that come later.
+        """An input leaves, if it is there; it may have come to its end, or not, or have failed to enter. With the last
+        one, the step goes, too: what is known of it, and captured, is kept for those that come later.
         """
-        if self._step is None or self.taken.get(slot.place) is not slot:
-            return
-        del self.taken[slot.place]
-        self._step.leave(slot.place)
-        if not self.taken:
-            if self._step.forward.is_watched and self.failure is None:
-                graph_cache.give_back(self._model, self._step)
+        step = self._step
+        if step is not None and self.taken.get(slot.place) is slot:
+            del self.taken[slot.place]
+            step.leave(slot.place)
+        if step is not None and not self.taken:
+            if step.forward.is_watched and self.failure is None:
+                graph_cache.give_back(self._model, step)
             self._step = None
 
     @property
