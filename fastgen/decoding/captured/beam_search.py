@@ -32,7 +32,6 @@ class BeamSearch(Search):
     parents: Tensor
     _by_position = ("running_sequences", "sequences")
     _by_step = ("running_indices", "indices")
-    _constant = ("_positions", "_steps")
     _shared = ("_positions", "_steps", "_eos", "noise", "_own_rows", "_first_rows", "_best_beams")
 
     def __init__(self, *sizes: Any, early_stopping: bool | str = False, sorts: bool = False, **options: Any) -> None:
@@ -90,11 +89,6 @@ class BeamSearch(Search):
     def _resize(self, prompt_capacity: int, new_capacity: int) -> None:
         super()._resize(prompt_capacity, new_capacity)
         self._steps = torch.arange(new_capacity, device=self.tokens.device)
-
-    def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
-        assert isinstance(other, BeamSearch), "a search of the same kind"
-        self._exponents = list(other._exponents)
-        super().take_over(other, inputs)
 
     def propose(self, scores: Tensor, normalise: bool) -> Candidates:
         if not self._samples:
@@ -200,13 +194,13 @@ class BeamSearch(Search):
         """Of what `results` returns, [inputs * count], float32."""
         return self.scores[inputs, :count].flatten().clone()
 
-    def insert(self, other: Search, source: int, target: int) -> None:
-        assert isinstance(other, BeamSearch), "a search of the same kind"
+    def insert(self, other: Search, source: Tensor | slice, target: slice = slice(None)) -> None:
+        assert isinstance(other, BeamSearch) and isinstance(source, slice), "a search of the same kind"
+        self._exponents[target] = other._exponents[source]
         super().insert(other, source, target)
-        moved = (target - source) * self._per_input  # rows are counted over the whole batch
+        moved = ((target.start or 0) - (source.start or 0)) * self._per_input  # rows are counted over the whole batch
         for rows in (self._by_input(self.parents), self.running_indices, self.indices):
             rows[target] += moved * (rows[target] != NOTHING)
-        self._exponents[target] = other._exponents[source]
 
     def _written(self, inputs: slice, count: int) -> int:
         return int((self.indices[inputs, :count] >= 0).sum(dim=2).max())

@@ -121,8 +121,8 @@ def test_nothing_is_left_of_rows_that_went_back(device):
         small_state.advance(None)
     small_state.keep_max_length()
     small_state.advance(None, -3)
-    kv.take_over(small, slice(None), slice(None))
-    state.take_over(small_state, slice(None))
+    kv.insert(small, slice(None), slice(None))
+    state.insert(small_state, slice(None), slice(None))
     for part_state, part in ((small_state, small), (state, kv)):
         assert part_state.max_length() == 6 and all(own.count_nonzero() for own in part.suffix)
         part.load(*prompt(device), at_end=True)
@@ -144,8 +144,8 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
     for _ in range(2):
         small.write(new, new)
         small_state.advance(None)
-    kv.take_over(small, slice(None), slice(None))
-    state.take_over(small_state, slice(None))
+    kv.insert(small, slice(None), slice(None))
+    state.insert(small_state, slice(None), slice(None))
     for part in kv.suffix:
         assert bool((part[:, :, :2] == 1).all()) and not part[:, :, 2:].count_nonzero()
 
@@ -303,8 +303,8 @@ def test_taking_over_some_inputs(device, capacity):
         history.rows = [row[: len(row) - 1 + count] for row, count in zip(history.rows, counts, strict=True)]
         large.advance(torch.tensor(parents, device=device), torch.tensor(counts, device=device))
         history.rows = [list(history.rows[parent]) for parent in parents]
-    few.take_over(many, inputs, rows)
-    small.take_over(large, rows)
+    few.insert(many, inputs, slice(None))
+    small.insert(large, inputs, slice(None))
     history.rows = [history.rows[row] for row in rows.tolist()]
     for _ in range(3):
         query, keys, values, found = step(few, 2 * PER_INPUT, device)
@@ -414,8 +414,8 @@ def test_inputs_that_are_over_take_no_memory(follows: str) -> None:
         kv.load(*torch.randn(2, 2, KV_HEADS, 3, 64), spans[0][:2], spans[0][:2] + 3, at_end=False, inputs=slice(1, 3))
     else:
         for place in (1, 2):
-            kv.insert(other, 0, place)
-            states[0].insert(states[1], 0, place)
+            kv.insert(other, slice(1), slice(place, place + 1))
+            states[0].insert(states[1], slice(1), slice(place, place + 1))
             assert torch.equal(kv.prefix[0][place, :, :3], other.prefix[0][0, :, :3])
     assert before - host_memory._resident() > of_input * 3 // 2
     left = 0 if follows == "leave" else 3

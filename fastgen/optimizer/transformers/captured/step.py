@@ -15,7 +15,6 @@ from torch import Tensor
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
@@ -250,10 +249,9 @@ class DecodeStep:
 
     def take_over(self, other: DecodeStep, inputs: Tensor | slice = slice(None)) -> None:
         """Goes on where `other` is, a step of the same key with less capacity, or where these of more inputs are."""
-        rows = inputs if isinstance(inputs, slice) else rows_of(inputs, other.key.per_input)
-        if not self.buffers.take_over(other.buffers, inputs, rows):
+        if not self.buffers.insert(other.buffers, inputs):
             self.parts.drop()
-        self.search.take_over(other.search, inputs)
+        self.search.insert(other.search, inputs)
         self.choice.host_work.take_over(other.choice.host_work)
         self.flag.reset()
         if self.drafting is not None:
@@ -304,7 +302,7 @@ class DecodeStep:
 
     def enter(self, place: int, search: Search, choice: Choice) -> None:
         """The input goes on from its first token."""
-        self.search.insert(search, 0, place)
+        self.search.insert(search, slice(1), slice(place, place + 1))
         self._take_choice(choice, 0, place)
         self.flag.reset()
 
@@ -327,8 +325,9 @@ class DecodeStep:
         Args:
             numbers: of each processor those of the input, or which of the other step's has them; None for the same.
         """
-        self.search.insert(other.search, source, target)
-        if not self.buffers.insert(other.buffers, source, target):
+        inputs = slice(source, source + 1), slice(target, target + 1)
+        self.search.insert(other.search, *inputs)
+        if not self.buffers.insert(other.buffers, *inputs):
             self.parts.drop()
         self._take_choice(other.choice, source, target, numbers)
         self.forward.is_watched |= other.forward.is_watched
