@@ -152,7 +152,7 @@ class DecodeStep:
     @property
     def nbytes(self) -> int:
         """Of K and V, and of what a call returns of each step; what is computed lies in memory that all steps share."""
-        return sum(part.nbytes for part in (self.buffers, self.choice.host_work, self.drafting) if part is not None)
+        return sum(part.nbytes for part in (self.buffers, self.choice, self.drafting) if part is not None)
 
     def make_room(self, needed: Sizes) -> None:
         """Has the buffers grow to these sizes at least: of those that the key leaves open, and between two calls all.
@@ -215,7 +215,7 @@ class DecodeStep:
         )
         processors = None if self.processors is None else [each.of_batch(batch) for each in self.processors]
         step = DecodeStep(replace(self.key, batch=batch), prompt, processors, sizes)
-        step.choice.host_work.take_over(self.choice.host_work)
+        step.choice.take_over(self.choice)
         if self.search.noise is not None:
             step.search.noise = torch.ones(step.key.rows, prompt.logits.shape[-1])
         step.forward.is_watched = True
@@ -252,7 +252,7 @@ class DecodeStep:
         if not self.buffers.insert(other.buffers, inputs):
             self.parts.drop()
         self.search.insert(other.search, inputs)
-        self.choice.host_work.take_over(other.choice.host_work)
+        self.choice.take_over(other.choice)
         self.flag.reset()
         if self.drafting is not None:
             self.forward.is_watched |= other.forward.is_watched  # what masks say, the other one may have found out
@@ -275,7 +275,7 @@ class DecodeStep:
         self.buffers.present = self.key.batch
         for place in range(self.key.batch):
             self.leave(place)
-        self.choice.host_work.prepare()
+        self.choice.prepare()
         self.flag.reset()
 
     def arrival(
@@ -336,7 +336,7 @@ class DecodeStep:
         self, other: Choice, source: int, target: int, numbers: Sequence[Sequence[float] | int] | None = None
     ) -> None:
         """What there is of an input besides its sequences: `target` here is `source` there."""
-        self.choice.host_work.take_over(other.host_work)
+        self.choice.take_over(other)
         others, own = other.processors or (), self.processors or ()
         for each, given in zip(own, range(len(others)) if numbers is None else numbers, strict=True):
             if isinstance(given, int):
