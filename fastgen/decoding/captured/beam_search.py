@@ -63,18 +63,16 @@ class BeamSearch(Search):
     def begin(self, prompt: Tensor, new_tokens: int, *, length_penalty: float = 1.0, **options: Any) -> None:
         """Starts a search, as `Search.begin`; `length_penalty` as in `generate`."""
         super().begin(prompt, new_tokens, **options)
-        inputs = options.get("inputs", slice(None))
-        self.sequences[inputs] = self.running_sequences[inputs]
+        self.sequences.copy_(self.running_sequences)
         # All beams are the same at first: only one of them may be continued.
         scores = (self.running_scores, 0), (self.running_scores[:, 1:], _NEVER), (self.scores, _NEVER)
         for buffer, value in (*scores, (self.running_indices, -1), (self.indices, -1), (self.finished, False)):
-            buffer[inputs] = value
-        self._by_input(self.parents)[inputs] = self._by_input(self._own_rows)[inputs]
-        self._improvable[inputs] = self._is_real[inputs]
-        self._exponents[inputs] = [(length_penalty, new_tokens)] * len(range(self._batch)[inputs])
-        penalties = _length_penalties(self.new_capacity, length_penalty, new_tokens)
-        self._penalties[inputs] = penalties.to(self._penalties.device)
-        self._favours_length[inputs] = length_penalty > 0.0
+            buffer.fill_(value)
+        self.parents.copy_(self._own_rows)
+        self._improvable.copy_(self._is_real)
+        self._exponents = [(length_penalty, new_tokens)] * self._batch
+        self._penalties.copy_(_length_penalties(self.new_capacity, length_penalty, new_tokens))
+        self._favours_length.fill_(length_penalty > 0.0)
 
     @property
     def _lengthening(self) -> tuple[str, ...]:

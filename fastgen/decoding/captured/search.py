@@ -101,12 +101,10 @@ class Search:
         *,
         fill: int = 0,
         eos: Sequence[int] | None = None,
-        inputs: slice = slice(None),
     ) -> None:
         """Starts a search from `prompt`, [n, length], int64; `fill` stands behind the end of a sequence.
 
-        It is that of the first n of `inputs`. The rest of these fill the batch up, and all others go on. `eos` ends all
-        of them from now on.
+        It is that of the first n inputs. The rest fill the batch up. `eos` ends all of them from now on.
 
         With more new tokens than the capacity, the search has to `grow` in time, or another one to take over.
 
@@ -114,31 +112,27 @@ class Search:
             ValueError: there is nothing to generate, the prompt is too long, or too many tokens end a sequence.
         """
         count, width = prompt.shape
-        room = len(range(self._batch)[inputs])
         if new_tokens < 1:
             raise ValueError("there is nothing to generate: the prompt is as long as the sequences may become")
-        if count > room or width > self.prompt_capacity:
+        if count > self._batch or width > self.prompt_capacity:
             raise ValueError(
-                f"{count} prompts of {width} into buffers for {room} prompts of {self.prompt_capacity} positions"
+                f"{count} prompts of {width} into buffers for {self._batch} prompts of {self.prompt_capacity} positions"
             )
         if eos is not None:
             self.put_ends(eos)
         start = self.prompt_capacity - width
-        sequences = self.running_sequences[inputs]
+        sequences = self.running_sequences
         sequences.fill_(fill)
         sequences[:, :, :start] = NOTHING
         sequences[:count, :, start : self.prompt_capacity] = prompt.unsqueeze(1)
-        self._by_input(self.tokens)[inputs] = sequences[:, :, self.prompt_capacity - 1].clamp(min=0)
-        self._by_input(self._fill)[inputs] = fill
-        self.start[inputs] = start
-        self.length[inputs] = self.prompt_capacity
-        self.limit[inputs] = self.prompt_capacity + new_tokens
-        self._is_real[inputs] = (torch.arange(room, device=prompt.device) < count).unsqueeze(1)
-        self.unfinished[inputs] = self._is_real[inputs]
-        self.nan_inputs[inputs] = False
-        self.done.fill_(False)
-        if inputs == slice(None):
-            self.has_nan.fill_(False)
+        self.tokens.copy_(sequences[:, :, self.prompt_capacity - 1].clamp(min=0).flatten())
+        self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < count).unsqueeze(1))
+        self.unfinished.copy_(self._is_real)
+        begin, end = self.prompt_capacity, self.prompt_capacity + new_tokens
+        for buffer, value in ((self._fill, fill), (self.start, start), (self.length, begin), (self.limit, end)):
+            buffer.fill_(value)
+        for flag in (self.nan_inputs, self.done, self.has_nan):
+            flag.fill_(False)
 
     def put_ends(self, eos: Sequence[int]) -> None:
         """These tokens end sequences from now on. ValueError: they are too many."""
