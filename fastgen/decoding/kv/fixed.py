@@ -160,7 +160,7 @@ class FixedKV(KVCache):
         for parts, rows, positions in self._written() if numbers else ():
             for part, number in itertools.product(parts, numbers):
                 first = number * rows
-                if not host_memory.give_rows_back(part, first, rows):
+                if not host_memory.give_back(part, first, rows):
                     part[first : first + rows, :, positions] = 0
         self._stored -= numbers
 

@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.compaction import Compaction, selected
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
-from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
+from fastgen.optimizer.transformers.captured.key import Key, needed_sizes, prefilled, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -55,7 +55,8 @@ _OUTPUTS = {
 class Decoding:
     """One call with a captured step, after its prefill."""
 
-    _code_type = HostCode
+    _code_type: type[HostCode] = HostCode
+    _enters_slots = False
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         assert call.store is not None, "the prefill was accelerated"
@@ -73,7 +74,9 @@ class Decoding:
         self._code = self._code_type(call, arguments)
         self.host = Host(self._code.process, self._code.stops, self._code.keep)
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
-        self.prompt, self._windows = self._prefilled(Prefilled(*given))
+        self.prompt, self._windows = prefilled(*given)
+        if self._enters_slots and self.prompt.cross:  # there, a source has no padding
+            self.prompt.tensors.pop("attention_mask", None)
         self._lengths = processors.Lengths(
             self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
         )
@@ -81,10 +84,6 @@ class Decoding:
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
         self._key = self.own_key = self._make_key()
         self._ledger = Ledger.of(self.model)
-
-    def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
-        """The prompt that the call begins from, and the sliding windows of the layers."""
-        return prefilled.prompt, prefilled.windows
 
     def run(self) -> Any:
         """What the library's loop returns, on the step that fits.

@@ -13,7 +13,6 @@ from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
 from fastgen.optimizer.transformers.captured.host import HostCode, append
-from fastgen.optimizer.transformers.captured.key import Prefilled, Prompt
 from fastgen.optimizer.transformers.captured.slot import Slot
 
 
@@ -26,7 +25,7 @@ class _HostCode(HostCode):
 class EnteringDecoding(Decoding):
     """One call after its prefill, as `Slots` takes it."""
 
-    _code_type = _HostCode
+    _code_type, _enters_slots = _HostCode, True
 
     def __init__(self, call: Any, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         if arguments["generation_config"].do_sample:
@@ -34,12 +33,6 @@ class EnteringDecoding(Decoding):
             arguments = {**arguments, "logits_processor": own}
         super().__init__(call, arguments, model_kwargs)
         self.streamer = arguments.get("streamer")
-
-    def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
-        prompt, windows = super()._prefilled(prefilled)
-        if prompt.cross:  # in slots, a source has no padding
-            prompt.tensors.pop("attention_mask", None)
-        return prompt, windows
 
     def slot(self, owner: Any, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
         """One of its inputs, as slots see it.

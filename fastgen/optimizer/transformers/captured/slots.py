@@ -125,7 +125,7 @@ class Slots:
             decoding.prompt.only(number, self._key.per_input, slot.new_tokens, slot.padding)
             for number, slot in enumerate(entering)
         ]
-        needed = Sizes(*map(max, *map(_sizes_of, prompts), Sizes(0, 0, 0, 0)))
+        needed = Sizes(*map(max, *(prompt.sizes for prompt in prompts), Sizes(0, 0, 0, 0)))
         self._check_window(decoding, needed)
         self._is_changing = (self._widen(decoding, kind) or self.is_new) and expected > len(entering)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
@@ -154,7 +154,7 @@ class Slots:
             step.leave(place)
             raise slot.error
         step.enter(place, search, choice)
-        slot.positions, slot.source = prompt.cached, prompt.cross[0][0].shape[2] if prompt.cross else 0
+        slot.positions, slot.source = prompt.cached, prompt.sizes.source
         slot.place, self.taken[place] = place, slot
         self._check_numbers(step)
         self._stream(step, slot)
@@ -392,8 +392,3 @@ class Slots:
     def slots(self) -> int:
         """Rows that the last step has computed."""
         return self._places * self._key.per_input
-
-
-def _sizes_of(prompt: Prompt) -> Sizes:
-    source = prompt.cross[0][0].shape[2] if prompt.cross else 0
-    return Sizes(prompt.tokens.shape[1], prompt.cached, prompt.new_tokens, source)

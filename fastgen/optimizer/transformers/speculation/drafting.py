@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.decoding.captured.part import Piece
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
@@ -55,6 +54,7 @@ class Drafting:
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the last tokens were chosen by, and the logits
             that these were made of; nothing unless `key.draft.records`.
+        lengths: how many tokens an iteration may draft, 0 first.
         costs: what the parts take once they have been captured, and what was accepted in the last call.
         seconds_of_first_runs: of all parts until they had been captured.
         seconds_of_move: what it took to take over rows of a larger step.
@@ -82,6 +82,7 @@ class Drafting:
         self._ratings = torch.zeros(rows, width - 1, device=device)  # what drafted tokens are given
         recorded = rows if self.key.draft.records else 0
         self.recorded = torch.zeros(recorded, width, 2, vocabulary, device=device)
+        self.lengths = lengths_of(key)
         self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.assistant: Any = None  # what another model drafts with on these sequences
@@ -131,11 +132,6 @@ class Drafting:
 
     # ---- what parts take
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """How many tokens an iteration may draft, 0 first."""
-        return lengths_of(self.key)
-
     def tokens_of(self, length: int) -> int:
         """How many tokens are verified where so many are drafted."""
         return self.key.rows * (length + 1)
@@ -150,7 +146,7 @@ class Drafting:
         # On a GPU the host waits for a part only as long as it measures it.
         is_measured = self.device.type == "cpu" or self.costs.seconds(number) is None
         start = self.now(is_measured)
-        is_replay = self._parts.run(number, lambda: _one_piece(function), cache)
+        is_replay = self._parts.run(number, lambda: [(function, None)], cache)
         if not is_measured:
             return
         seconds = self.now(True) - start
@@ -310,7 +306,3 @@ class Drafting:
         """Keeps scores or logits, [rows, positions, vocabulary], at their place, for who returns them."""
         if self.key.draft.records:
             self.recorded[:, : given.shape[1], place].copy_(given)
-
-
-def _one_piece(function: Callable[[], object]) -> list[Piece]:
-    return [(function, None)]

@@ -40,7 +40,7 @@ class SmallKey(NamedTuple):
 def step(rows: int, seconds: dict[int, float]) -> Any:
     """A step of so many rows whose parts were measured to take so long, [positions] -> seconds."""
     made: Any = object.__new__(Drafting)
-    made.key, made.costs = SmallKey(rows), Costs(rows, LENGTHS)
+    made.key, made.lengths, made.costs = SmallKey(rows), LENGTHS, Costs(rows, LENGTHS)
     for part, found in seconds.items():
         made.costs.add(part, found)
         made.costs.add(part, found)
