@@ -183,7 +183,10 @@ class FixedKV(KVCache):
         self._clear(target)
         self._stored |= set(self._numbers(target))
         begin, end = self._loaded
-        first, last = int(other.starts[source].min()), int(other.ends[source].max())
+        if isinstance(source, slice) and source == slice(None):  # a cache that is returned has the padding, too
+            first, last = other._loaded
+        else:
+            first, last = int(other.starts[source].min()), int(other.ends[source].max())
         for old, new in zip(self.prefix, other.prefix, strict=True):
             old[target, :, first:last] = new[source, :, first:last]
         self._loaded = (min(begin, first), max(end, last))
