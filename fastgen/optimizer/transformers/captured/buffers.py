@@ -98,10 +98,11 @@ class StepBuffers:
         given = self.bounds if cache_length is None else cache_length
         return cache_of(self.own, self.cross, given, self._lengths_at(self.position, self.bounds, search))
 
-    def cache_at(self, position: StepState, cache_length: SymbolicLength, search: Search) -> Cache:
-        """The cache as a step at another position finds it; `cache_length`: positions in front of its longest row."""
+    def cache_at(self, position: StepState, length: Tensor, search: Search) -> Cache:
+        """The cache as a step at another position finds it; `length`: positions in front of its longest row."""
+        bounds = SymbolicLength.of(length, self.sizes.cached, self.sizes.cached + self.sizes.new)
         own = [kv.view(position) for kv in self.own]
-        return cache_of(own, self.cross, cache_length, self._lengths_at(position, cache_length, search))
+        return cache_of(own, self.cross, bounds, self._lengths_at(position, bounds, search))
 
     def _lengths_at(
         self, position: StepState, bounds: SymbolicLength, search: Search
@@ -119,10 +120,6 @@ class StepBuffers:
             return RowLengths.of(own + prefix, bounds)
 
         return lengths_of_rows
-
-    def length(self, cache_length: Tensor) -> SymbolicLength:
-        """`cache_length`, with what the sizes say of it."""
-        return SymbolicLength.of(cache_length, self.sizes.cached, self.sizes.cached + self.sizes.new)
 
     def put_masks(self, say_nothing_new: Sequence[Sequence[bool]]) -> None:
         """Takes over what is known of the masks of each of `layers`."""

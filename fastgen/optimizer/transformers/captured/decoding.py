@@ -210,7 +210,8 @@ class Decoding:
                 if compaction is not None:
                     compaction.after(step, seconds)
             if self._may_release(step):
-                self._release()
+                self._calls.end()
+                self.release()
             done += 1
         self._compacted = compaction if compaction is not None and compaction.has_begun else None
         is_whole = begun is not None and self._compacted is None
@@ -266,11 +267,6 @@ class Decoding:
         # The user's code may yet do what a captured step cannot.
         begins_again = self._call.runs_user_code and not self._calls.is_much()
         return is_whole and not self._has_released and not begins_again
-
-    def _release(self) -> None:
-        """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
-        self._calls.end()
-        self.release()
 
     def _larger(self, step: DecodeStep) -> DecodeStep:
         """The step with room for more of what is generated, or another one where this one has got to."""

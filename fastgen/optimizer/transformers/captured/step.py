@@ -92,17 +92,11 @@ class Parts:
             self._buffers.begin_capture(is_first=not self.is_captured)
             part.capture(pieces(), *given)
             return False
-        self._run_as_it_is(part, pieces(), cache, given)
-        return False
-
-    def _run_as_it_is(self, part: CapturedPart, pieces: list[Piece], cache: Any, given: tuple[Any, ...]) -> None:
-        with undoing(self._end_eager):
+        with undoing(partial(setattr, self._forward, "is_eager", False)):
             self._forward.is_eager = self._is_recorded and self._key.draft is None
             with contextlib.nullcontext() if self._forward.is_watched else self._forward.watched(cache):
-                part.run(pieces, *given)
-
-    def _end_eager(self) -> None:
-        self._forward.is_eager = False
+                part.run(pieces(), *given)
+        return False
 
 
 class DecodeStep:

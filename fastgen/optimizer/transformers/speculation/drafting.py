@@ -90,7 +90,7 @@ class Drafting:
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
     def _cache_at(self, position: StepState, cache_length: Tensor) -> Cache:
-        return self._buffers.cache_at(position, self._buffers.length(cache_length), self.search)
+        return self._buffers.cache_at(position, cache_length, self.search)
 
     @property
     def nbytes(self) -> int:
