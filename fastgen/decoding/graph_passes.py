@@ -11,10 +11,10 @@ import math
 from collections import Counter, defaultdict
 
 import torch
-from torch.utils._pytree import tree_structure, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from fastgen.decoding import lm_head_pass
-from fastgen.decoding.operations import Constant, Operation, Recording, TensorRef, storage_of
+from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, TensorRef, storage_of, structure_of
 from fastgen.ops import packed_attention
 
 _aten = torch.ops.aten
@@ -23,7 +23,6 @@ _BY_LAYOUT = frozenset(
     {_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.zeros_like, _aten.ones_like, _aten.full_like}
 )
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 
 
 def run(recording: Recording) -> Recording:
@@ -91,7 +90,7 @@ def _without_copies(operations: list[Operation]) -> list[Operation]:
             each = dataclasses.replace(each, args=[original(arg) for arg in each.args])
         found.append(each)
         source, copy = each.args[0] if each.args else None, each.outputs[0] if each.outputs else None
-        if each.function not in _COPIES or not isinstance(source, TensorRef) or copy is None:
+        if each.function not in COPIES or not isinstance(source, TensorRef) or copy is None:
             continue
         last = max(reads[copy.storage], default=number)
         is_written = len(writes[copy.storage]) > 1 or any(number < at <= last for at in writes[source.storage])
@@ -131,7 +130,7 @@ def _own_attention(operation: Operation, used: frozenset[int], recording: Record
     )
     lengths = torch.full((batch,), length, dtype=torch.int64, device="cpu")
     options = [Constant(lengths), Constant(packed_attention.scale_of(dim, scale.value))]
-    return Operation(packed_attention.OPERATOR, [*args, *options], tree_structure(((None,) * 5, {})), [output])
+    return Operation(packed_attention.OPERATOR, [*args, *options], structure_of(5), [output])
 
 
 def _as_row(ref: TensorRef, recording: Recording) -> torch.Tensor | None:
@@ -171,8 +170,7 @@ def _with_bias(product: Operation, addition: Operation) -> Operation | None:
         return None
     column = dataclasses.replace(bias, size=(n,), stride=(1,))
     rows = dataclasses.replace(out, size=result.size, stride=result.stride)
-    structure = tree_structure(((None,) * 3, {}))
-    return Operation(_aten.addmm.default, [column, *product.args], structure, [rows])
+    return Operation(_aten.addmm.default, [column, *product.args], structure_of(3), [rows])
 
 
 def _selected(operation: Operation) -> Operation:
@@ -188,8 +186,7 @@ def _selected(operation: Operation) -> Operation:
     tokens = math.prod(ids.size)
     row = dataclasses.replace(ids, size=(tokens,), stride=(1,))
     rows = dataclasses.replace(result, size=(tokens, result.size[-1]), stride=(result.size[-1], 1))
-    structure = tree_structure(((None,) * 3, {}))
-    return Operation(_aten.index_select.default, [weight, Constant(0), row], structure, [rows])
+    return Operation(_aten.index_select.default, [weight, Constant(0), row], structure_of(3), [rows])
 
 
 def _has_layout(one: TensorRef, other: TensorRef) -> bool:
@@ -203,8 +200,7 @@ def _needed(operations: list[Operation], made: set[int]) -> list[Operation]:
     read: set[int] = set()
     found = []
     for each in reversed(operations):
-        written = each.made | each.in_place
-        if not each.only_computes or not written or not written <= made or written & read:
+        if not each.only_computes or not each.written or not each.written <= made or each.written & read:
             found.append(each)
             read |= each.used
     return found[::-1]

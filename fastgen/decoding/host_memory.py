@@ -100,21 +100,19 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     return tensor
 
 
-def give_back(tensor: torch.Tensor) -> bool:
+def give_back(tensor: torch.Tensor, first: int = 0, count: int | None = None) -> bool:
     """Gives the memory of one that `zeros` has made back to the system: its numbers are zero again.
 
     The tensor stays where it is, and takes memory where it is written to.
 
+    Args:
+        first, count: the rows, in a contiguous tensor; by default all.
+
     Returns:
         whether it was given back. It is not where the tensor is one of torch's, and where the system cannot.
     """
-    return _give_back(tensor, 0, tensor.nbytes)
-
-
-def give_rows_back(tensor: torch.Tensor, first: int, count: int) -> bool:
-    """As `give_back`, of so many rows. The tensor must be contiguous."""
     row = tensor.stride(0) * tensor.itemsize
-    begin, end = first * row, (first + count) * row
+    begin, end = first * row, tensor.nbytes if count is None else (first + count) * row
     # Whole pages go back; what others have a part of is written to.
     inner, behind = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if inner >= behind or not _give_back(tensor, inner, behind):

@@ -37,7 +37,8 @@ def override_linear(overrides: Overrides) -> AbstractContextManager[None]:
     return patching.held(_overridden_linear, overrides)
 
 
-def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
+def serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
+    """Whether a function of FastGen's serves this input now."""
     return (
         type(x) is Tensor
         and x.dtype is dtype
@@ -93,7 +94,7 @@ class FunctionForm(Replacement):
     __slots__ = ("_function", "_serves")
 
     def __init__(
-        self, module: nn.Module, function: Callable[[Tensor], Tensor], serves: Callable[[Any], bool] = _serves
+        self, module: nn.Module, function: Callable[[Tensor], Tensor], serves: Callable[[Any], bool] = serves
     ) -> None:
         super().__init__(module)
         self._function, self._serves = function, serves
@@ -119,7 +120,7 @@ class _LinearForm(Replacement):
         overrides = _overridden_linear.get()
         if overrides is not None and x is not None and self._module in overrides:
             return overrides[self._module](x)
-        if self._failed or (_plain_linear.get() and self._is_exact()) or not _serves(x, self._dtype, self._device):
+        if self._failed or (_plain_linear.get() and self._is_exact()) or not serves(x, self._dtype, self._device):
             return self._plain(*arguments, **named)
         try:
             y = self._product(x)

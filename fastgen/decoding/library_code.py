@@ -67,18 +67,7 @@ def _place(path: str) -> str | None:
     return "standard" if is_standard or path.startswith("<frozen ") else None
 
 
-_trusted: set[CodeType] = set()
-
-
-def trust(function: FunctionType) -> FunctionType:
-    """The function, which stands for one of a library's and only looks on, as a measurement does."""
-    _trusted.add(function.__code__)
-    return function
-
-
 def _place_of(function: FunctionType) -> str | None:
-    if function.__code__ in _trusted:
-        return "fastgen"
     path = function.__code__.co_filename
     if not path.startswith("<") or path.startswith("<frozen "):
         return _place(path)

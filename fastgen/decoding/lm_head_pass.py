@@ -12,9 +12,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.utils._pytree import tree_structure
 
-from fastgen.decoding.operations import PRODUCTS, Constant, Operation, TensorRef
+from fastgen.decoding.operations import PRODUCTS, Constant, Operation, TensorRef, structure_of
 from fastgen.ops import no_repeat_ngram  # noqa: F401  (the operator)
 from fastgen.ops.approximate_logits import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
 
@@ -28,7 +27,7 @@ def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
     index = {id(each): number for number, each in enumerate(operations)}
     made_by = {each.outputs[0].storage: each for each in operations if each.function in PRODUCTS and each.outputs[0]}
     # A weight that the step itself makes or writes is another one in each step.
-    written = frozenset[int]().union(*(each.made | each.in_place for each in operations))
+    written = frozenset[int]().union(*(each.written for each in operations))
     found = list(operations)
     for argmax in operations:
         scores = _chosen_from(argmax)
@@ -40,7 +39,7 @@ def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
         first, last = index[id(product)], index[id(argmax)]
         *bias, x, weight = product.args
         assert isinstance(weight, TensorRef)
-        changed = frozenset[int]().union(*(each.made | each.in_place for each in operations[first + 1 : last]))
+        changed = frozenset[int]().union(*(each.written for each in operations[first + 1 : last]))
         if weight.storage in written or changed & product.used:
             continue
         users = [number for number, each in enumerate(operations) if scores.storage in each.used | each.made]
@@ -48,16 +47,12 @@ def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
             continue
         rows = dataclasses.replace(weight, size=weight.size[::-1], stride=weight.stride[::-1])  # [N, K]
         args = [x, rows, bias[0] if bias else Constant(None)]
-        found[first] = Operation(APPROXIMATE_LOGITS, args, _structure(3), product.outputs)
+        found[first] = Operation(APPROXIMATE_LOGITS, args, structure_of(3), product.outputs)
         if argmax.function is _TOP_TWO_OF_TENSOR:
-            found[last] = Operation(TOP_TWO, [*argmax.args, *args], _structure(8), [], argmax.in_place)
+            found[last] = Operation(TOP_TWO, [*argmax.args, *args], structure_of(8), [], argmax.in_place)
         else:
-            found[last] = Operation(ARGMAX, [scores, *args], _structure(4), argmax.outputs)
+            found[last] = Operation(ARGMAX, [scores, *args], structure_of(4), argmax.outputs)
     return found
-
-
-def _structure(arguments: int) -> object:
-    return tree_structure(((None,) * arguments, {}))
 
 
 def _chosen_from(operation: Operation) -> TensorRef | Constant | None:

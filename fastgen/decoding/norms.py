@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import interrupts, patching
+from fastgen.decoding import layer_forms
 from fastgen.ops.rms_norm import available, reference, rms_norm
 
 
@@ -47,15 +48,9 @@ def serves(module: nn.Module, x: Any) -> bool:
     weight = module._parameters.get("weight")
     return (
         weight is not None
-        and not torch.compiler.is_compiling()
-        and patching.is_active()
-        and type(x) is Tensor
-        and x.dtype is weight.dtype
+        and layer_forms.serves(x, weight.dtype, weight.device.type)
         and x.device == weight.device
         and x.shape[-1:] == weight.shape
-        and x.numel() > 0
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(x.device.type)
     )
 
 

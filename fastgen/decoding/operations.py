@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_structure
 
 
 @dataclass(slots=True, unsafe_hash=True)  # thousands are made while a step is recorded: frozen ones take thrice as long
@@ -85,6 +86,11 @@ class Operation:
         """The storages of its results."""
         return frozenset(ref.storage for ref in self.outputs if ref is not None)
 
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """The storages that it makes, or writes to."""
+        return self.made | self.in_place
+
     @property
     def only_computes(self) -> bool:
         """Whether it does nothing but write what it computes from its arguments."""
@@ -100,9 +106,16 @@ class Operation:
 _aten = torch.ops.aten
 # Products of two matrices: those of linear layers.
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 UNINITIALISED = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
 )
+
+
+@cache
+def structure_of(arguments: int) -> Any:
+    """Of an operation with so many arguments, none of which is one by name, or in a list."""
+    return tree_structure(((None,) * arguments, {}))
 
 
 class Recording:

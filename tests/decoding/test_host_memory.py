@@ -220,7 +220,7 @@ def test_rows_that_are_given_back_take_no_memory(row, first, count):
     """What the rows beside them have of a page stays."""
     made = host_memory.zeros((200, row // 4), torch.float32, torch.device("cpu")).fill_(3)
     before = host_memory._resident()
-    assert host_memory.give_rows_back(made, first, count)
+    assert host_memory.give_back(made, first, count)
     assert before - host_memory._resident() >= count * row - 2 * PAGE - 2**16 or count * row < 2**17
     cleared = made[first : first + count]
     assert not cleared.any() and int((made == 3).sum()) == made.numel() - cleared.numel()
@@ -228,7 +228,7 @@ def test_rows_that_are_given_back_take_no_memory(row, first, count):
 
 def test_rows_that_are_not_given_back_stay():
     for other in (torch.ones(7, 5), host_memory.zeros((2**16, 8), torch.float32, torch.device("cpu")).fill_(1)):
-        assert not host_memory.give_rows_back(other, 2, 3) and other.all()
+        assert not host_memory.give_back(other, 2, 3) and other.all()
 
 
 def test_memory_of_others_is_not_given_back():
@@ -248,4 +248,4 @@ def test_memory_that_the_process_has_locked_stays(monkeypatch):
 
     monkeypatch.setattr(type(pages), "madvise", refuse, raising=False)
     assert not host_memory.give_back(made) and made.all()
-    assert not host_memory.give_rows_back(made, 3, 2 * PAGE) and made.all()
+    assert not host_memory.give_back(made, 3, 2 * PAGE) and made.all()

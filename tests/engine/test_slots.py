@@ -341,6 +341,17 @@ def _doubled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores.double()
 
 
+def test_a_step_outlives_a_first_input_that_cannot_enter(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was captured of it serves those that come later."""
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
+    for processor in (_Bans(40), _doubled):
+        requests = requests_for(llama, PROMPTS[:1], logits_processor=[processor], max_new_tokens=20)
+        run(ContinuousBatches(llama, 4), requests)
+        assert_as_alone(llama, requests, PROMPTS[:1])
+        steps = [step for of in graph_cache._all() for key, step in of.steps.items() if key.slots]
+        assert len(steps) == 1 and steps[0].is_captured
+
+
 def test_one_that_cannot_enter_leaves_the_others_its_wider_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It brings criteria, for which the step gets room, and goes before its first token."""
     monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)

@@ -32,7 +32,6 @@ class BeamSearch(Search):
     parents: Tensor
     _by_position = ("running_sequences", "sequences")
     _by_step = ("running_indices", "indices")
-    _constant = ("_positions", "_steps")
     _shared = ("_positions", "_steps", "_eos", "noise", "_own_rows", "_first_rows", "_best_beams")
 
     def __init__(self, *sizes: Any, early_stopping: bool | str = False, sorts: bool = False, **options: Any) -> None:
@@ -64,18 +63,16 @@ class BeamSearch(Search):
     def begin(self, prompt: Tensor, new_tokens: int, *, length_penalty: float = 1.0, **options: Any) -> None:
         """Starts a search, as `Search.begin`; `length_penalty` as in `generate`."""
         super().begin(prompt, new_tokens, **options)
-        inputs = options.get("inputs", slice(None))
-        self.sequences[inputs] = self.running_sequences[inputs]
+        self.sequences.copy_(self.running_sequences)
         # All beams are the same at first: only one of them may be continued.
         scores = (self.running_scores, 0), (self.running_scores[:, 1:], _NEVER), (self.scores, _NEVER)
         for buffer, value in (*scores, (self.running_indices, -1), (self.indices, -1), (self.finished, False)):
-            buffer[inputs] = value
-        self._by_input(self.parents)[inputs] = self._by_input(self._own_rows)[inputs]
-        self._improvable[inputs] = self._is_real[inputs]
-        self._exponents[inputs] = [(length_penalty, new_tokens)] * len(range(self._batch)[inputs])
-        penalties = _length_penalties(self.new_capacity, length_penalty, new_tokens)
-        self._penalties[inputs] = penalties.to(self._penalties.device)
-        self._favours_length[inputs] = length_penalty > 0.0
+            buffer.fill_(value)
+        self.parents.copy_(self._own_rows)
+        self._improvable.copy_(self._is_real)
+        self._exponents = [(length_penalty, new_tokens)] * self._batch
+        self._penalties.copy_(_length_penalties(self.new_capacity, length_penalty, new_tokens))
+        self._favours_length.fill_(length_penalty > 0.0)
 
     @property
     def _lengthening(self) -> tuple[str, ...]:
@@ -90,11 +87,6 @@ class BeamSearch(Search):
     def _resize(self, prompt_capacity: int, new_capacity: int) -> None:
         super()._resize(prompt_capacity, new_capacity)
         self._steps = torch.arange(new_capacity, device=self.tokens.device)
-
-    def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
-        assert isinstance(other, BeamSearch), "a search of the same kind"
-        self._exponents = list(other._exponents)
-        super().take_over(other, inputs)
 
     def propose(self, scores: Tensor, normalise: bool) -> Candidates:
         if not self._samples:
@@ -200,13 +192,13 @@ class BeamSearch(Search):
         """Of what `results` returns, [inputs * count], float32."""
         return self.scores[inputs, :count].flatten().clone()
 
-    def insert(self, other: Search, source: int, target: int) -> None:
-        assert isinstance(other, BeamSearch), "a search of the same kind"
+    def insert(self, other: Search, source: Tensor | slice, target: slice = slice(None)) -> None:
+        assert isinstance(other, BeamSearch) and isinstance(source, slice), "a search of the same kind"
+        self._exponents[target] = other._exponents[source]
         super().insert(other, source, target)
-        moved = (target - source) * self._per_input  # rows are counted over the whole batch
+        moved = ((target.start or 0) - (source.start or 0)) * self._per_input  # rows are counted over the whole batch
         for rows in (self._by_input(self.parents), self.running_indices, self.indices):
             rows[target] += moved * (rows[target] != NOTHING)
-        self._exponents[target] = other._exponents[source]
 
     def _written(self, inputs: slice, count: int) -> int:
         return int((self.indices[inputs, :count] >= 0).sum(dim=2).max())

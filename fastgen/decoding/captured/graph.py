@@ -292,7 +292,8 @@ def _where_of(*args: Any, **options: Any) -> Any:
 
 def _tensor_of(*args: Any, **options: Any) -> Tensor:
     """`torch.tensor`, which makes that of a number for a device there."""
-    if args and _is_number_for_a_device(*args, **options):
+    is_number = len(args) == 1 and isinstance(args[0], (bool, int, float))
+    if is_number and options.get("device") is not None and options.keys() <= {"device", "dtype"}:
         return torch.full((), *args, **options)
     return torch.tensor(*args, **options)
 
@@ -303,10 +304,6 @@ _CAPTURABLE: dict[Any, Callable[..., Any]] = {
     torch.tensor: _tensor_of,
     torch.arange: symbolic_length.arange,
 }
-
-
-def _is_number_for_a_device(data: Any, device: Any = None, **more: Any) -> bool:
-    return isinstance(data, (bool, int, float)) and device is not None and more.keys() <= {"dtype"}
 
 
 def _tensor(x: Any, other: Any, device: torch.device) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_unflatten
 from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass, panel_ops
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.operations import Constant, Operation, Recording, TensorRef, storage_of, with_out
+from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
 from fastgen.memory import no_collection
 from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
@@ -88,8 +88,6 @@ def prepared(
     return Prepared.of(record(function, scratch)[0], memory)
 
 
-# Of their forms with `out`, the one copies twice, and the other one changes no type.
-_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 # What an operator becomes: what it does to small tensors, a linear op, or a call.
 _Work = list[elementwise.Instruction] | linear_ops.AnyLinearOp | Callable[[], object]
 
@@ -132,7 +130,7 @@ class Prepared:
             places=memory.place(_lifetimes(recording, groups)),
             made=frozenset(recording.made),
             read=frozenset(storage for each in recording.operations for storage in each.used),
-            written=frozenset(storage for each in recording.operations for storage in each.made | each.in_place),
+            written=frozenset(storage for each in recording.operations for storage in each.written),
             host_values=host_values,
             constants=recording.constants,
         )
@@ -193,7 +191,8 @@ class _Compiler:
             return work
         if not any(result is not None for result in results):
             return partial(function, *args, **kwargs)
-        if function in _COPIES and results[0] is not None:
+        # Of their forms with `out`, the one copies twice, and the other one changes no type.
+        if function in COPIES and results[0] is not None:
             return partial(torch.ops.aten.copy_.default, results[0], args[0])
         if function is torch.ops.aten.argmax.default and args[1:] in ((-1,), (1,)) and results[0] is not None:
             own = top_two.argmax_into(results[0], args[0])

@@ -18,10 +18,10 @@ from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_structure
+from torch.utils._pytree import tree_flatten
 
 from fastgen import interrupts
-from fastgen.decoding.operations import PRODUCTS, Constant, Operation, Recording, TensorRef
+from fastgen.decoding.operations import PRODUCTS, Constant, Operation, Recording, TensorRef, structure_of
 from fastgen.locks import forkable_lock
 from fastgen.ops import kv_write
 
@@ -187,7 +187,7 @@ class _Recorder(TorchDispatchMode):
         if kwargs or any(isinstance(argument, list | tuple | dict) for argument in args):
             flat, structure = tree_flatten((args, kwargs))
         else:  # which takes a good part of the time
-            flat, structure = list(args), _structure(len(args))
+            flat, structure = list(args), structure_of(len(args))
         refs = [self._ref(arg) for arg in flat]
         result = self._result(func, args, kwargs, arguments)
         outputs = [self._allocate(tensor) for tensor in tensors_in(result)]
@@ -317,11 +317,6 @@ def _facts(func: Any) -> _Facts:
         writes=schema.is_mutable and torch.Tag.inplace_view not in tags,
         written=[(at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write],
     )
-
-
-@cache
-def _structure(arguments: int) -> Any:
-    return tree_structure(((None,) * arguments, {}))
 
 
 def _is_plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

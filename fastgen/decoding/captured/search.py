@@ -101,12 +101,10 @@ class Search:
         *,
         fill: int = 0,
         eos: Sequence[int] | None = None,
-        inputs: slice = slice(None),
     ) -> None:
         """Starts a search from `prompt`, [n, length], int64; `fill` stands behind the end of a sequence.
 
-        It is that of the first n of `inputs`. The rest of these fill the batch up, and all others go on. `eos` ends all
-        of them from now on.
+        It is that of the first n inputs. The rest fill the batch up. `eos` ends all of them from now on.
 
         With more new tokens than the capacity, the search has to `grow` in time, or another one to take over.
 
@@ -114,31 +112,27 @@ class Search:
             ValueError: there is nothing to generate, the prompt is too long, or too many tokens end a sequence.
         """
         count, width = prompt.shape
-        room = len(range(self._batch)[inputs])
         if new_tokens < 1:
             raise ValueError("there is nothing to generate: the prompt is as long as the sequences may become")
-        if count > room or width > self.prompt_capacity:
+        if count > self._batch or width > self.prompt_capacity:
             raise ValueError(
-                f"{count} prompts of {width} into buffers for {room} prompts of {self.prompt_capacity} positions"
+                f"{count} prompts of {width} into buffers for {self._batch} prompts of {self.prompt_capacity} positions"
             )
         if eos is not None:
             self.put_ends(eos)
         start = self.prompt_capacity - width
-        sequences = self.running_sequences[inputs]
+        sequences = self.running_sequences
         sequences.fill_(fill)
         sequences[:, :, :start] = NOTHING
         sequences[:count, :, start : self.prompt_capacity] = prompt.unsqueeze(1)
-        self._by_input(self.tokens)[inputs] = sequences[:, :, self.prompt_capacity - 1].clamp(min=0)
-        self._by_input(self._fill)[inputs] = fill
-        self.start[inputs] = start
-        self.length[inputs] = self.prompt_capacity
-        self.limit[inputs] = self.prompt_capacity + new_tokens
-        self._is_real[inputs] = (torch.arange(room, device=prompt.device) < count).unsqueeze(1)
-        self.unfinished[inputs] = self._is_real[inputs]
-        self.nan_inputs[inputs] = False
-        self.done.fill_(False)
-        if inputs == slice(None):
-            self.has_nan.fill_(False)
+        self.tokens.copy_(sequences[:, :, self.prompt_capacity - 1].clamp(min=0).flatten())
+        self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < count).unsqueeze(1))
+        self.unfinished.copy_(self._is_real)
+        begin, end = self.prompt_capacity, self.prompt_capacity + new_tokens
+        for buffer, value in ((self._fill, fill), (self.start, start), (self.length, begin), (self.limit, end)):
+            buffer.fill_(value)
+        for flag in (self.nan_inputs, self.done, self.has_nan):
+            flag.fill_(False)
 
     def put_ends(self, eos: Sequence[int]) -> None:
         """These tokens end sequences from now on. ValueError: they are too many."""
@@ -223,37 +217,31 @@ class Search:
 
     # ---- inputs that come and go while others go on
 
-    def insert(self, other: Search, source: int, target: int) -> None:
-        """Has an input go on at `target` that is at `source` in `other`, a search of the same kind and capacity."""
+    def insert(self, other: Search, source: Tensor | slice, target: slice = slice(None)) -> None:
+        """Has inputs go on at `target` that are `source` in `other`: a search of the same kind and room for prompts.
+
+        It may have more room for what is generated. By default they are all that there are here.
+        """
         for name, buffer in vars(self).items():
-            if isinstance(buffer, Tensor) and buffer.dim() and name not in self._shared:
-                new, old = (
-                    each.view(batch, -1)
-                    for each, batch in ((buffer, self._batch), (getattr(other, name), other._batch))
-                )
-                new[target] = old[source]
+            if isinstance(buffer, Tensor) and buffer.dim() and name not in (*self._shared, *self._lengthening):
+                self._by_input(buffer)[target] = other._by_input(getattr(other, name))[source]
+        for name in self._lengthening:
+            buffer, old = getattr(self, name), getattr(other, name)
+            is_as_long = buffer.shape[-1] == old.shape[-1]
+            if not is_as_long:
+                buffer[target] = self._larger(name, self.prompt_capacity, self.new_capacity)[target]
+            if is_as_long or name in (*self._by_position, *self._by_step):
+                buffer[target, ..., : old.shape[-1]] = old[source]
         self.done.fill_(False)
+        if target == slice(None):
+            for whole, before in ((self.done, other.done), (self.has_nan, other.has_nan), (self._eos, other._eos)):
+                whole.copy_(before)
 
     def leave(self, inputs: slice) -> None:
         """These inputs are over: they stay what they are until others take their place."""
         self.unfinished[inputs] = False
         self._is_real[inputs] = False
         self.limit[inputs] = self.length[inputs]
-
-    def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
-        """Goes on where `other`, a search of the same kind and prompt capacity, is; without beams, maybe with `inputs`.
-
-        It may have more room for what is generated.
-        """
-        for name, buffer in vars(self).items():
-            if isinstance(buffer, Tensor) and name not in (*self._lengthening, *self._constant):
-                old = getattr(other, name)
-                buffer.copy_(old if old.shape == buffer.shape else old.view(other._batch, -1)[inputs].view_as(buffer))
-        for name in self._lengthening:
-            old, buffer = getattr(other, name)[inputs], getattr(self, name)
-            buffer.copy_(self._larger(name, self.prompt_capacity, self.new_capacity))
-            if name in (*self._by_position, *self._by_step):
-                buffer[..., : old.shape[-1]] = old
 
     def _ends(self, tokens: Tensor, stops: Tensor | None) -> Tensor:
         """Which tokens end a sequence, in the shape of `tokens`."""
@@ -302,6 +290,5 @@ class Search:
         self.done.logical_or_(over | self.has_nan if self._samples else over)
         return moves
 
-    # Buffers of what the capacities alone say; and those that are no input's, or the number of each row.
-    _constant: tuple[str, ...] = ("_positions",)
+    # Buffers that are no input's, or the number of each row.
     _shared: tuple[str, ...] = ("_positions", "_eos", "noise")

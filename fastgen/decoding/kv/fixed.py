@@ -160,7 +160,7 @@ class FixedKV(KVCache):
         for parts, rows, positions in self._written() if numbers else ():
             for part, number in itertools.product(parts, numbers):
                 first = number * rows
-                if not host_memory.give_rows_back(part, first, rows):
+                if not host_memory.give_back(part, first, rows):
                     part[first : first + rows, :, positions] = 0
         self._stored -= numbers
 
@@ -178,24 +178,15 @@ class FixedKV(KVCache):
             self._stored.clear()
         return all(suffix)
 
-    def take_over(self, other: FixedKV, inputs: Tensor | slice, rows: Tensor | slice) -> None:
-        """Goes on with what `other`, of no larger capacity, has stored of `inputs`, that is `rows`. Then the state."""
-        self._loaded, self._stored = other._loaded, set(range(self._state.batch))
-        pairs = zip(self.prefix, other.prefix, strict=True)
-        for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
-            old.copy_(new[inputs])
-        self.says_nothing_new[:] = other.says_nothing_new or self.says_nothing_new
-        written, new_written = self._state.max_length(), other._state.max_length()
-        for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
-            old[:, :, :new_written] = new[:, :, :new_written][rows]
-            old[:, :, new_written:written] = 0
-
-    def insert(self, other: FixedKV, source: int, target: int) -> None:
-        """Has an input go on at `target` that is at `source` in `other`, of the same capacity. Then the state."""
-        self._clear(slice(target, target + 1))
-        self._stored.add(target)
+    def insert(self, other: FixedKV, source: Tensor | slice, target: slice) -> None:
+        """Has inputs go on at `target` that are `source` in `other`, of no larger capacity. Then the state."""
+        self._clear(target)
+        self._stored |= set(self._numbers(target))
         begin, end = self._loaded
-        first, last = int(other.starts[source]), int(other.ends[source])
+        if isinstance(source, slice) and source == slice(None):  # a cache that is returned has the padding, too
+            first, last = other._loaded
+        else:
+            first, last = int(other.starts[source].min()), int(other.ends[source].max())
         for old, new in zip(self.prefix, other.prefix, strict=True):
             old[target, :, first:last] = new[source, :, first:last]
         self._loaded = (min(begin, first), max(end, last))

@@ -183,9 +183,9 @@ class StepState(Rows):
         """Positions of the suffix that something may be stored in, of any row. Waits for the device."""
         return self._stored(self.suffix_lengths)
 
-    def length_of(self, index: int) -> int:
-        """Positions of the suffix that something may be stored in of one input. Waits for the device."""
-        return self._stored(self.suffix_lengths.view(self.batch, -1)[index])
+    def length_of(self, inputs: Tensor | slice) -> int:
+        """The same of these inputs alone."""
+        return self._stored(self.suffix_lengths.view(self.batch, -1)[inputs])
 
     def _stored(self, lengths: Tensor) -> int:
         return min(max(int(lengths.max()), self._max_before), self.capacity)
@@ -203,14 +203,16 @@ class StepState(Rows):
         if self.ancestry is not None:
             self.ancestry[rows] = self._own_row[rows]
 
-    def insert(self, other: StepState, source: int, target: int) -> None:
-        """Has an input go on at `target` that is at `source` in `other`, of the same capacity."""
+    def insert(self, other: StepState, source: Tensor | slice, target: slice) -> None:
+        """Has inputs go on at `target` that are `source` in `other`, of no larger capacity."""
         count = self.per_input
-        rows, new_rows = (slice(index * count, (index + 1) * count) for index in (target, source))
-        self.position_table[:, rows] = other.position_table[:, new_rows]
+        own, new = (each.position_table.unflatten(1, (-1, count)) for each in (self, other))
+        own[:, target] = new[:, source]
         self._max_before = max(self._max_before, other._max_before)
         if self.ancestry is not None and other.ancestry is not None:
-            self.ancestry[rows] = other.ancestry[new_rows] + (target - source) * count
+            own, new, row = (x.unflatten(0, (-1, count)) for x in (self.ancestry, other.ancestry, self._own_row))
+            own[target] = row[target]
+            own[target, :, : other.capacity] = row[target] // count * count + new[source] % count
 
     def advance(self, parents: Tensor | None, count: Tensor | int = 1) -> None:
         """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
@@ -224,14 +226,6 @@ class StepState(Rows):
         if self.ancestry is not None and parents is not None:
             moved = self.ancestry.index_select(0, parents)
             self.ancestry.copy_(torch.where(self._columns >= self.position.unsqueeze(1), self._own_row, moved))
-
-    def take_over(self, other: StepState, rows: Tensor | slice) -> None:
-        """Goes on where these rows of `other`, which has no larger capacity, are: all those of some inputs."""
-        self.position_table.copy_(other.position_table[:, rows])
-        self._max_before, count = other.max_length(), self.per_input
-        if self.ancestry is not None and other.ancestry is not None:
-            self.ancestry[:, : other.capacity] = self._own_row // count * count + other.ancestry[rows] % count
-            self.ancestry[:, other.capacity :] = self._own_row
 
 
 class RaggedState(StepState):

@@ -55,12 +55,6 @@ class SymbolicLength(Tensor):
         found = {compare(value, other) for value in telling}
         return found.pop() if len(found) == 1 else None
 
-    def plus(self, count: int) -> SymbolicLength:
-        with torch._C.DisableTorchFunctionSubclass():
-            made = SymbolicLength.of(torch.add(self, count), self.low + count, self.high + count)
-        made.origin, made.offset, made.answers = self.origin, self.offset + count, self.answers
-        return made
-
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         number = args[0] if args and isinstance(args[0], SymbolicLength) else None
@@ -74,7 +68,11 @@ class SymbolicLength(Tensor):
                     number.answers.add((_COMPARISONS[func], other - number.offset, answer))
                     return answer
             elif func in _SHIFTS:
-                return number.plus(_SHIFTS[func] * other)
+                count = _SHIFTS[func] * other
+                with torch._C.DisableTorchFunctionSubclass():
+                    made = SymbolicLength.of(torch.add(number, count), number.low + count, number.high + count)
+                made.origin, made.offset, made.answers = number.origin, number.offset + count, number.answers
+                return made
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

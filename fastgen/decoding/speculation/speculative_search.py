@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -38,20 +37,9 @@ class SpeculativeSearch(Search):
         together: all rows that go on take as many tokens as each other: the model has one position for all rows.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        per_input: int,
-        prompt_capacity: int,
-        new_capacity: int,
-        device: torch.device,
-        eos: Sequence[int] = (),
-        *,
-        samples: bool = False,
-        width: int,
-        together: bool,
-    ) -> None:
-        super().__init__(batch, per_input, prompt_capacity, new_capacity + width, device, eos, samples=samples)
+    def __init__(self, *sizes: Any, width: int, together: bool, **options: Any) -> None:
+        batch, per_input, prompt_capacity, new_capacity, *rest = sizes
+        super().__init__(batch, per_input, prompt_capacity, new_capacity + width, *rest, **options)
         self._together = together
 
     def progress(self) -> Progress:

@@ -121,8 +121,8 @@ def test_nothing_is_left_of_rows_that_went_back(device):
         small_state.advance(None)
     small_state.keep_max_length()
     small_state.advance(None, -3)
-    kv.take_over(small, slice(None), slice(None))
-    state.take_over(small_state, slice(None))
+    kv.insert(small, slice(None), slice(None))
+    state.insert(small_state, slice(None), slice(None))
     for part_state, part in ((small_state, small), (state, kv)):
         assert part_state.max_length() == 6 and all(own.count_nonzero() for own in part.suffix)
         part.load(*prompt(device), at_end=True)
@@ -131,7 +131,9 @@ def test_nothing_is_left_of_rows_that_went_back(device):
 
 
 def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
-    """They may have been those of another call, which has got further than this one will."""
+    """They may have been those of another call, which has got further than this one will. All of the prompt is there,
+    also what is padding: the cache may be returned.
+    """
     (small_state, small), (state, kv) = make(device), make(device, capacity=2 * CAPACITY)
     new = torch.ones(BATCH * PER_INPUT, KV_HEADS, 1, DIM, device=device)
     kv.load(*prompt(device), at_end=True)
@@ -139,15 +141,17 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
     for _ in range(2 * CAPACITY):
         kv.write(new * torch.nan, new)
         state.advance(None)
-    small.load(*prompt(device), at_end=True)
+    keys, values, starts, ends = prompt(device)
+    small.load(keys, values, starts.clamp(min=1), ends, at_end=True)
     small_state.begin()
     for _ in range(2):
         small.write(new, new)
         small_state.advance(None)
-    kv.take_over(small, slice(None), slice(None))
-    state.take_over(small_state, slice(None))
+    kv.insert(small, slice(None), slice(None))
+    state.insert(small_state, slice(None), slice(None))
     for part in kv.suffix:
         assert bool((part[:, :, :2] == 1).all()) and not part[:, :, 2:].count_nonzero()
+    assert all(map(torch.equal, kv.prefix, small.prefix))
 
 
 @pytest.mark.parametrize("spelled_out", [False, True])
@@ -303,8 +307,8 @@ def test_taking_over_some_inputs(device, capacity):
         history.rows = [row[: len(row) - 1 + count] for row, count in zip(history.rows, counts, strict=True)]
         large.advance(torch.tensor(parents, device=device), torch.tensor(counts, device=device))
         history.rows = [list(history.rows[parent]) for parent in parents]
-    few.take_over(many, inputs, rows)
-    small.take_over(large, rows)
+    few.insert(many, inputs, slice(None))
+    small.insert(large, inputs, slice(None))
     history.rows = [history.rows[row] for row in rows.tolist()]
     for _ in range(3):
         query, keys, values, found = step(few, 2 * PER_INPUT, device)
@@ -414,8 +418,8 @@ def test_inputs_that_are_over_take_no_memory(follows: str) -> None:
         kv.load(*torch.randn(2, 2, KV_HEADS, 3, 64), spans[0][:2], spans[0][:2] + 3, at_end=False, inputs=slice(1, 3))
     else:
         for place in (1, 2):
-            kv.insert(other, 0, place)
-            states[0].insert(states[1], 0, place)
+            kv.insert(other, slice(1), slice(place, place + 1))
+            states[0].insert(states[1], slice(1), slice(place, place + 1))
             assert torch.equal(kv.prefix[0][place, :, :3], other.prefix[0][0, :, :3])
     assert before - host_memory._resident() > of_input * 3 // 2
     left = 0 if follows == "leave" else 3

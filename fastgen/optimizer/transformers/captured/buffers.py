@@ -98,10 +98,11 @@ class StepBuffers:
         given = self.bounds if cache_length is None else cache_length
         return cache_of(self.own, self.cross, given, self._lengths_at(self.position, self.bounds, search))
 
-    def cache_at(self, position: StepState, cache_length: SymbolicLength, search: Search) -> Cache:
-        """The cache as a step at another position finds it; `cache_length`: positions in front of its longest row."""
+    def cache_at(self, position: StepState, length: Tensor, search: Search) -> Cache:
+        """The cache as a step at another position finds it; `length`: positions in front of its longest row."""
+        bounds = SymbolicLength.of(length, self.sizes.cached, self.sizes.cached + self.sizes.new)
         own = [kv.view(position) for kv in self.own]
-        return cache_of(own, self.cross, cache_length, self._lengths_at(position, cache_length, search))
+        return cache_of(own, self.cross, bounds, self._lengths_at(position, bounds, search))
 
     def _lengths_at(
         self, position: StepState, bounds: SymbolicLength, search: Search
@@ -119,10 +120,6 @@ class StepBuffers:
             return RowLengths.of(own + prefix, bounds)
 
         return lengths_of_rows
-
-    def length(self, cache_length: Tensor) -> SymbolicLength:
-        """`cache_length`, with what the sizes say of it."""
-        return SymbolicLength.of(cache_length, self.sizes.cached, self.sizes.cached + self.sizes.new)
 
     def put_masks(self, say_nothing_new: Sequence[Sequence[bool]]) -> None:
         """Takes over what is known of the masks of each of `layers`."""
@@ -245,19 +242,23 @@ class StepBuffers:
             at = self.sizes.cached + self.position.position.unsqueeze(1) + columns
             mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
-    def insert(self, other: StepBuffers, source: int, target: int) -> bool:
-        """Has an input go on at `target` that is at `source` in `other`, of the same sizes.
+    def insert(self, other: StepBuffers, source: Tensor | slice, target: slice = slice(None)) -> bool:
+        """Has inputs go on at `target` that are `source` in `other`, which has no more capacity.
 
         Returns:
             what `make_room` returns.
         """
+        if target == slice(None):
+            self.start, self.present, self._lengths = other.start, other.present, other._lengths
         for kv, old in zip(self.layers, other.layers, strict=True):
             kv.insert(old, source, target)
         self.position.insert(other.position, source, target)
         for name, buffer in self.inputs.items():
             part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
-            part[target] = given[source]
+            part[target] = 0
+            part[target, :, : given.shape[2]] = given[source]
         self._measure()
+        self._mark()
         self._most_new = max(self._most_new, other._most_new)
         return self._move_bounds()
 
@@ -270,25 +271,6 @@ class StepBuffers:
             buffer.view(self._key.batch, self._key.per_input, -1)[inputs] = 0
         self._measure()
         self._mark()
-
-    def take_over(self, other: StepBuffers, inputs: Tensor | slice, rows: Tensor | slice) -> bool:
-        """Goes on where these `inputs`, that is `rows`, of `other` are, which has no more capacity.
-
-        Returns:
-            what `make_room` returns.
-        """
-        self.start, self.present, self._lengths = other.start, other.present, other._lengths
-        for kv, old in zip(self.layers, other.layers, strict=True):
-            kv.take_over(old, inputs, rows)
-        self.position.take_over(other.position, rows)
-        self._measure()
-        for name, buffer in self.inputs.items():
-            given = other.inputs[name][rows]
-            buffer.zero_()
-            buffer[:, : given.shape[1]] = given
-        self._mark()
-        self._most_new = max(self._most_new, other._most_new)
-        return self._move_bounds()
 
     def clear(self) -> None:
         """K and V of the last call are of no use any more. On a CPU they take no memory then."""

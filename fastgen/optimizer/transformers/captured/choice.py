@@ -15,7 +15,7 @@ from fastgen.decoding.captured.part import Piece, run_pieces
 from fastgen.decoding.captured.search import NOTHING, Search
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.optimizer.transformers.captured.host import HostWork, Scores, Turn
+from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -33,7 +33,7 @@ def search_of(key: Key, sizes: Sizes, device: torch.device, growing: Growing | N
 
 
 class Choice:
-    """Chooses the next tokens of a search.
+    """Chooses the next tokens of a search, and has the buffers between the device's part of that and the host's.
 
     Args:
         vocabulary: scores of each row.
@@ -50,17 +50,50 @@ class Choice:
         record: Callable[[Tensor, int], None] | None = None,
     ) -> None:
         self._search, self.processors, self._record = search, processors, record
-        self.vocabulary = vocabulary
-        self.host_work = HostWork(key, vocabulary, search)
+        self.vocabulary, self._per_input, self._has_criteria = vocabulary, key.per_input, key.has_criteria
+        self._device = device = search.tokens.device
+        self._size = size = key.rows, vocabulary
+        self._scores = torch.zeros(size if processors is None else (0,), device=device)
+        self.kept = {name: torch.zeros(size, device=device) for name in key.kept}
+        self._proposal: tuple[Tensor, ...] = ()
+        self._stops = torch.zeros(0, dtype=torch.bool, device=device)
+        self._written: list[tuple[slice, int, Tensor]] = []  # what criteria have written over the last tokens
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (*self.kept.values(), self._scores, *self._proposal))
 
     def pieces(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Piece]:
-        """A step that computes logits, [rows, vocabulary], chooses from them, and ends."""
-        return self.host_work.pieces(partial(self._put_scores, logits), partial(self._processed, logits), end)
+        """A step that computes logits, [rows, vocabulary], chooses and ends; cut where the host has a part."""
+        pieces: list[Piece] = []
+        if self.processors is None:
+            pieces.append((partial(self._put_scores, logits), self._process))
+        if self._has_criteria:
+            pieces.append((partial(self._put_proposal, logits), self._stop))
+            pieces.append((partial(self._take, end), self._write_last))
+        else:
+            pieces.append((partial(self._choose, logits, end), self._keep if self.kept else None))
+        return pieces
 
     def first(self, logits: Tensor, end: Callable[[], None], turns: Sequence[Turn]) -> None:
         """Chooses the first tokens, from the logits of prompts, [rows, vocabulary]."""
         pieces = self.pieces(lambda: logits, end)
         run_pieces([(graph.capturable(run), then) for run, then in pieces], (turns,))
+
+    def prepare(self) -> None:
+        """Makes the buffers of criteria, for inputs that come from a step without: they make no first token here."""
+        if self._has_criteria and not self._proposal:
+            self._make_proposal(self._search.propose(torch.zeros(self._size, device=self._device), False))
+
+    def take_over(self, other: Choice) -> None:
+        """Goes on where another one is, of a step of the same key, but maybe for another number of inputs."""
+        if not self._proposal and other._proposal:
+            times = len(self._search.length), len(other._search.length)
+            sizes = [(part.shape[0] * times[0] // times[1], *part.shape[1:]) for part in other._proposal]
+            like = zip(other._proposal, sizes, strict=True)
+            self._make_proposal(tuple(part.new_empty(size) for part, size in like))
+
+    # ---- what is captured
 
     def _normalised(self, logits: Tensor) -> Tensor:
         """What processors get: of beam search log-probabilities, otherwise the logits, in float32."""
@@ -68,30 +101,94 @@ class Choice:
             return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         return logits.float()
 
+    def _put_kept(self, name: str, made: Tensor) -> None:
+        """For the host, if the call returns it."""
+        if name in self.kept:
+            self.kept[name].copy_(made)
+
     def _put_scores(self, logits: Callable[[], Tensor]) -> None:
         """What the host's processors get."""
         found = logits()
-        self.host_work.keep("logits", found)
-        self.host_work.scores.copy_(self._normalised(found))
+        self._put_kept("logits", found)
+        self._scores.copy_(self._normalised(found))
 
-    def _processed(self, logits: Callable[[], Tensor]) -> Scores:
-        """What the search chooses from, after the processors."""
-        kept = self.host_work
+    def _processed(self, logits: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+        """What the search chooses from, after the processors, and whether it has to be normalised."""
         if self.processors is None:  # the host has run them
-            kept.keep("scores", kept.scores)
-            return kept.scores, False
+            self._put_kept("scores", self._scores)
+            return self._scores, False
         found = logits()
-        kept.keep("logits", found)
+        self._put_kept("logits", found)
         if self._record is not None:
             self._record(found, 1)  # before processors, which may write into it
-        if not self.processors and "scores" not in kept.kept:
+        if not self.processors and "scores" not in self.kept:
             scores, normalise = found, True
         else:
             scores, normalise = self._normalised(found), False
             tokens = StepTokens.of(self._search)
             for processor in self.processors:
                 scores = processor(scores, tokens)
-        kept.keep("scores", scores)
+        self._put_kept("scores", scores)
         if self._record is not None:
             self._record(scores, 0)
         return scores, normalise
+
+    def _choose(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> None:
+        self._search.choose(*self._processed(logits))
+        end()
+
+    def _put_proposal(self, logits: Callable[[], Tensor]) -> None:
+        proposal = self._search.propose(*self._processed(logits))
+        if not self._proposal:  # for the first token, which is not captured
+            self._make_proposal(proposal)
+        for buffer, part in zip(self._proposal, proposal, strict=True):
+            buffer.copy_(part)
+
+    def _make_proposal(self, like: tuple[Tensor, ...]) -> None:
+        self._proposal = tuple(torch.zeros_like(part) for part in like)
+        self._stops = torch.zeros(like[0].numel(), dtype=torch.bool, device=self._device)
+
+    def _take(self, end: Callable[[], None]) -> None:
+        self._search.take(self._proposal, self._stops)
+        end()
+
+    # ---- what the host does
+
+    def _rows(self, inputs: slice) -> slice:
+        return slice(inputs.start * self._per_input, inputs.stop * self._per_input)
+
+    def _process(self, turns: Sequence[Turn]) -> None:
+        for host, inputs, start, end in turns:
+            rows = self._rows(inputs)
+            sequences = self._search.running_tokens[rows, start:end]
+            # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
+            given = sequences.clone()
+            scores = self._scores[rows].clone()
+            self._scores[rows] = host.process(given, scores)
+            if "logits" in self.kept and not isinstance(self._search, BeamSearch):
+                self.kept["logits"][rows] = scores  # the library returns what it gives to processors, which may write
+            if not torch.equal(sequences, given):  # somebody has written there, which counts in the library's loop, too
+                sequences.copy_(given)
+
+    def _keep(self, turns: Sequence[Turn]) -> None:
+        for host, inputs, *_ in turns:
+            host.keep({name: buffer[self._rows(inputs)] for name, buffer in self.kept.items()})
+
+    def _stop(self, turns: Sequence[Turn]) -> None:
+        self._keep(turns)
+        search, self._written = self._search, []
+        self._stops.fill_(False)  # of inputs that have no criteria
+        stops = self._stops.view(len(search.length), -1)
+        for host, inputs, start, end in turns:
+            tokens = search.proposed(self._proposal, inputs, start, end)
+            given = tokens.clone()
+            stops[inputs] = host.stops(given).view_as(stops[inputs])
+            if not torch.equal(tokens, given):
+                rows = self._rows(inputs)
+                search.running_tokens[rows, start:end] = given[:, :-1]
+                self._written.append((rows, end, given[:, -1]))
+
+    def _write_last(self, turns: Sequence[Turn]) -> None:
+        """The token that a criterion has written: what it was decides whether the sequence ends."""
+        for rows, end, tokens in self._written:
+            self._search.running_tokens[rows, end] = self._search.tokens.view(-1)[rows] = tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgen.optimizer.transformers.captured import any_batch, rewritten_processors
+from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
@@ -131,6 +131,5 @@ def selected(processors: Iterable[Any], rows: Tensor) -> list[Any]:
 
 def reads_sources(key: Key) -> bool:
     """Whether a processor has the encoder's input of each sequence, of which none may leave."""
-    kinds = rewritten_processors.EncoderRepetitionPenalty, rewritten_processors.EncoderNoRepeatNGram
     signatures: Any = key.processors or ()
-    return any(kind in kinds for kind, *_ in signatures)
+    return any(kind.reads_source for kind, *_ in signatures)

@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.compaction import Compaction, selected
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
-from fastgen.optimizer.transformers.captured.key import Key, Prefilled, Prompt, needed_sizes, room_for_ends
+from fastgen.optimizer.transformers.captured.key import Key, needed_sizes, prefilled, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -55,7 +55,8 @@ _OUTPUTS = {
 class Decoding:
     """One call with a captured step, after its prefill."""
 
-    _code_type = HostCode
+    _code_type: type[HostCode] = HostCode
+    _enters_slots = False
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         assert call.store is not None, "the prefill was accelerated"
@@ -73,17 +74,16 @@ class Decoding:
         self._code = self._code_type(call, arguments)
         self.host = Host(self._code.process, self._code.stops, self._code.keep)
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
-        self.prompt, self._windows = self._prefilled(Prefilled(*given))
+        self.prompt, self._windows = prefilled(*given)
+        if self._enters_slots and self.prompt.cross:  # there, a source has no padding
+            self.prompt.tensors.pop("attention_mask", None)
         self._lengths = processors.Lengths(
             self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
         )
+        self._signed = self._sign(self._processors)
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
         self._key = self.own_key = self._make_key()
         self._ledger = Ledger.of(self.model)
-
-    def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
-        """The prompt that the call begins from, and the sliding windows of the layers."""
-        return prefilled.prompt, prefilled.windows
 
     def run(self) -> Any:
         """What the library's loop returns, on the step that fits.
@@ -210,7 +210,8 @@ class Decoding:
                 if compaction is not None:
                     compaction.after(step, seconds)
             if self._may_release(step):
-                self._release()
+                self._calls.end()
+                self.release()
             done += 1
         self._compacted = compaction if compaction is not None and compaction.has_begun else None
         is_whole = begun is not None and self._compacted is None
@@ -231,7 +232,7 @@ class Decoding:
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
             return None
         given = self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill()
-        return Compaction(*given, self._refresh_for)
+        return Compaction(*given, self._refresh)
 
     def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
         """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
@@ -267,11 +268,6 @@ class Decoding:
         begins_again = self._call.runs_user_code and not self._calls.is_much()
         return is_whole and not self._has_released and not begins_again
 
-    def _release(self) -> None:
-        """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
-        self._calls.end()
-        self.release()
-
     def _larger(self, step: DecodeStep) -> DecodeStep:
         """The step with room for more of what is generated, or another one where this one has got to."""
         more = sizes.more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
@@ -286,7 +282,7 @@ class Decoding:
 
     def _step(self) -> DecodeStep:
         step = graph_cache.take(self.model, self._key, self._new_step)
-        if not self.refresh(step.processors or ()):
+        if not self._refresh(step.processors or ()):
             if step.is_captured:
                 graph_cache.give_back(self.model, step)  # for the calls that it fits
             step = self._new_step()
@@ -306,7 +302,8 @@ class Decoding:
         return found if self.prompt.cross else found._replace(source=self._needed.source)
 
     def _new_step(self) -> DecodeStep:
-        return self._step_with(self.captured_processors(self._key))
+        known = None if self._key.processors is None else processors.all_known(self._signed)
+        return self._step_with(None if known is None else processors.all_made(known, self.bucket(self._key)))
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
         return DecodeStep(self._key, self.prompt, made, self._sizes())
@@ -325,27 +322,25 @@ class Decoding:
 
     # ---- the processors of the call
 
-    def captured_processors(self, key: Key) -> list[CapturedProcessor] | None:
-        """For a step of this key; None if the host runs them."""
-        if key.processors is None:
-            return None
-        return processors.all_captured(self._processors, self.bucket(key), self._lengths)
+    def _sign(self, given: Sequence[Any]) -> list[processors.Signed | None]:
+        return [processors.signed(each, self._lengths) for each in given]
 
     def bucket(self, key: Key) -> processors.Bucket:
         """What processors of a step of this key are made for."""
         vocabulary, is_float32 = self.prompt.logits.shape[-1], self.model.dtype is torch.float32
         return processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots, is_float32)
 
-    def refresh(self, made: Sequence[CapturedProcessor]) -> bool:
-        """Has captured processors do what those of this call do; whether they can."""
-        pairs = zip(made, self._processors, strict=False)
-        return all(processors.refresh(captured, given, self._lengths) for captured, given in pairs)
+    def _refresh(self, made: Sequence[CapturedProcessor], inputs: Sequence[int] | None = None) -> bool:
+        """Has captured processors do what those of this call do, for these of its inputs in this order, or for all.
 
-    def _refresh_for(self, made: Sequence[CapturedProcessor], inputs: Sequence[int]) -> None:
-        """Has captured processors do what those of this call do for these of its inputs, in this order."""
-        given = selected(self._processors, rows_of(torch.tensor(inputs), self._per_input))
-        for captured, processor in zip(made, given, strict=False):
-            processors.refresh(captured, processor, self._lengths)
+        Returns:
+            whether they can.
+        """
+        given = self._signed
+        if inputs is not None:
+            given = self._sign(selected(self._processors, rows_of(torch.tensor(inputs), self._per_input)))
+        known = processors.all_known(given)
+        return not made or (known is not None and processors.refresh(made, known))
 
     def fill(self) -> int:
         """What stands behind the end of a sequence."""
@@ -365,7 +360,7 @@ class Decoding:
     def _make_key(self) -> Key:
         prompt, config = self.prompt, self.config
         encoded = self._model_kwargs.get("encoder_outputs")
-        captured = [processors.signature(processor, self._lengths) for processor in self._processors]
+        known = processors.all_known(self._signed)
         key = Key(
             batch=self._batch(prompt.inputs),
             per_input=self._per_input,
@@ -376,7 +371,7 @@ class Decoding:
             early_stopping=_early_stopping(config.early_stopping) if config.num_beams > 1 else None,
             samples=bool(config.do_sample),
             ends=len(self._eos) if config.num_beams > 1 else room_for_ends(self._eos),
-            processors=None if None in captured else tuple(captured),
+            processors=None if known is None else tuple(each.signature for each in known),
             has_criteria=bool(self._code.criteria),
             kept=tuple(self._code.kept),
             tensors=tuple(sorted(prompt.tensors)),

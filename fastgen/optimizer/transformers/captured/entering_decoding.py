@@ -13,7 +13,6 @@ from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
 from fastgen.optimizer.transformers.captured.host import HostCode, append
-from fastgen.optimizer.transformers.captured.key import Prefilled, Prompt
 from fastgen.optimizer.transformers.captured.slot import Slot
 
 
@@ -26,7 +25,7 @@ class _HostCode(HostCode):
 class EnteringDecoding(Decoding):
     """One call after its prefill, as `Slots` takes it."""
 
-    _code_type = _HostCode
+    _code_type, _enters_slots = _HostCode, True
 
     def __init__(self, call: Any, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         if arguments["generation_config"].do_sample:
@@ -34,12 +33,6 @@ class EnteringDecoding(Decoding):
             arguments = {**arguments, "logits_processor": own}
         super().__init__(call, arguments, model_kwargs)
         self.streamer = arguments.get("streamer")
-
-    def _prefilled(self, prefilled: Prefilled) -> tuple[Prompt, list[int | None]]:
-        prompt, windows = super()._prefilled(prefilled)
-        if prompt.cross:  # in slots, a source has no padding
-            prompt.tensors.pop("attention_mask", None)
-        return prompt, windows
 
     def slot(self, owner: Any, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
         """One of its inputs, as slots see it.
@@ -68,17 +61,15 @@ class EnteringDecoding(Decoding):
         """The shortest sliding window of the model's layers; None if they see everything."""
         return min((window for window in self._windows if window), default=None)
 
-    @cached_property
+    @property
     def numbers(self) -> list[tuple[float, ...]]:
         """Those of each processor, which are its inputs' own."""
-        return [processors.numbers(each, self._lengths) for each in self._processors]
+        return [() if each is None else each.numbers for each in self._signed]
 
     @cached_property
-    def shared_processors(self) -> tuple[processors.Shared, ...] | None:
+    def shared_processors(self) -> tuple[processors.Signed, ...] | None:
         """What each processor does to all inputs of a step; None if some do not do the same for rows of any number."""
-        found = [processors.shared(each, self._lengths) for each in self._processors]
-        known = [each for each in found if each is not None]
-        return tuple(known) if len(known) == len(found) else None
+        return processors.all_known([None if each is None else each.shared() for each in self._signed])
 
 
 def _results(count: int, kept: dict[str, list[Tensor]], config: Any, output: Any, search: Search, inputs: slice) -> Any:

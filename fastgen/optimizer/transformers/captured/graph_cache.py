@@ -60,7 +60,7 @@ class Kept(Protocol):
 class _OfModel:
     """What is kept of one model as it is now: what was captured, and what could not be."""
 
-    state: tuple[GuardedState, Hashable]
+    state: Any  # a `GuardedState`, and the attention functions
     ledger: Ledger
     steps: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)
@@ -167,9 +167,7 @@ def used(model: Any, key: Hashable) -> Any:
 def refuse(model: Any, key: Hashable, reason: str) -> None:
     """What has this key cannot be captured, and is not to be tried again."""
     with _lock:
-        cached = _models.get(model)
-        if cached is not None:
-            cached.refused[key] = reason
+        _known(model).refused[key] = reason
 
 
 def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
@@ -198,12 +196,9 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
 def has_symbolic(model: Any, *keys: Key) -> bool:
     """Whether there is something recorded for keys like one of these of any number of inputs."""
     with _lock:
-        cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
         wanted = set(map(_of_any_batch, keys))
-        if cached is None or not any(map(cached.symbolic.get, wanted)):
-            return False
-        try:
-            return any(map(_of(model).symbolic.get, wanted))
+        try:  # what has changed in the model is looked for only where there is a reason to
+            return any(map(_known(model).symbolic.get, wanted)) and any(map(_of(model).symbolic.get, wanted))
         except CannotBeCaptured:
             return False
 
@@ -211,47 +206,42 @@ def has_symbolic(model: Any, *keys: Key) -> bool:
 def bind(model: Any, step: Any) -> None:
     """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
     with _lock:
-        cached = _models.get(model)
-        if cached is not None:
-            caches.limit(cached.bound)
-            cached.bound.add(_of_any_batch(step.key))
+        bound = _known(model).bound
+        caches.limit(bound)
+        bound.add(_of_any_batch(step.key))
     step.key = replace(step.key, sizes=step.sizes)
 
 
 def is_bound(model: Any, key: Key) -> bool:
     """Whether steps of this key, which is one of any sizes, are known to be of one size each."""
-    cached = _models.get(model)
-    return cached is not None and _of_any_batch(key) in cached.bound
+    return _of_any_batch(key) in _known(model).bound
 
 
 def is_refused(model: Any, key: Hashable) -> bool:
     """Whether what has this key is known not to be capturable."""
     with _lock:
-        cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
-        try:
-            return cached is not None and key in cached.refused and key in _of(model).refused
+        try:  # what has changed in the model is looked for only where there is a reason to
+            return key in _known(model).refused and key in _of(model).refused
         except CannotBeCaptured:
             return True
 
 
 def kept(model: Any, key: Hashable) -> Any:
     """What is kept under this key, or None: to look at what it was measured to take; others may take it."""
-    cached = _models.get(model)
-    return None if cached is None else cached.steps.get(key)
+    return _known(model).steps.get(key)
 
 
 def others(model: Any, key: Key) -> list[Key]:
     """The keys of steps for other numbers of inputs."""
-    cached = _models.get(model)
-    kept = () if cached is None else tuple(cached.steps)
-    return [other for other in kept if isinstance(other, Key) and _of_any_batch(other) == _of_any_batch(key)]
+    of_any = _of_any_batch(key)
+    return [other for other in tuple(_known(model).steps) if isinstance(other, Key) and _of_any_batch(other) == of_any]
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
     """Frees the steps of a model that will not be asked for any more."""
     with _lock:
-        cached = _models.get(model)
-        for state in () if cached is None else (cached, *cached.former):
+        cached = _known(model)
+        for state in (cached, *cached.former):
             for kept in (state.steps, state.refused):
                 for key in [key for key in kept if isinstance(key, Key) and is_old(key)]:
                     del kept[key]
@@ -284,6 +274,11 @@ def _of_any_batch(key: Key) -> Key:
 def _most_bytes(device: torch.device) -> float:
     is_gpu = device.type == "cuda"
     return MOST_OF_MEMORY * (torch.cuda.get_device_properties(device).total_memory if is_gpu else free_host_memory())
+
+
+def _known(model: Any) -> _OfModel:
+    """What is kept of a model, whatever it is now; of one of which nothing is, what goes here is kept nowhere."""
+    return _models.get(model) or _OfModel(None, Ledger())
 
 
 def _of(model: Any) -> _OfModel:

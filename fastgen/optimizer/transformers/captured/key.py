@@ -116,6 +116,11 @@ class Prompt:
         )
         return own, cross
 
+    @property
+    def sizes(self) -> Sizes:
+        """What it needs, where a source has no padding."""
+        return Sizes(self.tokens.shape[1], self.cached, self.new_tokens, self.cross[0][0].shape[2] if self.cross else 0)
+
     def only(self, number: int, per_input: int, new_tokens: int, first: int) -> Prompt:
         """That of one input, which may generate so many tokens, without its `first` positions."""
         one, rows = slice(number, number + 1), slice(number * per_input, (number + 1) * per_input)
@@ -154,7 +159,14 @@ def room_for_ends(eos: tuple[int, ...]) -> int:
     return power_of_two(max(len(eos), _ENDS)) if eos else 0
 
 
-class Prefilled:
+def prefilled(
+    call: Call,
+    input_ids: Tensor,
+    per_input: int,
+    model_kwargs: dict[str, Any],
+    limit: int,
+    eos: tuple[int, ...],
+) -> tuple[Prompt, list[int | None]]:
     """The prompt of a call after its prefill, and the sliding windows of its layers.
 
     Args:
@@ -166,87 +178,66 @@ class Prefilled:
     Raises:
         CannotBeCaptured: no captured step can begin from it.
     """
+    assert call.store is not None, "the prefill was accelerated"
+    model, config, tokens = call.model, call.model.config, input_ids[::per_input]
+    inputs, length = tokens.shape
+    own, cross = layers_of(call.store.cache)
+    if not all(layer.kv.length for layer in own):
+        raise CannotBeCaptured("a layer of the cache that the model does not use")
+    own_kv = [layer.kv.prompt() for layer in own]
+    cached = own[0].kv.length
+    given = {name: value[::per_input] for name, value in model_kwargs.items() if isinstance(value, Tensor)}
+    masks = {name: given[name] for name in MASKS if name in given}
+    if not masks_source(model):
+        masks.pop("attention_mask", None)
+    own_name = "decoder_attention_mask" if config.is_encoder_decoder else "attention_mask"
+    own_mask, cross_kv, cross_span = masks.get(own_name), [], None
+    if cross and any(layer.kv.length for layer in cross):
+        cross_kv = [layer.kv.prompt() for layer in cross]
+        cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
+    elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
+        source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
+        own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
+    if cached != (length if own_mask is None else own_mask.shape[1]):
+        raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
+    starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
+    # Such a model says so when it has no position left, which it cannot in a captured step.
+    follows = getattr(config, "target_follows_source", False)
+    if follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings:
+        raise CannotBeCaptured("more positions than the model has")
+    prompt = Prompt(
+        tokens=tokens,
+        new_tokens=limit - length,
+        cached=cached,
+        own=own_kv,
+        cross=cross_kv,
+        span=span,
+        cross_span=cross_span,
+        tensors=masks | _next_inputs(model, tokens, given, ends - starts, own_name),
+        logits=call.prefilled.logits[:, -1],
+        eos=eos,
+    )
+    return prompt, [layer.window for layer in own]
 
-    def __init__(
-        self,
-        call: Call,
-        input_ids: Tensor,
-        per_input: int,
-        model_kwargs: dict[str, Any],
-        limit: int,
-        eos: tuple[int, ...],
-    ) -> None:
-        assert call.store is not None, "the prefill was accelerated"
-        self._model, self._cache, self._prefilled = call.model, call.store.cache, call.prefilled
-        self._input_ids, self._per_input, self._model_kwargs = input_ids, per_input, model_kwargs
-        self._limit, self._eos = limit, eos
-        # The name of the mask of the sequences themselves.
-        self._own_mask = "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
-        self.windows: list[int | None] = []
-        self.prompt = self._make_prompt()
 
-    def _make_prompt(self) -> Prompt:
-        tokens = self._input_ids[:: self._per_input]
-        inputs, length = tokens.shape
-        own, cross = layers_of(self._cache)
-        self.windows = [layer.window for layer in own]
-        if not all(layer.kv.length for layer in own):
-            raise CannotBeCaptured("a layer of the cache that the model does not use")
-        own_kv = [layer.kv.prompt() for layer in own]
-        cached = own[0].kv.length
-        given = {
-            name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
-        }
-        masks = {name: given[name] for name in MASKS if name in given}
-        if not masks_source(self._model):
-            masks.pop("attention_mask", None)
-        own_mask, cross_kv, cross_span = masks.get(self._own_mask), [], None
-        if cross and any(layer.kv.length for layer in cross):
-            cross_kv = [layer.kv.prompt() for layer in cross]
-            cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
-        elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
-            source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
-            own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
-        if cached != (length if own_mask is None else own_mask.shape[1]):
-            raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
-        starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
-        new_tokens, config = self._limit - length, self._model.config
-        follows = getattr(config, "target_follows_source", False)
-        # Such a model says so when it has no position left, which it cannot in a captured step.
-        if follows and int((ends - starts).max()) + new_tokens > config.max_position_embeddings:
-            raise CannotBeCaptured("more positions than the model has")
-        return Prompt(
-            tokens=tokens,
-            new_tokens=new_tokens,
-            cached=cached,
-            own=own_kv,
-            cross=cross_kv,
-            span=span,
-            cross_span=cross_span,
-            tensors=masks | self._next_inputs(tokens, given, ends - starts),
-            logits=self._prefilled.logits[:, -1],
-            eos=self._eos,
-        )
-
-    def _next_inputs(self, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-        """What the next step gets of the inputs besides masks; and what models would ask the host for."""
-        found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
-        found |= {name: given[name][:, -1:] for name in LAST if name in given}
-        parameters = inspect.signature(self._model.forward).parameters
-        if not self._model.config.is_encoder_decoder:
-            if not found.keys().isdisjoint(POSITIONS) and self._own_mask in parameters and self._own_mask not in given:
-                # The library leaves out a mask of ones. With one, prompts of all lengths can have padding in front.
-                found[self._own_mask] = torch.ones_like(tokens)
-            return found
-        if self._own_mask in parameters and self._own_mask not in given:
-            # Some models make a mask of ones, of a size that is on the device.
-            found[self._own_mask] = torch.ones_like(tokens)
-        if "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
-            # They might be counted from that mask otherwise, which has the capacity of the buffer.
-            if bool((lengths < tokens.shape[1]).any()):
-                raise CannotBeCaptured("a padded decoder prompt")
-            found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
-        return found
+def _next_inputs(
+    model: Any, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor, own_mask: str
+) -> dict[str, Tensor]:
+    """What the next step gets of the inputs besides masks; and what models would ask the host for."""
+    found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
+    found |= {name: given[name][:, -1:] for name in LAST if name in given}
+    parameters = inspect.signature(model.forward).parameters
+    # The library leaves out a mask of ones. With one, prompts of all lengths can have padding in front; and some models
+    # with an encoder make one themselves, of a size that is on the device.
+    has_positions, is_encoder_decoder = not found.keys().isdisjoint(POSITIONS), model.config.is_encoder_decoder
+    if (has_positions or is_encoder_decoder) and own_mask in parameters and own_mask not in given:
+        found[own_mask] = torch.ones_like(tokens)
+    if is_encoder_decoder and "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
+        # They might be counted from that mask otherwise, which has the capacity of the buffer.
+        if bool((lengths < tokens.shape[1]).any()):
+            raise CannotBeCaptured("a padded decoder prompt")
+        found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
+    return found
 
 
 def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

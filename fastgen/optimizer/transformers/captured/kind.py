@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import RECORDS
 from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.processors import Shared
+from fastgen.optimizer.transformers.captured.processors import Signed
 
 # Processors of one signature in a step, at the most, that inputs of several kinds have brought. Each reads all scores
 # in each step, and another number of them is another recording: of a translator that forces the token of a language,
@@ -36,7 +35,7 @@ class Kind(NamedTuple):
     """
 
     key: Key
-    processors: tuple[Shared, ...] | None
+    processors: tuple[Signed, ...] | None
     eos: tuple[int, ...]
     fill: int
 
@@ -76,7 +75,7 @@ class Kind(NamedTuple):
         own, count = self.processors or (), 0
         for each in wider.processors or ():
             is_own = count < len(own) and own[count] == each
-            if not is_own and processors.neutral(each.signature) is None:
+            if not is_own and each.neutral is None:
                 return None
             found.append(count if is_own else None)
             count += is_own
@@ -86,7 +85,7 @@ class Kind(NamedTuple):
         """Of each processor of a `wider` kind's step: which of this kind's has its numbers, or the neutral ones."""
         places = self.places(wider)
         assert places is not None, "the step serves inputs of this kind"
-        neutral = (processors.neutral(each.signature) or () for each in wider.processors or ())
+        neutral = (each.neutral or () for each in wider.processors or ())
         return [other if place is None else place for place, other in zip(places, neutral, strict=True)]
 
     def _merged(self, other: Kind) -> Kind:
@@ -111,7 +110,7 @@ class Kind(NamedTuple):
         return self._replace(key=key, processors=None)
 
 
-def _merged(one: tuple[Shared, ...], other: tuple[Shared, ...]) -> tuple[Shared, ...]:
+def _merged(one: tuple[Signed, ...], other: tuple[Signed, ...]) -> tuple[Signed, ...]:
     """All of both, each in its order, and what is in both once, if both have it in the library's order. The result does
     not depend on who comes first: another order of the same would be another recording.
     """
@@ -121,15 +120,6 @@ def _merged(one: tuple[Shared, ...], other: tuple[Shared, ...]) -> tuple[Shared,
         return one[:1] + _merged(one[1:], other[1:])
     first, second = sorted(
         (one, other),
-        key=lambda each: (
-            each[0] in _rest(each, one, other),
-            processors.rank(each[0].signature),
-            repr(each[0]),
-        ),
+        key=lambda each: (each[0] in (other if each is one else one), each[0].rank, repr(each[0])),
     )
     return first[:1] + _merged(first[1:], second)
-
-
-def _rest(each: tuple[Shared, ...], one: tuple[Shared, ...], other: tuple[Shared, ...]) -> tuple[Shared, ...]:
-    """What comes behind the first one, of the two that `each` is not."""
-    return other[1:] if each is one else one[1:]

@@ -39,9 +39,9 @@ class Number:
         # A GPU divides by a number from the host by multiplying with its inverse.
         self._inverse = torch.zeros((), device=bucket.device) if self.values.is_cuda else None
 
-    def fill(self, value: float) -> None:
-        """For all inputs."""
-        self.values.fill_(value)
+    def put(self, value: float, target: int | None) -> None:
+        """For an input, where each has its own, or for all."""
+        (self.values if target is None else self._of(target)).fill_(value)
         if self._inverse is not None:
             self._inverse.fill_(value).reciprocal_()
 
@@ -49,10 +49,6 @@ class Number:
         """Takes over the number of an input. Where all inputs have the same, there is nothing to do."""
         if self.values.dim():
             self._of(target).copy_(other._of(source))
-
-    def put(self, value: float, target: int) -> None:
-        """For an input, where each has its own."""
-        self._of(target).fill_(value)
 
     def of_batch(self, batch: int) -> Number:
         """One for so many inputs, with the number of the first."""

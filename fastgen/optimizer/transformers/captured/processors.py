@@ -20,7 +20,6 @@ from transformers.generation import logits_process as library
 from fastgen import releases
 from fastgen.decoding import library_code
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.ops import top_p
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
@@ -41,19 +40,60 @@ _ENCODER_TOKENS = 512
 Signature = tuple[Any, ...]
 
 
-class _Signed(NamedTuple):
-    """What of a processor is frozen, what its `refresh` gets, and its numbers, of which each slot has its own."""
+class Signed(NamedTuple):
+    """A processor of a call: what of it is frozen, what its `refresh` gets, and its numbers.
 
-    frozen: Signature
+    Two of the same signature may share a graph. In slots, what inputs share has no numbers: each has its own.
+    """
+
+    signature: Signature
     data: tuple[Any, ...] = ()
     numbers: tuple[float, ...] = ()
 
+    def made(self, bucket: Bucket) -> CapturedProcessor | None:
+        """The capturable form; None if it does not fit into its buffers (`CapturedProcessor.refresh`)."""
+        kind, *frozen = self.signature
+        made: CapturedProcessor = kind(bucket, *frozen)
+        return made if self.refresh(made) else None
 
-class Shared(NamedTuple):
-    """What a processor does to all inputs of a step with slots, of which each has numbers of its own."""
+    def refresh(self, made: CapturedProcessor) -> bool:
+        """Has a captured processor of this signature do what this one does; False if it does not fit."""
+        if not made.refresh(*self.data):
+            return False
+        if self.numbers:
+            made.put(self.numbers)
+        return True
 
-    signature: Signature
-    data: tuple[Any, ...]  # what its `refresh` gets
+    def shared(self) -> Signed | None:
+        """What it does to all inputs of a step with slots, of which each has numbers of its own.
+
+        None if its capturable form does not do the same for rows of any number, each of a length of its own.
+        """
+        kind, *frozen = self.signature
+        leaves_out = kind is rewritten.RepetitionPenalty and frozen != [None]
+        if not kind.is_of_any_rows or leaves_out:
+            return None
+        return Signed(self.signature, tuple(x.tolist() if isinstance(x, Tensor) else x for x in self.data))
+
+    @property
+    def neutral(self) -> tuple[float, ...] | None:
+        """Numbers with which it changes no bit of a row; None if there are none such."""
+        kind, *_, last = self.signature
+        if kind is of_scores.Library:
+            known = of_scores.Library.NEUTRAL
+            return tuple(known[name] for name in last) if last and known.keys() >= set(last) else None
+        if kind in (rewritten.Ban, rewritten.Force):
+            return None if last is None else (_NEVER[last.compare],)
+        found: tuple[float, ...] | None = kind.neutral
+        return found
+
+    @property
+    def rank(self) -> int:
+        """Where the library has such a processor among those that options make."""
+        kind, *frozen = self.signature
+        has_when = kind in (rewritten.Ban, rewritten.Force)
+        which = frozen[0] if kind is of_scores.Library else frozen[-1] if has_when else None
+        return _RANKS.get((kind, which), len(_RANKS))
 
 
 class Lengths(NamedTuple):
@@ -77,22 +117,16 @@ class _Reader(NamedTuple):
     The processor may have no more attributes than these and `others`, which a release may have added.
     """
 
-    sign: Callable[..., _Signed]
+    sign: Callable[..., Signed]
     names: tuple[str, ...]
     others: tuple[str, ...] = ()
 
 
-def signature(processor: Any, lengths: Lengths) -> Signature | None:
-    """All that is frozen in the capture of a processor: two of the same signature may share a graph.
+def signed(processor: Any, lengths: Lengths) -> Signed | None:
+    """How a processor is captured.
 
-    None if it cannot be captured: its class is not one of the library's itself, or it has parameters of an unknown
-    kind.
+    None if it cannot be: its class is not one of the library's itself, or it has parameters of an unknown kind.
     """
-    signed = _signed(processor, lengths)
-    return None if signed is None else signed.frozen
-
-
-def _signed(processor: Any, lengths: Lengths) -> _Signed | None:
     reader = _READERS.get(type(processor)) if _is_the_librarys(type(processor)) else None
     found = vars(processor) if reader is not None else {}
     if reader is None or not set(reader.names) <= found.keys() <= {*reader.names, *reader.others}:
@@ -103,91 +137,29 @@ def _signed(processor: Any, lengths: Lengths) -> _Signed | None:
         return None
 
 
+def all_known(given: Sequence[Signed | None]) -> tuple[Signed, ...] | None:
+    """These, if there is none among them that cannot be captured."""
+    known = tuple(each for each in given if each is not None)
+    return known if len(known) == len(given) else None
+
+
 def _is_the_librarys(kind: type) -> bool:
     """Whether nobody has put code of their own in the place of what a processor of this class does."""
     return library_code.is_own(inspect.getattr_static(kind, "__call__", None))
 
 
-def captured(processor: Any, bucket: Bucket, lengths: Lengths) -> CapturedProcessor | None:
-    """The capturable form of a processor.
-
-    None if it has no `signature`, or does not fit into its buffers (`CapturedProcessor.refresh`).
-    """
-    signed = _signed(processor, lengths)
-    if signed is None:
-        return None
-    kind, *frozen = signed.frozen
-    made = kind(bucket, *frozen)
-    return made if _take(made, signed) else None
-
-
-def _take(made: CapturedProcessor, signed: _Signed) -> bool:
-    """Whether what is no number fits, and all of it has been taken over."""
-    if not made.refresh(*signed.data):
-        return False
-    made.fill(signed.numbers)
-    return True
-
-
-def all_captured(given: Iterable[Any], bucket: Bucket, lengths: Lengths) -> list[CapturedProcessor]:
-    """The capturable forms of processors. CannotBeCaptured: one of them has none, or does not fit into its buffers."""
-    made = [captured(processor, bucket, lengths) for processor in given]
+def all_made(given: Iterable[Signed], bucket: Bucket) -> list[CapturedProcessor]:
+    """The capturable forms of processors. CannotBeCaptured: one of them does not fit into its buffers."""
+    made = [each.made(bucket) for each in given]
     found = [each for each in made if each is not None]
     if len(found) < len(made):
         raise CannotBeCaptured("a processor does not fit into its buffers")
     return found
 
 
-def shared(processor: Any, lengths: Lengths) -> Shared | None:
-    """What a processor does to all inputs of a step with slots.
-
-    None if its capturable form does not do the same for rows of any number, each of a length of its own: a whitelist.
-    """
-    signed = _signed(processor, lengths)
-    kind = None if signed is None else signed.frozen[0]
-    if signed is None or kind not in _OF_ANY_ROWS:
-        return None
-    if kind is rewritten.RepetitionPenalty and signed.frozen[1] is not None:
-        return None
-    return Shared(signed.frozen, tuple(x.tolist() if isinstance(x, Tensor) else x for x in signed.data))
-
-
-def neutral(signature: Signature) -> tuple[float, ...] | None:
-    """Numbers with which a processor of this signature changes no bit of a row; None if there are none such."""
-    kind, *frozen = signature
-    if kind is of_scores.Library:
-        names = frozen[-1]
-        return tuple(_NEUTRAL[name] for name in names) if names and _NEUTRAL.keys() >= set(names) else None
-    if kind in (rewritten.Ban, rewritten.Force):
-        when = frozen[-1]
-        return None if when is None else (_NEVER[when.compare],)
-    return _NEUTRAL_OF.get(kind)
-
-
-def rank(signature: Signature) -> int:
-    """Where the library has such a processor among those that options make."""
-    kind, *frozen = signature
-    which = frozen[0] if kind is of_scores.Library else frozen[-1] if kind in (rewritten.Ban, rewritten.Force) else None
-    return _RANKS.get((kind, which), len(_RANKS))
-
-
-def of_shared(given: Iterable[Shared], bucket: Bucket) -> list[CapturedProcessor]:
-    """Captured processors that do this to all inputs. CannotBeCaptured: one does not fit into its buffers."""
-    made = [each.signature[0](bucket, *each.signature[1:]) for each in given]
-    if not refresh_shared(made, given):
-        raise CannotBeCaptured("a processor does not fit into its buffers")
-    return made
-
-
-def refresh_shared(made: Sequence[CapturedProcessor], given: Iterable[Shared]) -> bool:
-    """Has captured processors of these signatures do this to all inputs; False if it does not fit."""
-    return all(captured.refresh(*each.data) for captured, each in zip(made, given, strict=True))
-
-
-def numbers(processor: Any, lengths: Lengths) -> tuple[float, ...]:
-    """What slots have each for themselves, for `CapturedProcessor.fill`."""
-    signed = _signed(processor, lengths)
-    return () if signed is None else signed.numbers
+def refresh(made: Iterable[CapturedProcessor], given: Iterable[Signed]) -> bool:
+    """Has captured processors do what those of the same signatures do; False if one does not fit."""
+    return all(each.refresh(captured) for captured, each in zip(made, given, strict=True))
 
 
 def with_temperature(given: Sequence[Any]) -> Any:
@@ -195,14 +167,9 @@ def with_temperature(given: Sequence[Any]) -> Any:
     kinds, neutral = [type(each) for each in given], library.TemperatureLogitsWarper(1.0)
     if type(neutral) in kinds or not all(_is_the_librarys(kind) for kind in (*kinds, type(neutral))):
         return given
-    place = next((number for number, kind in enumerate(kinds) if kind in _BEHIND_TEMPERATURE), len(kinds))
+    behind = (n for n, kind in enumerate(kinds) if kind.__name__.endswith(("LogitsWarper", "LogitNormalization")))
+    place = next(behind, len(kinds))
     return library.LogitsProcessorList([*given[:place], neutral, *given[place:]])
-
-
-def refresh(made: CapturedProcessor, processor: Any, lengths: Lengths) -> bool:
-    """Has a captured processor do what this one of the same signature does; False if it does not fit."""
-    signed = _signed(processor, lengths)
-    return signed is not None and _take(made, signed)
 
 
 def _of_type(value: Any, *types: type) -> Any:
@@ -236,27 +203,27 @@ def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: s
     # Of one token that is forced, the largest output is found without all of them (`fastgen.decoding.lm_head_pass`).
     least = 1 if kind is rewritten.Force else _TOKENS
 
-    def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> _Signed:
+    def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> Signed:
         offset = {"start": 0, "prompt": lengths.prompt, "limit": lengths.most}[origin]
         bound = sum(_of_type(number, int) for number in numbers) - offset
         found = _token_ids(tokens)
-        return _Signed((kind, _room(found, least), rewritten.When(compare, origin)), (found,), (bound,))
+        return Signed((kind, _room(found, least), rewritten.When(compare, origin)), (found,), (bound,))
 
     return _Reader(sign, names)
 
 
-def _forced_bos(processor: Any, lengths: Lengths, token: Any) -> _Signed:
+def _forced_bos(processor: Any, lengths: Lengths, token: Any) -> Signed:
     if _of_type(token, int) < 0:
         raise Unknown
-    return _Signed((rewritten.Force, 1, rewritten.When(torch.eq, "start")), ((token,),), (1,))
+    return Signed((rewritten.Force, 1, rewritten.When(torch.eq, "start")), ((token,),), (1,))
 
 
-def _suppressed(processor: Any, lengths: Lengths, tokens: Any) -> _Signed:
+def _suppressed(processor: Any, lengths: Lengths, tokens: Any) -> Signed:
     found = _token_ids(tokens)
-    return _Signed((rewritten.Ban, _room(found), None), (found,), (0,))
+    return Signed((rewritten.Ban, _room(found), None), (found,), (0,))
 
 
-def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored: Any, *unused: Any) -> _Signed:
+def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored: Any, *unused: Any) -> Signed:
     if any(value is not None for value in unused):
         raise Unknown
     of_rows = None
@@ -266,73 +233,71 @@ def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored:
         ignored, of_rows = rewritten.RepetitionPenalty.ROWS, ignored
     elif ignored is not None:
         ignored = _of_type(ignored, int) - lengths.prompt
-    return _Signed((rewritten.RepetitionPenalty, ignored), (of_rows,), (_of_type(penalty, float),))
+    return Signed((rewritten.RepetitionPenalty, ignored), (of_rows,), (_of_type(penalty, float),))
 
 
-def _encoder_repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, tokens: Any) -> _Signed:
+def _encoder_repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, tokens: Any) -> Signed:
     found, width = _encoder_tokens(processor)
     all_rows = releases.encoder_penalty_is_for_all_beams()
-    return _Signed((rewritten.EncoderRepetitionPenalty, width, all_rows), (found,), (_of_type(penalty, float),))
+    return Signed((rewritten.EncoderRepetitionPenalty, width, all_rows), (found,), (_of_type(penalty, float),))
 
 
-def _length_penalty(processor: Any, lengths: Lengths, start: Any, factor: Any, ends: Any) -> _Signed:
+def _length_penalty(processor: Any, lengths: Lengths, start: Any, factor: Any, ends: Any) -> Signed:
     steps = round_up(max(lengths.most - _of_type(start, int), 1))
     try:
         pow(_of_type(factor, float), steps)
     except OverflowError as error:  # which the library raises once it comes so far
         raise Unknown from error
     found, keeps_bans = _token_ids(ends), releases.length_penalty_keeps_bans()
-    return _Signed((rewritten.LengthPenalty, _room(found), steps, keeps_bans), (found, start - lengths.prompt, factor))
+    return Signed((rewritten.LengthPenalty, _room(found), steps, keeps_bans), (found, start - lengths.prompt, factor))
 
 
-def _encoder_no_repeat_ngram(processor: Any, lengths: Lengths, n: Any, *others: Any) -> _Signed:
+def _encoder_no_repeat_ngram(processor: Any, lengths: Lengths, n: Any, *others: Any) -> Signed:
     found, width = _encoder_tokens(processor)
-    return _Signed((rewritten.EncoderNoRepeatNGram, width, _of_type(n, int)), (found,))
+    return Signed((rewritten.EncoderNoRepeatNGram, width, _of_type(n, int)), (found,))
 
 
-def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> _Signed:
+def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> Signed:
     items = [(tuple(int(token) for token in sequence), _of_type(bias, float)) for sequence, bias in biases.items()]
     if not all(sequence and min(sequence) >= 0 for sequence, _ in items):
         raise Unknown
     if not hasattr(processor, releases.GROUPED_BIASES):
         # Releases that go through the sequences one by one compare their whole length with that of the input.
-        return _Signed((rewritten.SequenceBias, tuple(items), 1))
+        return Signed((rewritten.SequenceBias, tuple(items), 1))
     groups = list(dict.fromkeys(len(sequence) for sequence, _ in items))
-    return _Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: groups.index(len(item[0])))), 0))
+    return Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: groups.index(len(item[0])))), 0))
 
 
-def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep: Any) -> _Signed:
+def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep: Any) -> Signed:
     if not isinstance(epsilon, Tensor) or epsilon.dim() or epsilon.dtype is not torch.float32:
         raise Unknown
-    return _Signed((of_scores.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
+    return Signed((of_scores.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
 
 
-def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> _Signed:
+def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> Signed:
     most = min(_of_type(kept, int), _MOST_BY_TOP_K)
     room = power_of_two(max(most, _KEPT_BY_TOP_K))
-    return _Signed((of_scores.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
+    return Signed((of_scores.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
 
 
 def _library(number: str | None = None, *names: str) -> _Reader:
     """The library's own: a number that each call gives, and others that are frozen, by name."""
     given_names = () if number is None else (number,)
 
-    def sign(processor: Any, lengths: Lengths, *values: Any) -> _Signed:
+    def sign(processor: Any, lengths: Lengths, *values: Any) -> Signed:
         known = {name: _of_type(value, int, float) for name, value in zip((*given_names, *names), values, strict=True)}
         given = tuple(name for name in given_names if not lengths.freezes)
         frozen = tuple((name, value) for name, value in known.items() if name not in given)
-        return _Signed(
-            (of_scores.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given)
-        )
+        return Signed((of_scores.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given))
 
     return _Reader(sign, (*given_names, *names))
 
 
-def _top_p(processor: Any, lengths: Lengths, share: Any, filter_value: Any, least: Any) -> _Signed:
+def _top_p(processor: Any, lengths: Lengths, share: Any, filter_value: Any, least: Any) -> Signed:
     if lengths.freezes:
         return _library("top_p", *_KEPT).sign(processor, lengths, share, filter_value, least)
     frozen = _of_type(filter_value, int, float), _of_type(least, int)
-    return _Signed((of_scores.TopP, *frozen), numbers=(_of_type(share, int, float),))
+    return Signed((of_scores.TopP, *frozen), numbers=(_of_type(share, int, float),))
 
 
 _BIASES = _Reader(
@@ -361,7 +326,7 @@ _READERS_BY_NAME = {
         _length_penalty, ("regulation_start", "regulation_factor", "eos_token_id")
     ),
     "NoRepeatNGramLogitsProcessor": _Reader(
-        lambda processor, lengths, n: _Signed((rewritten.NoRepeatNGram, _of_type(n, int))), ("ngram_size",)
+        lambda processor, lengths, n: Signed((rewritten.NoRepeatNGram, _of_type(n, int))), ("ngram_size",)
     ),
     "EncoderNoRepeatNGramLogitsProcessor": _Reader(
         _encoder_no_repeat_ngram, ("ngram_size", "batch_size", "generated_ngrams", logits.ENCODER_TOKENS)
@@ -380,14 +345,6 @@ _READERS_BY_NAME = {
 }
 _READERS = {getattr(library, name): reader for name, reader in _READERS_BY_NAME.items() if hasattr(library, name)}
 
-# Numbers that change no bit: of the library's own processors by their names, of others by their class. Not the mass of
-# typical sampling: that sorts the whole vocabulary of each row, which takes longer than a row's share of a step.
-_NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0}
-_NEUTRAL_OF: dict[Any, tuple[float, ...]] = {
-    rewritten.RepetitionPenalty: (1.0,),
-    of_scores.TopK: (of_scores.TopK.ALL,),
-    of_scores.TopP: (top_p.EVERYTHING,),
-}
 # Numbers to which no position compares so.
 _NEVER = {torch.lt: -(2**40), torch.eq: 2**40}
 
@@ -414,23 +371,3 @@ _RANKS: dict[tuple[Any, Any], int] = {
         )
     )
 }
-
-# Where the library applies a temperature, these come behind it.
-_BEHIND_TEMPERATURE = tuple(
-    getattr(library, name)
-    for name in _READERS_BY_NAME
-    if name.endswith("LogitsWarper") or name == "LogitNormalization"
-    if hasattr(library, name)
-)
-
-_OF_ANY_ROWS = (
-    rewritten.Ban,
-    rewritten.Force,
-    rewritten.RepetitionPenalty,
-    rewritten.NoRepeatNGram,
-    rewritten.SequenceBias,
-    of_scores.Library,
-    of_scores.TopK,
-    of_scores.TopP,
-    of_scores.Eta,
-)

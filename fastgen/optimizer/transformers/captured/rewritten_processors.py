@@ -50,16 +50,21 @@ class CapturedProcessor:
 
     Attributes:
         reads_tokens: what it does has the length of the sequences' buffer in it.
+        reads_source: it has the encoder's input of each sequence.
+        reads_scores_alone: and these row by row.
+        is_of_any_rows: it does the same for rows of any number, each of a length of its own.
+        neutral: numbers with which it changes no bit of a row.
     """
 
-    reads_tokens = False
+    reads_tokens = reads_source = reads_scores_alone = is_of_any_rows = False
+    neutral: tuple[float, ...] | None = None
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         """`scores`, [rows, vocabulary] in float32, of what may continue the sequences, processed; maybe in place."""
         raise NotImplementedError
 
     def refresh(self, *data: Any) -> bool:
-        """Takes over the data of a call's processor of this signature, as `processors.refresh` gives them.
+        """Takes over the data of a call's processor of this signature, as `processors.Signed` has them.
 
         False if they do not fit into the buffers that are there; then nothing has been changed.
         """
@@ -67,21 +72,16 @@ class CapturedProcessor:
 
     @property
     def numbers(self) -> list[Number]:
-        """Those of a call's processor, in the order in which `processors.numbers` gives them."""
+        """Those of a call's processor, in the order in which `processors.Signed` has them."""
         return [each for each in vars(self).values() if isinstance(each, Number)]
-
-    def fill(self, numbers: Sequence[float]) -> None:
-        """Takes over the numbers of a call's processor of this signature, for all inputs."""
-        for own, value in zip(self.numbers, numbers, strict=True):
-            own.fill(value)
 
     def insert(self, other: CapturedProcessor, source: int, target: int) -> None:
         """Takes over the numbers of an input, at `source` in another processor of this signature."""
         for own, each in zip(self.numbers, other.numbers, strict=True):
             own.insert(each, source, target)
 
-    def put(self, numbers: Sequence[float], target: int) -> None:
-        """Takes over these numbers for an input."""
+    def put(self, numbers: Sequence[float], target: int | None = None) -> None:
+        """Takes over these numbers for an input, or for all."""
         for own, value in zip(self.numbers, numbers, strict=True):
             own.put(value, target)
 
@@ -142,6 +142,8 @@ def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> T
 class _AtSomePositions(_OfTokens):
     """Tokens of which something is so at some positions, or, without `when`, at all of them."""
 
+    is_of_any_rows = True
+
     def __init__(self, bucket: Bucket, room: int, when: When | None = None) -> None:
         super().__init__(bucket, room)
         self._when = when
@@ -194,7 +196,8 @@ class RepetitionPenalty(CapturedProcessor):
 
     ROWS = "rows"  # how much of the prompt is left out is a number of each row
 
-    reads_tokens = True
+    reads_tokens = is_of_any_rows = True
+    neutral = (1.0,)
 
     def __init__(self, bucket: Bucket, ignored: int | str | None) -> None:
         self._penalty, self._ignored = Number(bucket), ignored
@@ -227,6 +230,8 @@ def encoder_tokens(processor: Any) -> Tensor:
 
 class _EncoderTokens(CapturedProcessor):
     """What processors that look at the encoder's input have in common: its tokens, [inputs, length], -1 behind them."""
+
+    reads_source = True
 
     def __init__(self, bucket: Bucket, width: int) -> None:
         self._encoder = Buffer(bucket, 1, width, fill=-1)
@@ -287,7 +292,7 @@ class LengthPenalty(_OfTokens):
 
 class NoRepeatNGram(CapturedProcessor):
     # The -1 in front of a sequence are in no n-gram that one of its tokens begins or would complete.
-    reads_tokens = True
+    reads_tokens = is_of_any_rows = True
 
     def __init__(self, bucket: Bucket, n: int) -> None:
         self._n = n
@@ -317,7 +322,7 @@ class SequenceBias(CapturedProcessor):
         more: by how much a running sequence must be longer than what comes before the last token of one of `biases`.
     """
 
-    reads_tokens = True
+    reads_tokens = is_of_any_rows = True
 
     def __init__(self, bucket: Bucket, biases: tuple[tuple[tuple[int, ...], float], ...], more: int) -> None:
         def constant(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:

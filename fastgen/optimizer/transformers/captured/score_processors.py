@@ -11,18 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops.top_p import top_p_
+from fastgen.ops.top_p import EVERYTHING, top_p_
 from fastgen.optimizer.transformers.captured.processor_data import Bucket, Number
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 
 
-class Library(CapturedProcessor):
+class _OfScores(CapturedProcessor):
+    reads_scores_alone = is_of_any_rows = True
+
+
+class Library(_OfScores):
     """The library's own processor: it looks at nothing but the scores, and its operations can be captured.
 
     Args:
         frozen: its attributes.
         names: of attributes that are numbers of each call.
     """
+
+    # Not the mass of typical sampling: that sorts the whole vocabulary of each row, which takes longer than a row's
+    # share of a step.
+    NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0}
 
     def __init__(self, bucket: Bucket, kind: type, frozen: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> None:
         self._processor: Any = object.__new__(kind)
@@ -44,10 +52,11 @@ class Library(CapturedProcessor):
         return self._processor(step.tokens, scores)
 
 
-class TopK(CapturedProcessor):
+class TopK(_OfScores):
     """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1: a number of tokens up to `room`."""
 
     ALL = 0  # in the place of the number
+    neutral = (ALL,)
 
     def __init__(self, bucket: Bucket, room: int, filter_value: float) -> None:
         self._room, self._filter_value = room, filter_value
@@ -61,8 +70,10 @@ class TopK(CapturedProcessor):
         return scores.masked_fill(goes, self._filter_value)
 
 
-class TopP(CapturedProcessor):
+class TopP(_OfScores):
     """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On the CPU."""
+
+    neutral = (EVERYTHING,)
 
     def __init__(self, bucket: Bucket, filter_value: float, least: int) -> None:
         self._share = Number(bucket)
@@ -73,7 +84,7 @@ class TopP(CapturedProcessor):
         return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)
 
 
-class Eta(CapturedProcessor):
+class Eta(_OfScores):
     """Hewitt et al., "Truncation Sampling as Language Model Desmoothing" (2022), section 3."""
 
     def __init__(self, bucket: Bucket, filter_value: float, keep: int) -> None:

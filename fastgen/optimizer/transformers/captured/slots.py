@@ -125,7 +125,7 @@ class Slots:
             decoding.prompt.only(number, self._key.per_input, slot.new_tokens, slot.padding)
             for number, slot in enumerate(entering)
         ]
-        needed = Sizes(*map(max, *map(_sizes_of, prompts), Sizes(0, 0, 0, 0)))
+        needed = Sizes(*map(max, *(prompt.sizes for prompt in prompts), Sizes(0, 0, 0, 0)))
         self._check_window(decoding, needed)
         self._is_changing = (self._widen(decoding, kind) or self.is_new) and expected > len(entering)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
@@ -154,7 +154,7 @@ class Slots:
             step.leave(place)
             raise slot.error
         step.enter(place, search, choice)
-        slot.positions, slot.source = prompt.cached, prompt.cross[0][0].shape[2] if prompt.cross else 0
+        slot.positions, slot.source = prompt.cached, prompt.sizes.source
         slot.place, self.taken[place] = place, slot
         self._check_numbers(step)
         self._stream(step, slot)
@@ -229,11 +229,11 @@ class Slots:
         vocabulary = decoding.prompt.logits.shape[-1]
 
         def make() -> DecodeStep:
-            made = None if given is None else processors.of_shared(given, decoding.bucket(key))
+            made = None if given is None else processors.all_made(given, decoding.bucket(key))
             return DecodeStep(key, decoding.prompt, made, room)
 
         step: DecodeStep = graph_cache.take(self._model, key, make)
-        if not processors.refresh_shared(step.processors or (), given or ()):
+        if not processors.refresh(step.processors or (), given or ()):
             step = make()
             step.state = graph_cache.state(self._model)
         step.make_room(room)
@@ -376,24 +376,19 @@ class Slots:
         return slot.results(search, inputs)
 
     def remove(self, slot: Slot) -> None:
-        """An input leaves, if it is there; it may have come to its end, or not. With the last one, the step goes, too:
-        what is known of it, and captured, is kept for those that come later.
+        """An input leaves, if it is there; it may have come to its end, or not, or have failed to enter. With the last
+        one, the step goes, too: what is known of it, and captured, is kept for those that come later.
         """
-        if self._step is None or self.taken.get(slot.place) is not slot:
-            return
-        del self.taken[slot.place]
-        self._step.leave(slot.place)
-        if not self.taken:
-            if self._step.forward.is_watched and self.failure is None:
-                graph_cache.give_back(self._model, self._step)
+        step = self._step
+        if step is not None and self.taken.get(slot.place) is slot:
+            del self.taken[slot.place]
+            step.leave(slot.place)
+        if step is not None and not self.taken:
+            if step.forward.is_watched and self.failure is None:
+                graph_cache.give_back(self._model, step)
             self._step = None
 
     @property
     def slots(self) -> int:
         """Rows that the last step has computed."""
         return self._places * self._key.per_input
-
-
-def _sizes_of(prompt: Prompt) -> Sizes:
-    source = prompt.cross[0][0].shape[2] if prompt.cross else 0
-    return Sizes(prompt.tokens.shape[1], prompt.cached, prompt.new_tokens, source)

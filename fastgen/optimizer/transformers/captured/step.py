@@ -15,7 +15,6 @@ from torch import Tensor
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
@@ -93,17 +92,11 @@ class Parts:
             self._buffers.begin_capture(is_first=not self.is_captured)
             part.capture(pieces(), *given)
             return False
-        self._run_as_it_is(part, pieces(), cache, given)
-        return False
-
-    def _run_as_it_is(self, part: CapturedPart, pieces: list[Piece], cache: Any, given: tuple[Any, ...]) -> None:
-        with undoing(self._end_eager):
+        with undoing(partial(setattr, self._forward, "is_eager", False)):
             self._forward.is_eager = self._is_recorded and self._key.draft is None
             with contextlib.nullcontext() if self._forward.is_watched else self._forward.watched(cache):
-                part.run(pieces, *given)
-
-    def _end_eager(self) -> None:
-        self._forward.is_eager = False
+                part.run(pieces(), *given)
+        return False
 
 
 class DecodeStep:
@@ -153,7 +146,7 @@ class DecodeStep:
     @property
     def nbytes(self) -> int:
         """Of K and V, and of what a call returns of each step; what is computed lies in memory that all steps share."""
-        return sum(part.nbytes for part in (self.buffers, self.choice.host_work, self.drafting) if part is not None)
+        return sum(part.nbytes for part in (self.buffers, self.choice, self.drafting) if part is not None)
 
     def make_room(self, needed: Sizes) -> None:
         """Has the buffers grow to these sizes at least: of those that the key leaves open, and between two calls all.
@@ -216,7 +209,7 @@ class DecodeStep:
         )
         processors = None if self.processors is None else [each.of_batch(batch) for each in self.processors]
         step = DecodeStep(replace(self.key, batch=batch), prompt, processors, sizes)
-        step.choice.host_work.take_over(self.choice.host_work)
+        step.choice.take_over(self.choice)
         if self.search.noise is not None:
             step.search.noise = torch.ones(step.key.rows, prompt.logits.shape[-1])
         step.forward.is_watched = True
@@ -250,11 +243,10 @@ class DecodeStep:
 
     def take_over(self, other: DecodeStep, inputs: Tensor | slice = slice(None)) -> None:
         """Goes on where `other` is, a step of the same key with less capacity, or where these of more inputs are."""
-        rows = inputs if isinstance(inputs, slice) else rows_of(inputs, other.key.per_input)
-        if not self.buffers.take_over(other.buffers, inputs, rows):
+        if not self.buffers.insert(other.buffers, inputs):
             self.parts.drop()
-        self.search.take_over(other.search, inputs)
-        self.choice.host_work.take_over(other.choice.host_work)
+        self.search.insert(other.search, inputs)
+        self.choice.take_over(other.choice)
         self.flag.reset()
         if self.drafting is not None:
             self.forward.is_watched |= other.forward.is_watched  # what masks say, the other one may have found out
@@ -277,7 +269,7 @@ class DecodeStep:
         self.buffers.present = self.key.batch
         for place in range(self.key.batch):
             self.leave(place)
-        self.choice.host_work.prepare()
+        self.choice.prepare()
         self.flag.reset()
 
     def arrival(
@@ -294,7 +286,7 @@ class DecodeStep:
         search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, **options)
         processors = None if self.processors is None else [each.of_batch(1) for each in self.processors]
         for each, own in zip(processors or (), numbers, strict=processors is not None):
-            each.fill(own)
+            each.put(own)
         return search, Choice(key, prompt.logits.shape[-1], search, processors)
 
     def load(self, place: int, prompt: Prompt) -> None:
@@ -304,7 +296,7 @@ class DecodeStep:
 
     def enter(self, place: int, search: Search, choice: Choice) -> None:
         """The input goes on from its first token."""
-        self.search.insert(search, 0, place)
+        self.search.insert(search, slice(1), slice(place, place + 1))
         self._take_choice(choice, 0, place)
         self.flag.reset()
 
@@ -327,8 +319,9 @@ class DecodeStep:
         Args:
             numbers: of each processor those of the input, or which of the other step's has them; None for the same.
         """
-        self.search.insert(other.search, source, target)
-        if not self.buffers.insert(other.buffers, source, target):
+        inputs = slice(source, source + 1), slice(target, target + 1)
+        self.search.insert(other.search, *inputs)
+        if not self.buffers.insert(other.buffers, *inputs):
             self.parts.drop()
         self._take_choice(other.choice, source, target, numbers)
         self.forward.is_watched |= other.forward.is_watched
@@ -337,7 +330,7 @@ class DecodeStep:
         self, other: Choice, source: int, target: int, numbers: Sequence[Sequence[float] | int] | None = None
     ) -> None:
         """What there is of an input besides its sequences: `target` here is `source` there."""
-        self.choice.host_work.take_over(other.host_work)
+        self.choice.take_over(other)
         others, own = other.processors or (), self.processors or ()
         for each, given in zip(own, range(len(others)) if numbers is None else numbers, strict=True):
             if isinstance(given, int):

@@ -16,8 +16,7 @@ from fastgen import counters, releases
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.back_off import BackOff
-from fastgen.decoding.speculation.costs import HOST
+from fastgen.decoding.speculation.costs import HOST, BackOff
 from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
@@ -289,6 +288,7 @@ class SpeculativeDecoding(Decoding):
         """A step that goes on with these inputs of another one."""
         rows = rows_of(inputs, key.per_input)
         self._key, self._processors = key, selected(self._processors, rows)
+        self._signed = self._sign(self._processors)
         smaller = self._step()
         drafting = smaller.drafting
         drafting.costs.only_timed = False

@@ -21,7 +21,6 @@ from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.key import LAST, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -29,8 +28,6 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 # Tokens drafted in an iteration, of each row. Each number is a part of its own, so there are only a few. With the token
 # behind the draft, some sequences have as many rows to verify as fill vectors without a rest.
 LENGTHS = (0, 1, 3, 7)
-# Processors that look at nothing but scores, row by row.
-_SCORES_ALONE = (of_scores.Library, of_scores.TopK, of_scores.TopP, of_scores.Eta)
 
 
 def lengths_of(key: Key) -> tuple[int, ...]:
@@ -94,7 +91,7 @@ class Drafting:
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
     def _cache_at(self, position: StepState, cache_length: Tensor) -> Cache:
-        return self._buffers.cache_at(position, self._buffers.length(cache_length), self.search)
+        return self._buffers.cache_at(position, cache_length, self.search)
 
     @property
     def nbytes(self) -> int:
@@ -280,7 +277,7 @@ class Drafting:
         be where the logits were.
         """
         scores, processors = logits.float(), self._processors
-        number = next((n for n in range(len(processors), 0, -1) if not isinstance(processors[n - 1], _SCORES_ALONE)), 0)
+        number = next((n for n in range(len(processors), 0, -1) if not processors[n - 1].reads_scores_alone), 0)
         if number:
             positions = [self._processed_at(logits[:, at], at, processors[:number]) for at in range(logits.shape[1])]
             # One position is not copied: it may be a greedy LM head (`lm_head_pass`).

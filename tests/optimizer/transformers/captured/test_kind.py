@@ -15,16 +15,16 @@ from fastgen.optimizer.transformers.captured import rewritten_processors as rewr
 from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.kind import MOST_ALIKE, Kind
-from fastgen.optimizer.transformers.captured.processors import Shared
+from fastgen.optimizer.transformers.captured.processors import Signed
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
-PENALTY = Shared((rewritten.RepetitionPenalty, None), (None,))
-TOP_K, TOP_P = Shared((of_scores.TopK, 64, -1.0), ()), Shared((of_scores.TopP, -1.0, 1), ())
-NGRAM = Shared((rewritten.NoRepeatNGram, 3), ())  # never neutral
-BAN, OTHER_BAN = (Shared((rewritten.Ban, 4, rewritten.When(torch.lt, "prompt")), ((n,),)) for n in (1, 2))
+PENALTY = Signed((rewritten.RepetitionPenalty, None), (None,))
+TOP_K, TOP_P = Signed((of_scores.TopK, 64, -1.0), ()), Signed((of_scores.TopP, -1.0, 1), ())
+NGRAM = Signed((rewritten.NoRepeatNGram, 3), ())  # never neutral
+BAN, OTHER_BAN = (Signed((rewritten.Ban, 4, rewritten.When(torch.lt, "prompt")), ((n,),)) for n in (1, 2))
 
 
-def kind(*processors: Shared, eos: tuple[int, ...] = (1,), host: bool = False, **changes: Any) -> Kind:
+def kind(*processors: Signed, eos: tuple[int, ...] = (1,), host: bool = False, **changes: Any) -> Kind:
     options: dict[str, Any] = {"early_stopping": None, "samples": False, "has_criteria": False, "kept": ()} | changes
     signatures = None if host else tuple(each.signature for each in processors)
     key = Key(1, 1, Sizes(0, 0, 0, 0), 1, None, False, ends=4, processors=signatures, tensors=(), constants=(), kv=(),
@@ -79,7 +79,7 @@ def test_criteria_and_what_is_kept() -> None:
 
 def test_a_step_does_not_get_a_processor_of_each_request() -> None:
     """As of a translator, whose requests force the token of their language each."""
-    bans = [Shared(BAN.signature, ((n,),)) for n in range(MOST_ALIKE + 1)]
+    bans = [Signed(BAN.signature, ((n,),)) for n in range(MOST_ALIKE + 1)]
     most = kind(*bans[:-1])
     assert most.with_inputs_of(kind(bans[0])) == kind(bans[0]).with_inputs_of(most) == most
     assert most.with_inputs_of(kind(bans[-1])) is None and kind(bans[-1]).with_inputs_of(most) is None
@@ -87,10 +87,10 @@ def test_a_step_does_not_get_a_processor_of_each_request() -> None:
 
 
 TEMPERATURE, MIN_P = (
-    Shared((of_scores.Library, warper, (), (name,)), ())
+    Signed((of_scores.Library, warper, (), (name,)), ())
     for warper, name in ((TemperatureLogitsWarper, "temperature"), (MinPLogitsWarper, "min_p"))
 )
-ENDS = Shared((rewritten.Force, 1, rewritten.When(torch.eq, "limit")), ((1,),))
+ENDS = Signed((rewritten.Force, 1, rewritten.When(torch.eq, "limit")), ((1,),))
 IN_ORDER = (PENALTY, BAN, OTHER_BAN, ENDS, TEMPERATURE, TOP_K, TOP_P, MIN_P)
 
 
@@ -112,7 +112,7 @@ ALL = (PENALTY, TOP_K, TOP_P, BAN, OTHER_BAN)
 
 @given(one=st.lists(st.sampled_from(ALL), max_size=4), other=st.lists(st.sampled_from(ALL), max_size=4))
 @settings(max_examples=60)
-def test_numbers_find_their_places(one: list[Shared], other: list[Shared]) -> None:
+def test_numbers_find_their_places(one: list[Signed], other: list[Signed]) -> None:
     """In any order, and more than once: each processor of either is there, in its order; the rest is neutral."""
     kinds = kind(*one), kind(*other)
     wide = kinds[0].with_inputs_of(kinds[1])

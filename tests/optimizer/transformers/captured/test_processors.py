@@ -16,17 +16,7 @@ import fastgen
 from fastgen.decoding.captured.graph import capturable
 from fastgen.decoding.captured.recording import record
 from fastgen.optimizer.transformers.captured.processor_data import Bucket
-from fastgen.optimizer.transformers.captured.processors import (
-    Lengths,
-    captured,
-    neutral,
-    numbers,
-    rank,
-    refresh,
-    shared,
-    signature,
-    with_temperature,
-)
+from fastgen.optimizer.transformers.captured.processors import Lengths, Signed, signed, with_temperature
 from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
 from tests.equivalence.models import BY_NAME
 
@@ -124,6 +114,24 @@ else:
 
 def _bucket() -> Bucket:
     return Bucket(CPU, vocabulary=VOCABULARY)
+
+
+def known(processor: Any, lengths: Lengths) -> Signed:
+    found = signed(processor, lengths)
+    assert found is not None
+    return found
+
+
+def captured(processor: Any, bucket: Bucket, lengths: Lengths) -> Any:
+    return known(processor, lengths).made(bucket)
+
+
+def signature(processor: Any, lengths: Lengths) -> Any:
+    return known(processor, lengths).signature
+
+
+def refresh(made: Any, processor: Any, lengths: Lengths) -> bool:
+    return known(processor, lengths).refresh(made)
 
 
 FIRST = Call()
@@ -278,9 +286,10 @@ def test_each_input_has_numbers_of_its_own(name: str) -> None:
     assert made is not None and len({signature(each, lengths) for each in given}) == 1
     one, larger = made.of_batch(1), made.of_batch(5)
     for place, each in enumerate(given[:2]):
-        one.fill(numbers(each, lengths))
+        own = known(each, lengths)
+        one.put(own.numbers)
         made.insert(one, 0, place)
-        assert shared(each, lengths) is not None and shared(each, lengths) == shared(given[2], lengths)
+        assert own.shared() is not None and own.shared() == known(given[2], lengths).shared()
     for place, target in enumerate((4, 0, 2)):
         larger.insert(made, place, target)
     order, step, large = [1, 1, 2, 1, 0], Step(call.rows), call._replace(inputs=5)
@@ -304,7 +313,7 @@ def test_neutral_numbers_change_no_bit(name: str) -> None:
     lengths = Lengths(call.prompt, call.limit)
     processor = PROCESSORS[name](call) if name in PROCESSORS else OF_EACH_INPUT[name](call)[0]
     made = captured(processor, Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
-    nothing = neutral(signature(processor, lengths) or ())
+    nothing = known(processor, lengths).neutral
     assert made is not None and nothing is not None
     made.put(nothing, 1)
     step = Step(call.rows)
@@ -320,7 +329,7 @@ def test_neutral_numbers_change_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["suppress", "no_repeat_2", "bad_words", "eta", "inf_nan", "normalise", "typical"])
 def test_some_are_never_neutral(name: str) -> None:
-    assert neutral(signature(PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)) or ()) is None
+    assert known(PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)).neutral is None
 
 
 def test_ranks_are_in_the_librarys_order() -> None:
@@ -337,9 +346,8 @@ def test_ranks_are_in_the_librarys_order() -> None:
     made = model._get_logits_processor(
         config, input_ids_seq_length=4, encoder_input_ids=tokens, device=CPU, model_kwargs={}
     )
-    found = [signature(each, Lengths(4, 12)) for each in made]
-    assert len(found) > len(options) - 3 and None not in found
-    ranks = [rank(each) for each in found if each is not None]
+    ranks = [known(each, Lengths(4, 12)).rank for each in made]
+    assert len(ranks) > len(options) - 3
     assert ranks == sorted(set(ranks)), "each has one of its own"
 
 
@@ -358,11 +366,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize("name", ["temperature", "top_k", "repetition", "no_repeat_2"])
 def test_one_whose_code_was_exchanged_is_the_librarys_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     processor, lengths = PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)
-    assert signature(processor, lengths) is not None and len(with_temperature([processor])) == 1 + (
-        name != "temperature"
-    )
+    assert signed(processor, lengths) is not None and len(with_temperature([processor])) == 1 + (name != "temperature")
     monkeypatch.setattr(type(processor), "__call__", lambda self, tokens, scores: scores)
-    assert signature(processor, lengths) is None
+    assert signed(processor, lengths) is None
     given = [processor]
     assert with_temperature(given) is given
 
@@ -449,8 +455,7 @@ def _without(processor: Any, attribute: str) -> Any:
     ids=lambda processor: type(processor).__name__,
 )
 def test_others_are_not_captured(processor: Any) -> None:
-    assert captured(processor, _bucket(), Lengths(3, 12)) is None
-    assert signature(processor, Lengths(3, 12)) is None
+    assert signed(processor, Lengths(3, 12)) is None
 
 
 def test_processors_of_one_signature_differ_in_their_data() -> None:

@@ -40,7 +40,7 @@ class SmallKey(NamedTuple):
 def step(rows: int, seconds: dict[int, float]) -> Any:
     """A step of so many rows whose parts were measured to take so long, [positions] -> seconds."""
     made: Any = object.__new__(Drafting)
-    made.key, made.costs = SmallKey(rows), Costs(rows, LENGTHS)
+    made.key, made.lengths, made.costs = SmallKey(rows), LENGTHS, Costs(rows, LENGTHS)
     for part, found in seconds.items():
         made.costs.add(part, found)
         made.costs.add(part, found)
@@ -231,7 +231,7 @@ def test_a_search_goes_on_with_some_inputs_and_comes_back(per_input: int) -> Non
         each.commit(chosen, None, accepted, None, ties)
     small = search(2, per_input)
     small.begin(prompt[:1], 2, fill=3)  # what another call has left
-    small.take_over(large, inputs)
+    small.insert(large, inputs)
     of_inputs = torch.arange(rows).view(batch, -1)[inputs].flatten()
     for ends in (False, True):
         chosen = torch.randint(2, 9, (rows, 3))
@@ -250,7 +250,7 @@ def test_ancestors_of_rows_are_those_of_their_input() -> None:
     large, small = StepState(3, 2, 4, CPU), StepState(2, 2, 4, CPU)
     large.advance(torch.tensor([1, 1, 2, 2, 5, 4]))
     large.advance(torch.tensor([0, 0, 3, 2, 5, 5]))
-    small.take_over(large, torch.tensor([0, 1, 4, 5]))
+    small.insert(large, torch.tensor([0, 2]), slice(None))
     assert small.ancestry is not None and large.ancestry is not None
     assert small.ancestry[:2].equal(large.ancestry[:2]) and small.ancestry[2:].equal(large.ancestry[4:] - 2)
     assert small.position_table.equal(large.position_table[:, [0, 1, 4, 5]])
