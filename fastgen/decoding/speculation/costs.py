@@ -6,6 +6,8 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 
+from fastgen.decoding.speculation.back_off import BackOff
+
 # Parts of an iteration besides verifies, which have their number of positions: a step of the draft, what the host does.
 DRAFT, HOST = 0, -100
 # Timings of a part in a call that a median is of; those that are enough, because a part is slow when it runs for the
@@ -15,29 +17,6 @@ _KEPT, _ENOUGH, _CALLS = 16, 2, 4
 _FIRST_CALLS, _MOST_CALLS = 2, 64
 # The acceptance rate of a draft of which nothing is known.
 _ACCEPTANCE = 0.7
-
-
-class BackOff:
-    """Waits `first` times, and after each failure twice as often, up to `most`; less than once is not at all."""
-
-    def __init__(self, first: float, most: float) -> None:
-        self._first, self._most = first, most
-        self.succeed()
-
-    def waits(self) -> bool:
-        """Whether to wait once more. To be asked once each time."""
-        self._left -= 1
-        return self._left >= 0
-
-    def succeed(self) -> None:
-        self._interval = self._left = self._first
-
-    def fail(self) -> None:
-        self._interval = self._left = min(2 * self._interval, self._most)
-
-    def give_up(self) -> None:
-        """Whatever comes of a trial, it cannot pay."""
-        self._interval = self._left = self._most
 
 
 class _Timings:
@@ -140,25 +119,25 @@ class Costs:
         verifies = self._verifies()
         if not verifies:
             return {}
-        host, own = self.seconds(HOST) or 0.0, self.seconds(1)
-        found = {k: self._estimate(verifies, self.rows, k) for k in self.lengths}
+        draft, host, own = self._draft() or 0.0, self.seconds(HOST) or 0.0, self.seconds(1)
+        found = {k: _interpolated(verifies, self._positions(k)) + k * draft + host for k in self.lengths}
         # That of a plain call takes as long, but for what the host does: if they differ by more, that is an accident.
         found[0] -= host if self.plain is None or own is None else min(max(self.plain - own, 0.0), host)
         return found
 
     def estimate(self, rows: int, length: int) -> float:
         """Seconds of an iteration of a step with fewer rows."""
-        return self._estimate(self._verifies(), rows, length)
-
-    def _estimate(self, verifies: dict[int, float], rows: int, length: int) -> float:
-        positions = rows + length if self.is_ragged else rows * (length + 1)
-        draft, host = self._draft() or 0.0, self.seconds(HOST) or 0.0
-        return _interpolated(verifies, positions) + length * draft + host
+        verify, host = _interpolated(self._verifies(), self._positions(length, rows)), self.seconds(HOST) or 0.0
+        return verify + length * (self._draft() or 0.0) + host
 
     def most_gain(self) -> float:
         """The part of a plain call's time that drafts would gain if all tokens were accepted."""
         of, each = self.iterations(), self.rows if self.is_ragged else 1
         return 1 - min(of[k] / (k / each + 1) for k in self.lengths[1:]) / self._verifies()[self.rows]
+
+    def _positions(self, length: int, rows: int | None = None) -> int:
+        rows = rows or self.rows
+        return rows + length if self.is_ragged else rows * (length + 1)
 
     def _draft(self) -> float | None:
         own = self.seconds(DRAFT)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from fastgen.decoding.speculation.costs import BackOff, Costs
+from fastgen.decoding.speculation.back_off import BackOff
+from fastgen.decoding.speculation.costs import Costs
 
 # Which of the lengths is drafted as long as nothing is known: it says something about shorter and longer ones.
 AT_FIRST = 2
@@ -82,7 +84,9 @@ class DraftLength:
         self._all = _Acceptance(costs.acceptance)
         self._rows = [_Acceptance() for _ in range(rows)]
         self._tokens, self._slowest = [0] * rows, 0  # of each row, and of that which has fewest
-        self._gained = 0.0  # seconds less than a plain call, since it is known what iterations take
+        self._iterations: Counter[int] = Counter()  # with this step, by length
+        # Of the steps before: seconds, and the tokens that were there when it became known what iterations take.
+        self._spent, self._uncounted = 0.0, 0
         self._has_measured = False
         self._trials = BackOff(_FIRST_ITERATIONS, _MOST_ITERATIONS)
         self._of = costs.iterations()  # seconds by length
@@ -131,16 +135,15 @@ class DraftLength:
         self._of = self.costs.iterations()
         for row, kept in zip(rows, accepted, strict=True):
             self._tokens[row] += 1 + kept
-        before, self._slowest = self._slowest, min(self._tokens[row] for row in rows)
-        plain = self._plain()
-        if plain and self._of:
-            self._gained += (self._slowest - before) * plain - self._of[length]
+        self._slowest = min(self._tokens[row] for row in rows)
+        self._iterations[length] += 1
         if self._schedule is not None:
             self._schedule.observe(drafted, accepted)
         if not any(drafted):
             return
         # A trial is a token that all before were accepted.
         self._learn(rows, [kept + (kept < count) for count, kept in zip(drafted, accepted, strict=True)], accepted)
+        plain = self._plain()
         if plain and (1 + sum(accepted) / len(rows)) * plain > self._of[length]:
             self._trials.succeed()
 
@@ -166,6 +169,11 @@ class DraftLength:
 
         What is gained is still told from a plain call, in which all rows would have gone on.
         """
+        if self._to_be_timed() is None:
+            self._spent = self._seconds()
+        else:
+            self._uncounted = self._slowest
+        self._iterations.clear()
         costs.follow(self.costs)
         self.costs, self._of = costs, costs.iterations()
         self._rows = [self._rows[row] for row in rows]
@@ -187,7 +195,7 @@ class DraftLength:
         plain = self._plain()
         if self._schedule is not None or self._has_measured or not plain:
             return None
-        return self._gained >= LEAST_GAIN * plain * self._slowest
+        return self._gained(plain) >= LEAST_GAIN * plain * self._slowest
 
     def _to_be_timed(self) -> int | None:
         """The length of an iteration that says what has to be known first; None where that is known."""
@@ -259,11 +267,17 @@ class DraftLength:
         if are_found:
             mean = sum(self._tokens[row] for row in rows) / len(rows)
             tokens += min(mean - self._slowest, _MOST_AHEAD * most)
-        return self._gained + plain * tokens
+        return self._gained(plain) + plain * tokens
 
     def _plain(self) -> float:
         """Seconds of a step of a plain call with all rows; 0 where nobody knows."""
         return self._first.baseline() or self.costs.baseline() or 0.0
+
+    def _gained(self, plain: float) -> float:
+        return (self._slowest - self._uncounted) * plain - self._seconds()
+
+    def _seconds(self) -> float:
+        return self._spent + sum(count * self._of[k] for k, count in self._iterations.items())
 
 
 class _Acceptance:

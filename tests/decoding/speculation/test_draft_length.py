@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.speculation.costs import DRAFT, HOST, BackOff, Costs
+from fastgen.decoding.speculation.back_off import BackOff
+from fastgen.decoding.speculation.costs import DRAFT, HOST, Costs
 from fastgen.decoding.speculation.draft_length import MOST_CALLS, DraftLength, Schedule, can_begin, of_calls
 
 LENGTHS = (0, 1, 3, 7)

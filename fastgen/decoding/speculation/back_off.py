@@ -1,0 +1,26 @@
+"""When to try again what did not pay."""
+
+from __future__ import annotations
+
+
+class BackOff:
+    """Waits `first` times, and after each failure twice as often, up to `most`; less than once is not at all."""
+
+    def __init__(self, first: float, most: float) -> None:
+        self._first, self._most = first, most
+        self.succeed()
+
+    def waits(self) -> bool:
+        """Whether to wait once more. To be asked once each time."""
+        self._left -= 1
+        return self._left >= 0
+
+    def succeed(self) -> None:
+        self._interval = self._left = self._first
+
+    def fail(self) -> None:
+        self._interval = self._left = min(2 * self._interval, self._most)
+
+    def give_up(self) -> None:
+        """Whatever comes of a trial, it cannot pay."""
+        self._interval = self._left = self._most
