@@ -68,7 +68,6 @@ class Request:
         alone: why it must not share a batch; None where it may, as far as the request goes.
         group: requests with equal ones may share a batch. By default it is this one's alone.
         prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
-        is_submitted: there was room for it, so that it waited, and may have run.
         is_static: it has no slots any more, as it could not go on in them, or with others.
         repeats: so often it has begun again.
         failures: so often it has met a step that failed, or a model that has changed.
@@ -86,7 +85,6 @@ class Request:
     alone: str | None = None
     group: Hashable = field(default_factory=object)
     prefill_group: Hashable = None
-    is_submitted: bool = False
     is_static: bool = False
     repeats: int = 0
     failures: int = 0
