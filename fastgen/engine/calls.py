@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -44,13 +43,13 @@ def _until_cancelled(batch: Sequence[Request]) -> dict[str, Any]:
     """Options with which a call ends when nobody wants its results any more: a criterion of the library's own, which
     nothing takes for the user's, and which ends all rows at once.
     """
-    first, count, over = batch[0], len(batch), itertools.count(1)
+    first = batch[0]
     if first.config is None or first.config.max_time is not None or first.options.get("custom_generate") is not None:
         return {}
     criterion = MaxTimeCriteria(math.inf)
 
     def note(done: Any) -> None:
-        if next(over) == count:
+        if all(request.future.done() for request in batch):
             criterion.max_time = -math.inf
 
     for request in batch:
@@ -67,7 +66,8 @@ def _together(model: Any, batch: Sequence[Request], options: dict[str, Any]) -> 
         torch.ones_like(row) if request.mask is None else request.mask
         for request, row in zip(batch, tokens, strict=True)
     ]
-    ids = pad_sequence(tokens, True, _padding(first.config), side)
+    padding = first.config.pad_token_id  # which the attention mask hides, whatever it is
+    ids = pad_sequence(tokens, True, 0 if padding is None else padding, side)
     prompt = 1 if has_encoder else ids.shape[1]
     made = model.generate(
         input_ids=ids.to(model.device),
@@ -100,19 +100,10 @@ def _options(first: Request, prompt: int, new_tokens: int) -> dict[str, Any]:
     return {**options_of(config), **lengths}
 
 
-def _ends(config: Any) -> list[int]:
-    ends = config.eos_token_id
-    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
-
-
-def _padding(config: Any) -> int:
-    """A token to pad with, which the attention mask hides."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(_ends(config)), 0)
-
-
 def written(generated: Tensor, config: Any) -> list[int]:
     """How many tokens [rows, longest] the model has written in each row, the end included: behind it is padding."""
-    ends = torch.isin(generated.cpu(), torch.tensor(_ends(config), dtype=torch.long))
+    tokens = [] if config.eos_token_id is None else config.eos_token_id
+    ends = torch.isin(generated.cpu(), torch.as_tensor(tokens, dtype=torch.long).cpu())
     first = ends.int().argmax(dim=1) + 1 if generated.shape[1] else torch.zeros(len(generated), dtype=torch.long)
     return torch.where(ends.any(dim=1), first, generated.shape[1]).tolist()
 
@@ -142,20 +133,13 @@ def state_of(model: Any) -> list[tuple[Any, ...]]:
     """What a call must not mix: an equal list as long as the model has the same weights, modules, mode and adapters."""
     found: list[tuple[Any, ...]] = []
     for module in modules_of(model):
-        weights = [each for each in module._parameters.values() if each is not None and _stays(module, each)]
         own = vars(module)
-        adapters = tuple(repr(own[name]) for name in _OF_ADAPTERS if name in own)
-        found += [(id(module), module.training, *adapters), *map(_state_of, weights)]
+        found.append((id(module), module.training, *(repr(own[name]) for name in _OF_ADAPTERS if name in own)))
+        for weight in module._parameters.values():
+            # A forward pass exchanges what is fetched for it, and tables of positions that are made anew for longer
+            # inputs.
+            if weight is None or weight.is_meta or (isinstance(module, nn.Embedding) and not weight.requires_grad):
+                continue
+            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+            found.append((id(weight), place, weight.requires_grad, 0 if weight.is_inference() else weight._version))
     return found
-
-
-def _stays(module: nn.Module, weight: Tensor) -> bool:
-    """Whether a forward pass leaves a weight where it is: not one that is fetched for the pass, nor a table of
-    positions that the model makes anew for a longer input.
-    """
-    return not (weight.is_meta or (isinstance(module, nn.Embedding) and not weight.requires_grad))
-
-
-def _state_of(weight: Tensor) -> tuple[Any, ...]:
-    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-    return id(weight), place, weight.requires_grad, 0 if weight.is_inference() else weight._version

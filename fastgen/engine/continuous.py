@@ -80,7 +80,7 @@ class ContinuousBatches:
         """Nothing runs: at the beginning, and in a forked process, as the requests are those of the other one."""
         self._in_use: list[Slots] = []
         self._running: list[Slot] = []  # in the order in which they entered
-        self._again: list[list[Request]] = []  # batches that begin again, before others begin
+        self._again: list[Request] = []  # those that begin again, before others begin
 
     @property
     def has_slots(self) -> bool:
@@ -125,15 +125,12 @@ class ContinuousBatches:
         return self._chosen(waiting, free) if is_time else []
 
     def _next(self, more: Callable[[], list[Request]]) -> list[Request]:
-        """The requests to begin now: those that begin again, once the first of them has room; or `more`."""
-        while self._again:
-            waiting, free = self._again[0], self.most_rows - self.busy
-            waiting[:] = [request for request in waiting if not request.future.done()]
-            if waiting:
-                has_room = waiting[0].rows <= free or self._runs_static(waiting[0])
-                return self._chosen(waiting, free) if has_room else []
-            del self._again[0]
-        return more()
+        """The requests to begin now: of those that begin again, once the first one has room; or `more`."""
+        self._again = [request for request in self._again if not request.future.done()]
+        if not self._again:
+            return more()
+        first, free = self._again[0], self.most_rows - self.busy
+        return self._chosen(self._again, free) if first.rows <= free or self._runs_static(first) else []
 
     def _chosen(self, waiting: list[Request], free: int) -> list[Request]:
         first = waiting[0]
@@ -142,13 +139,18 @@ class ContinuousBatches:
             like = [each for each in waiting if each.group == first.group] if shares else [first]
             chosen = self._cheapest(like, self.most_rows)
         else:
-            like = [each for each in waiting if each.prefill_group == first.prefill_group]
-            self._expected = sum(_may_share_step(first, each) for each in waiting)
             has_entered = self._has_slots.get(first.prefill_group, False)
-            if not has_entered:  # it may yet turn out to be a static batch
-                like = [each for each in like if each.group == first.group]
-            is_alone = first.prefill_group is None or self.prefills.alone(first, like)
-            batch = self._budget.fitting([first] if is_alone else self._cheapest(like, free), first, self._running)
+            like = [
+                each
+                for each in waiting
+                if each.prefill_group == first.prefill_group
+                and (has_entered or each.group == first.group)  # it may yet turn out to be a static batch
+                and not each.is_static
+            ]
+            if first.prefill_group is None or self.prefills.alone(first, like):
+                like = [first]
+            self._expected = sum(each.search == first.search for each in waiting)
+            batch = self._budget.fitting(self._cheapest(like, free), first, self._running)
             chosen = self.prefills.fitting(batch) if has_entered else batch
             if chosen:  # what would have been with them comes behind the next step
                 self._waited = LONGEST_WAIT if len(chosen) < len(batch) else 0
@@ -210,8 +212,8 @@ class ContinuousBatches:
 
         Those in slots whose code must not run twice wait on.
         """
-        again, self._again = [requests, *self._again], []
-        self._run_again(*again)
+        again, self._again = [*requests, *self._again], []
+        self._run_again(again)
         for step in list(self._in_use):
             if not any(slot.owner.runs_user_code for slot in step.taken.values()):
                 self._evict(step, RuntimeError(str(error)))
@@ -262,7 +264,11 @@ class ContinuousBatches:
                 self._run_again(batch, error=outcome if has_failed else RuntimeError(CHANGED))
                 return
             if has_failed and middle:
-                self._run_again(batch[:middle], batch[middle:])
+                for half in (batch[:middle], batch[middle:]):
+                    own = object()
+                    for request in half:
+                        request.group = own
+                self._run_again(batch)
                 return
             says_nothing = is_static or self._is_for_itself or len(self._in_use) >= MOST_IN_USE
             if not (has_failed or says_nothing or first.prefill_group is None):
@@ -349,15 +355,9 @@ class ContinuousBatches:
                     step.failure = error  # its next step raises it: the call that prefills has nothing to do with it
 
     def _retire(self, step: Slots, slot: Slot) -> None:
-        """A request is over."""
+        """A request is over: it leaves its slots, and gets its result."""
         result = slot.error if slot.error is not None else step.result(slot)
-        try:
-            self._leave(slot)
-        finally:  # what the step fails with is no matter of this request any more
-            self._finish(slot, result)
-
-    def _finish(self, slot: Slot, result: Any) -> None:
-        """A request that is over has left its slots, and gets its result."""
+        self._leave(slot)
         if isinstance(slot.error, CannotBeCaptured):  # code of the user's does what only the library's loop serves
             self._run_again([slot.owner])
             return
@@ -366,9 +366,13 @@ class ContinuousBatches:
         self._settle(slot.owner, result if slot.error is None else slot.error)
 
     def _leave(self, slot: Slot) -> None:
+        """What a step fails with here is no matter of this request any more: it does not go on with the others."""
         self._running.remove(slot)
         for step in self._in_use:
-            step.remove(slot)
+            try:
+                step.remove(slot)
+            except Exception as error:
+                step.failure = error
         self._in_use = [step for step in self._in_use if step.taken]
 
     # ---- beginning again
@@ -392,17 +396,17 @@ class ContinuousBatches:
                 self._has_slots[slot.owner.prefill_group] = False
         self._run_again([slot.owner for slot in left], error=error)
 
-    def _run_again(self, *batches: list[Request], error: Any = None) -> None:
+    def _run_again(self, requests: list[Request], error: Exception | None = None) -> None:
         """Requests run in static batches. With an error, those fail that code of the user's has seen, or that have
         begun too often.
         """
-        for request in (request for batch in batches for request in batch):
+        for request in requests:
             if error is not None and (request.runs_user_code or request.failures >= _MOST_FAILURES):
                 self._settle(request, error)
             request.is_static = True
             request.repeats += request.future.begun is not None
             request.failures += error is not None
-        self._again += batches
+        self._again += requests
 
     def _make_room(self) -> None:
         """Has the requests that came last begin again later, while the next step would store more than may be."""
@@ -411,11 +415,5 @@ class ContinuousBatches:
             if last is None or len(self._running) == 1:
                 return
             self._leave(last)
-            self._again.insert(0, [last.owner])
+            self._again.insert(0, last.owner)
             self.counts["preempted"] += 1
-
-
-def _may_share_step(one: Request, other: Request) -> bool:
-    """Whether requests are likely to be in one step: greedy ones and those that sample may be."""
-    kinds = [(each.rows, getattr(each.config, "num_beams", None)) for each in (one, other)]
-    return kinds[0] == kinds[1]

@@ -55,27 +55,22 @@ def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
 
 def _unsupported(model: Any, given: dict[str, Any], config: Any, options: dict[str, Any]) -> str | None:
     """Why the call is left to the library: it asks for what only that has, or is to draw what that draws."""
-    for name in ("record_timestamps", "persistent_manager"):
-        if given.get(name):
-            return name
-    if getattr(given.get("continuous_batching_config"), "return_logprobs", False):
-        return "log-probabilities"
-    if has_own_generate(model):
-        return "a model with a generate of its own"
-    if getattr(model, "_device_mesh", None) is not None:
-        return "a model sharded over processes"
     implementations = (_option(model, config, options, "cache_implementation"), model.config._attn_implementation)
-    if any(str(each).startswith("paged") for each in implementations):
-        return "a paged cache"
     has_beams = (_option(model, config, options, "num_beams") or 1) > 1
-    if model.config.is_encoder_decoder or has_beams:
-        return None
+    is_librarys = not (model.config.is_encoder_decoder or has_beams)  # what its own is right for
     # It draws by its config alone, and reads no other option than one.
-    if _option(model, config, {}, "do_sample") and options.keys() <= {"max_new_tokens"}:
-        return "sampling: a seed gives the tokens that it gives there"
-    if _option(model, config, options, "max_new_tokens") is None:
-        return "no limit for new tokens"
-    return None
+    draws = _option(model, config, {}, "do_sample") and options.keys() <= {"max_new_tokens"}
+    reasons = {
+        "record_timestamps": given.get("record_timestamps"),
+        "persistent_manager": given.get("persistent_manager"),
+        "log-probabilities": getattr(given.get("continuous_batching_config"), "return_logprobs", False),
+        "a model with a generate of its own": has_own_generate(model),
+        "a model sharded over processes": getattr(model, "_device_mesh", None) is not None,
+        "a paged cache": any(str(each).startswith("paged") for each in implementations),
+        "sampling: a seed gives the tokens that it gives there": is_librarys and draws,
+        "no limit for new tokens": is_librarys and _option(model, config, options, "max_new_tokens") is None,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
 def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:

@@ -56,7 +56,10 @@ class KVBudget:
 
     def fitting(self, batch: Iterable[Request], oldest: Request, others: Collection[Slot]) -> list[Request]:
         """Those of a batch that have room beside others, the oldest first; that one at least, if it is the only one."""
-        stored, chosen = self.stored(others) + sum(map(self._promised, others)), list[Request]()
+        stored, chosen = self.stored(others), list[Request]()
+        for slot in others:  # what those may yet store that do not leave
+            if not slot.owner.may_begin_again:
+                stored += max(self.needed(slot.owner, slot.new_tokens) - self._stored(slot), 0)
         for request in sorted(batch, key=lambda each: each is not oldest):
             # What does not leave where room gets short has all of its room from the beginning.
             most = RESERVED if request.may_begin_again else request.new_tokens
@@ -70,8 +73,3 @@ class KVBudget:
 
     def _stored(self, slot: Slot) -> int:
         return slot.positions * self._own + slot.source * self._cross
-
-    def _promised(self, slot: Slot) -> int:
-        """Bytes that a request that does not leave may yet store."""
-        left = 0 if slot.owner.may_begin_again else self.needed(slot.owner, slot.new_tokens) - self._stored(slot)
-        return max(left, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import operator
@@ -70,7 +71,7 @@ def make(
         raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
     if generation_config is not None:
         options["generation_config"] = copy.deepcopy(generation_config)
-    made = Request(given, options, _seed(seed))
+    made = Request(given, options, _index("seed", seed, _SEEDS))
     if has_own_generate(model):  # which may take any options
         made.alone = f"{type(model).__name__} has a generate of its own"
         return made
@@ -126,27 +127,18 @@ def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tupl
 def _make_whole(config: Any) -> None:
     """ValueError: a number that plans are made with is none."""
     for name in _WHOLE:
-        value = getattr(config, name)
-        try:
-            made = None if value is None else operator.index(value)
-        except TypeError:
-            raise ValueError(f"{name} is {value!r}: give a whole number") from None
-        setattr(config, name, made)
+        setattr(config, name, _index(name, getattr(config, name)))
     if config.num_beams is not None and config.num_beams < 1:
         raise ValueError(f"num_beams is {config.num_beams}: give a positive number")
 
 
-def _seed(seed: Any) -> int | None:
-    """ValueError: torch would not take it."""
-    if seed is None:
-        return None
-    try:
-        made = operator.index(seed)
-    except TypeError:
-        made = _SEEDS.stop
-    if made not in _SEEDS:
-        raise ValueError(f"seed is {seed!r}: give a whole number of 64 bits")
-    return made
+def _index(name: str, value: Any, of: range | None = None) -> int | None:
+    """An option that is a whole number, or None. ValueError: it is not, or is no seed that torch takes."""
+    with contextlib.suppress(TypeError):
+        made = None if value is None else operator.index(value)
+        if made is None or of is None or made in of:
+            return made
+    raise ValueError(f"{name} is {value!r}: give a whole number{'' if of is None else ' of 64 bits'}")
 
 
 def _lengths(model: Any, request: Request, names: Iterable[str], has_default_length: bool) -> tuple[int, int | None]:

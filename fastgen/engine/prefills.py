@@ -80,19 +80,22 @@ class Prefills:
 
     def fitting(self, batch: list[Request]) -> list[Request]:
         """Those of a batch, from the first one on, that are prefilled together: one at least."""
-        if self.max_stall is None or self._seconds is None:
+        most, longest = self._most(SHARE_OF_STALL), 0
+        if most is None or self._seconds is None:
             return batch
-        most, longest = self._chunk(SHARE_OF_STALL * self.max_stall), 0
         for count, request in enumerate(batch):
             longest = max(longest, request.length)
             if count and longest * (count + 1) > most:
                 return batch[:count]
         return batch
 
-    def _chunk(self, stall: float) -> int:
-        """Tokens of a pass that takes no longer than that, if so few are worth a pass."""
-        assert self._seconds is not None, "it is known"
-        return max(int(stall / self._seconds), LEAST_CHUNK)
+    def _most(self, share: float) -> int | None:
+        """Tokens of a pass that takes this part of the stall that may be, if so few are worth a pass; None for any
+        number. As few as may be, where nobody knows how long they take.
+        """
+        if self.max_stall is None:
+            return None
+        return LEAST_CHUNK if self._seconds is None else max(int(share * self.max_stall / self._seconds), LEAST_CHUNK)
 
     def plan(
         self,
@@ -128,31 +131,25 @@ class Prefills:
             begin += time.perf_counter() - before
 
         def taken(decoding: EnteringDecoding) -> None:
-            self._note(sum(request.length - known for request in batch), time.perf_counter() - begin)
+            count = sum(request.length - known for request in batch)
+            if count >= LEAST_CHUNK:  # fewer do not say what more of them take
+                self._seconds = mean(self._seconds, (time.perf_counter() - begin) / count)
             self._keep(batch, decoding)
             if self.chunks > chunks:  # entering takes as long as a chunk, and may have a step recorded
                 step()
             take(decoding)
 
-        chunk = None
-        if others_wait and self.max_stall is not None:  # as few as may be, where nobody knows how long they take
-            chunk = LEAST_CHUNK if self._seconds is None else self._chunk(SHARE_OF_CHUNK * self.max_stall)
+        chunk = self._most(SHARE_OF_CHUNK) if others_wait else None
         return Entering(taken, beginning, chunk, between, self.sources)
-
-    def _note(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so long, but for what was done between chunks. Few do not say what more of them take."""
-        if tokens < LEAST_CHUNK:
-            return
-        self._seconds = mean(self._seconds, seconds / tokens)
 
     def _keep(self, batch: Sequence[Request], decoding: EnteringDecoding) -> None:
         """Keeps the beginnings of prompts that have been prefilled."""
         if self.prefixes is None:
             return
-        prompt, rows = decoding.prompt, range(len(batch))
+        prompt = decoding.prompt
         if any(keys.shape[2] != prompt.cached for keys, _ in prompt.own):
             return  # a sliding window has dropped them
-        for row, request in zip(rows, batch, strict=True):
+        for row, request in enumerate(batch):
             tokens, begin = self._tokens(request), prompt.cached - request.length
             if len(tokens) > LEAST_SHARED:
                 one = slice(row, row + 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastgen.optimizer.transformers import user_code
 
 # Options of `generate` that are code of the user's.
-_USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "custom_generate")
+_USER_CODE = (*user_code.ARGUMENTS, "custom_generate")
 
 
 class EngineFull(RuntimeError):
@@ -68,7 +68,6 @@ class Request:
         alone: why it must not share a batch; None where it may, as far as the request goes.
         group: requests with equal ones may share a batch. By default it is this one's alone.
         prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
-        is_submitted: there was room for it, so that it waited, and may have run.
         is_static: it has no slots any more, as it could not go on in them, or with others.
         repeats: so often it has begun again.
         failures: so often it has met a step that failed, or a model that has changed.
@@ -86,7 +85,6 @@ class Request:
     alone: str | None = None
     group: Hashable = field(default_factory=object)
     prefill_group: Hashable = None
-    is_submitted: bool = False
     is_static: bool = False
     repeats: int = 0
     failures: int = 0
@@ -101,6 +99,11 @@ class Request:
     def token_list(self) -> list[int]:
         """The input, where it is one of tokens."""
         return [] if self.tokens is None else self.tokens.tolist()
+
+    @property
+    def search(self) -> Hashable:
+        """Those with equal ones are likely to be in one step: greedy requests and such that sample may be."""
+        return self.rows, getattr(self.config, "num_beams", None)
 
     @property
     def runs_user_code(self) -> bool:
@@ -126,19 +129,21 @@ def inputs_of(model: Any, inputs: Any) -> dict[str, Any]:
     Raises:
         ValueError: it is empty, or not of one row.
     """
-    if not isinstance(inputs, Mapping):
-        tokens = _as_row(inputs)
-        if not isinstance(tokens, Tensor):
-            raise ValueError(f"an input is token ids or a mapping of the model's inputs, no {type(inputs).__name__}")
-        _check_row("the input", tokens)
-        if tokens.is_floating_point() or tokens.dtype is torch.bool:
-            raise ValueError(f"token ids are whole numbers, not {tokens.dtype}: give other inputs in a mapping")
-        return {"inputs": tokens if isinstance(inputs, Tensor) else tokens.to(model.device)}
-    given = {name: _as_row(value) for name, value in inputs.items() if value is not None}
+    if not isinstance(inputs, (Mapping, list, tuple, range, Tensor)):
+        raise ValueError(f"an input is token ids or a mapping of the model's inputs, no {type(inputs).__name__}")
+    is_named = isinstance(inputs, Mapping)
+    named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
+    given = {name: _as_row(value, model.device) for name, value in named.items() if value is not None}
     if not given:
         raise ValueError("the input is empty")
-    for name in ("input_ids", "attention_mask"):
-        _check_row(name, given.get(name))
+    for name in ("input_ids", "attention_mask") if is_named else ("inputs",):
+        value, said = given.get(name), name if is_named else "the input"
+        if isinstance(value, Tensor) and value.numel() == 0:
+            raise ValueError(f"{said} is empty")
+        if isinstance(value, Tensor) and (value.dim() != 2 or value.shape[0] != 1):
+            raise ValueError(f"{said} has the shape {tuple(value.shape)}: a request has one row")
+    if not is_named and (given["inputs"].is_floating_point() or given["inputs"].dtype is torch.bool):
+        raise ValueError(f"token ids are whole numbers, not {given['inputs'].dtype}: give other inputs in a mapping")
     return given
 
 
@@ -150,22 +155,13 @@ def row_of(given: dict[str, Any], *names: str) -> Tensor | None:
     return value[0].long().cpu()
 
 
-def _as_row(value: Any) -> Any:
+def _as_row(value: Any, device: torch.device) -> Any:
     """A list of numbers, or a tensor of one dimension, as a tensor of one row."""
-    if isinstance(value, (list, tuple, range)):
+    if isinstance(value, Tensor):
+        value = value.detach().clone()
+    elif isinstance(value, (list, tuple, range)):
         try:
-            value = torch.tensor(value)
+            value = torch.tensor(value, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"an input is not a list of numbers: {error}") from None
-    elif isinstance(value, Tensor):
-        value = value.detach().clone()
     return value.unsqueeze(0) if isinstance(value, Tensor) and value.dim() == 1 else value
-
-
-def _check_row(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        return
-    if value.numel() == 0:
-        raise ValueError(f"{name} is empty")
-    if value.dim() != 2 or value.shape[0] != 1:
-        raise ValueError(f"{name} has the shape {tuple(value.shape)}: a request has one row")

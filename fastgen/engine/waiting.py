@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import os
 import threading
-import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,8 @@ def cancelled_together(requests: Sequence[Request]) -> Iterator[None]:
 class Waiting:
     """Requests in the order in which they came, up to `most`, and the thread that runs them.
 
+    Those that there is no room for stay outside, with who submits them, and come in as soon as there is: in their turn.
+
     Attributes:
         failure: what the engine's own code has raised; None as long as it has not.
         counts: requests "submitted", "finished", "failed" and "cancelled".
@@ -52,8 +55,8 @@ class Waiting:
         self.counts = Counter(submitted=0, finished=0, failed=0, cancelled=0)
         self._executor = executor
         self._is_closed, self._is_idle, self._pauses = False, True, 0
-        self._changed = threading.Condition(forkable_lock())
-        self._to_tell: dict[Callable[[], None], None] = {}  # who else waits for a change, in order
+        self._changed = threading.Condition(forkable_lock())  # the thread of the engine waits for it, and pauses do
+        self._outside: OrderedDict[Future[None], list[Request]] = OrderedDict()  # by who is told when all are in
         _all.add(self)
 
     # ---- for the threads of the users
@@ -68,94 +71,77 @@ class Waiting:
             EngineFull: there was none; those that were added are cancelled.
             ValueError: it is closed.
         """
-        left, until = self._begin(requests), None if timeout is None else time.monotonic() + timeout
-        with cancelled_together(requests), self._changed:
-            while left := self._added(left):
-                if not self._waits(until):
-                    raise EngineFull(f"{self.most} requests wait already")
+        with self._asking(requests) as told:
+            is_own = threading.current_thread() is self.thread  # it is for this thread to make room
+            concurrent.futures.wait([told], 0 if is_own else timeout)
 
     async def aput(self, requests: Sequence[Request], timeout: float | None) -> None:
         """As `put`, for the thread of an event loop. No other thread waits meanwhile: a loop has few that all share."""
-        loop, has_changed = asyncio.get_running_loop(), asyncio.Event()
-        left, until = self._begin(requests), None if timeout is None else loop.time() + timeout
+        with self._asking(requests) as told:
+            if not told.done():  # not `wait_for`, which before Python 3.12 may lose the cancellation of the task
+                await asyncio.wait([asyncio.wrap_future(told)], timeout=timeout)
 
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(has_changed.set)
-
-        # Not `wait_for`, which before Python 3.12 may lose the cancellation of the task.
-        alarm = None if until is None else loop.call_at(until, has_changed.set)
-        self._to_tell[tell] = None
-        try:
-            with cancelled_together(requests):
-                while left := self._added_now(left):
-                    if until is not None and loop.time() >= until:
-                        raise EngineFull(f"{self.most} requests wait already")
-                    await has_changed.wait()
-                    has_changed.clear()
-        finally:
-            self._to_tell.pop(tell, None)  # a forked process has forgotten it
-            if alarm is not None:
-                alarm.cancel()
-
-    def _added_now(self, requests: Sequence[Request]) -> list[Request]:
-        with self._changed:
-            return self._added(requests)
-
-    def _begin(self, requests: Sequence[Request]) -> list[Request]:
+    @contextlib.contextmanager
+    def _asking(self, requests: Sequence[Request]) -> Iterator[Future[None]]:
+        """What is done when all of these are in, or the engine is closed. They have this block to come in."""
         if threading.current_thread() not in [each.thread for each in list(_all)]:
             openmp.end_team()  # of the caller: the work is that of the engine's thread
-        for request in requests:
-            request.future.add_done_callback(partial(self._over, request))
-        return list(requests)
+        told, left = Future[None](), list(requests)
+        with cancelled_together(requests):
+            try:
+                with self._changed:
+                    if self._is_closed or not left:
+                        told.set_result(None)
+                    else:
+                        self._outside[told] = left
+                        self._let_in()
+                yield told
+            finally:
+                with self._changed:
+                    self._outside.pop(told, None)
+            if left and told.done():
+                raise ValueError("the engine is closed")
+            if left:
+                raise EngineFull(f"{self.most} requests wait already")
 
-    def _added(self, requests: Sequence[Request]) -> list[Request]:
-        """Adds those that there is room for. The others, but for those that are over."""
-        left = [request for request in requests if not request.future.done()]
-        if left and self._is_closed:
-            raise ValueError("the engine is closed")
-        room = max(self.most - len(self.requests), 0)
-        if left[:room]:
-            self._add(left[:room])
-        return left[room:]
-
-    def _tell(self) -> None:
-        """Something has changed: wakes who waits for that."""
-        self._changed.notify_all()
-        for tell in list(self._to_tell):
-            tell()
-
-    def _add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            request.is_submitted = True
-        self.requests += requests
-        self.counts["submitted"] += len(requests)
-        if self.thread is None:
-            thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
-            thread.start()
-            self.thread = thread
-        self._tell()
-
-    def _waits(self, until: float | None) -> bool:
-        """Waits for a change; False where the time is over, or where it is for this thread to make room."""
-        if threading.current_thread() is self.thread:
-            return False
-        left = None if until is None else until - time.monotonic()
-        return (left is None or left > 0) and self._changed.wait(left)
+    def _let_in(self) -> None:
+        """Adds those from outside that there is room for now."""
+        while self._outside and (room := self.most - len(self.requests)) > 0:
+            told, left = next(iter(self._outside.items()))
+            entering, left[:] = left[:room], left[room:]
+            self.requests += entering
+            self.counts["submitted"] += len(entering)
+            for request in entering:
+                request.future.add_done_callback(partial(self._over, request))
+            if not left and self._outside.pop(told, None) is not None:  # or a stream has been collected meanwhile
+                told.set_result(None)
+            if self.thread is None:
+                thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
+                thread.start()
+                self.thread = thread
+            self._changed.notify_all()
 
     def _over(self, request: Request, future: Any) -> None:
         """A request has its result, or was cancelled."""
         is_cancelled = future.cancelled()
         with self._changed:
-            if request in self.running:
-                self.running.remove(request)
-            elif request in self.requests:
-                self.requests.remove(request)
+            for those in (self.running, self.requests):
+                if request in those:
+                    those.remove(request)
             if is_cancelled:
                 future.set_running_or_notify_cancel()  # what waits for several futures is told only by this
-                self._tell()  # there is room; and who waits to add this one need not
             kind = "cancelled" if is_cancelled else "finished" if future.exception() is None else "failed"
-            self.counts[kind] += request.is_submitted
+            self.counts[kind] += 1
+            self._let_in()
+            self._changed.notify_all()
+
+    def _shut(self) -> None:
+        """Nobody comes in any more."""
+        self._is_closed = True
+        for told in self._outside:
+            told.set_result(None)
+        self._outside.clear()
+        self._changed.notify_all()
 
     def close(self, cancel: bool = False, seconds: float | None = 0.0) -> None:
         """Nothing can be added any more. What waits is run.
@@ -165,8 +151,7 @@ class Waiting:
             seconds: to wait for the thread to end; None for as long as it takes.
         """
         with self._changed:
-            self._is_closed = True
-            self._tell()
+            self._shut()
             left = [*self.requests, *self.running] if cancel else []
         for request in left:
             request.future.cancel()
@@ -185,7 +170,7 @@ class Waiting:
         finally:
             with self._changed:
                 self._pauses = max(self._pauses - 1, 0)  # none is left in a process that was forked in the block
-                self._tell()
+                self._changed.notify_all()
 
     # ---- for the thread of the engine
 
@@ -199,9 +184,9 @@ class Waiting:
                     request.future.settle(RuntimeError("the engine has lost the request: please report this"))
         except BaseException as error:
             with self._changed:
-                self._is_closed, self._is_idle, self.failure = True, True, error
+                self._is_idle, self.failure = True, error
+                self._shut()
                 left = [*self.requests, *self.running]
-                self._tell()
             self._executor.reset()
             for request in left:  # nobody is left to run anything
                 request.future.settle(error)
@@ -211,7 +196,7 @@ class Waiting:
         """Waits for requests that may run; False when it is closed, and none are left."""
         with self._changed:
             self._is_idle = True
-            self._tell()
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pauses if self.requests else self._is_closed)
             self._is_idle = not self.requests
             return bool(self.requests)
@@ -221,8 +206,7 @@ class Waiting:
         with self._changed:
             chosen = self._executor.choose(self.requests) if self.requests and not self._pauses else []
             self.running += [request for request in chosen if not request.future.done()]
-            if chosen:
-                self._tell()
+            self._let_in()
             return chosen
 
     def _forked(self) -> None:
@@ -230,7 +214,7 @@ class Waiting:
         for request in (*self.requests, *self.running):
             request.future.give_up(RuntimeError("the process was forked: the request runs in the one it came from"))
         self.requests, self.running, self.thread, self._pauses, self._is_idle = [], [], None, 0, True
-        self._to_tell.clear()
+        self._outside.clear()
         self._executor.reset()
 
 

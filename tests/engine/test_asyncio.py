@@ -98,6 +98,25 @@ def test_threads_of_the_loop_do_not_wait_for_room(llama: Any) -> None:
         _run(run())
 
 
+def test_those_that_wait_for_room_do_not_wake_each_other(llama: Any) -> None:
+    """Each is told when it is in, and when it has its result, however many wait."""
+    told: list[Any] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        tell = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *given, **options: (told.append(given), tell(*given, **options))[1]
+        with engine.paused():
+            tasks = [asyncio.ensure_future(engine.asubmit(PROMPTS[n % 3], max_new_tokens=1)) for n in range(40)]
+            await asyncio.sleep(0.01)
+        results = [await (await task) for task in tasks]
+        assert_alone(llama, [PROMPTS[n % 3] for n in range(40)], results, max_new_tokens=1)
+
+    with fastgen.Engine(llama, max_waiting=1) as engine:
+        _run(run())
+    assert len(told) <= 3 * 40
+
+
 def test_a_task_that_is_cancelled_when_there_is_room(llama: Any) -> None:
     """In the same turn of the loop. Then it does not go on, nor does its request."""
 

@@ -73,6 +73,7 @@ def test_many_threads(name: str, count: int) -> None:
     users = [threading.Thread(target=user) for _ in range(32)]
     for each in users:
         each.start()
+    assert torch.equal(alone(model, PROMPTS[0], max_new_tokens=12), expected[0, 0])  # the model is used meanwhile
     for each in users:
         each.join()
     engine.close()

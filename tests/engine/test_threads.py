@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import gc
 import os
 import subprocess
@@ -18,38 +17,6 @@ import torch
 import fastgen
 from tests.engine.conftest import PROMPTS, WAIT, Gate, alone, assert_alone, both_kinds
 from tests.equivalence.models import BY_NAME
-
-
-@both_kinds
-def test_eight_threads(model: Any) -> None:
-    prompts = PROMPTS[:4]
-    kinds: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"max_new_tokens": 5}]
-    expected = [[alone(model, prompt, **kind) for kind in kinds] for prompt in prompts]
-    wrong: list[Any] = []
-
-    def submits(number: int) -> None:
-        for index, prompt in enumerate(prompts):
-            for which, kind in enumerate(kinds):
-                with contextlib.suppress(concurrent.futures.CancelledError):
-                    future = engine.submit(prompt, **kind)
-                    if (number + index + which) % 8 == 0:
-                        future.cancel()
-                    if not torch.equal(future.result(WAIT), expected[index][which]):
-                        wrong.append((prompt, kind))
-
-    with fastgen.Engine(model, max_waiting=5) as engine:
-        threads = [threading.Thread(target=submits, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        # The model is used by others meanwhile.
-        assert_alone(model, PROMPTS[:1], [expected[0][0]])
-        for thread in threads:
-            thread.join()
-        stats = engine.stats()
-    assert not wrong
-    assert stats["submitted"] == 8 * len(prompts) * len(kinds)
-    assert stats["waiting"] == stats["running"] == stats["failed"] == 0
-    assert stats["finished"] + stats["cancelled"] == stats["submitted"]
 
 
 def test_cancelled_while_it_waits(llama: Any, gate: Gate) -> None:
