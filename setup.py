@@ -37,7 +37,6 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
 MINIMUM_TORCH = (2, 10)
-WINDOWS = os.name == "nt"
 CSRC = Path("fastgen/csrc")
 
 
@@ -110,7 +109,7 @@ def missing() -> str | None:
         if reason:
             return f"FASTGEN_DEVICES asks for CUDA, but {reason}: set FASTGEN_DEVICES=cpu, {WITHOUT}"
     compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
-    if not WINDOWS and not shutil.which(compiler):
+    if not shutil.which(compiler):
         return f"there is no C++ compiler {compiler} for the operators: install g++, or name one with CXX, {WITHOUT}"
     return None
 
@@ -149,7 +148,7 @@ def extensions() -> list[Extension]:
                 ("TORCH_TARGET_VERSION", f"0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000"),
                 *macros,
             ],
-            extra_compile_args=["/std:c++17", "/O2"] if WINDOWS else ["-std=c++17", "-O3", *options],
+            extra_compile_args=["-std=c++17", "-O3", *options],
             language="c++",
         )
 
@@ -222,10 +221,7 @@ class BuildLibraries(build_ext):
             super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split("."))) + (".dll" if WINDOWS else ".so")
-
-    def get_export_symbols(self, extension: Extension) -> list[str]:
-        return []
+        return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, extension: Extension) -> None:
         built = Path(self.get_ext_fullpath(extension.name))
@@ -251,8 +247,7 @@ class BuildLibraries(build_ext):
         command += [f"-D{name}={value}" if value else f"-D{name}" for name, value in extension.define_macros]
         command += [option for path in extension.include_dirs for option in ("-isystem", path)]
         command += [f"-L{path}" for path in extension.library_dirs] + [f"-l{name}" for name in extension.libraries]
-        if not WINDOWS:
-            command += ["-Xcompiler", "-fPIC"]
+        command += ["-Xcompiler", "-fPIC"]
         subprocess.run(command, check=True)
 
     def copy_extensions_to_source(self) -> None:

@@ -61,12 +61,12 @@ struct Problem {
   int64_t rows_per_source_row;
   int64_t n;
 
-  // Whether the row has the n - 1 tokens that the next one would complete to an n-gram.
-  FASTGEN_HOST_DEVICE bool has_prefix(int64_t row) const { return tokens.lengths[row] >= n - 1; }
+  // Where the last n - 1 tokens of a row begin, which the next one would complete to an n-gram; below zero if it has fewer.
+  FASTGEN_HOST_DEVICE int64_t first_of_prefix(int64_t row) const { return tokens.lengths[row] - (n - 1); }
 
-  // The last n - 1 tokens of such a row, a stride of tokens.stride apart.
-  FASTGEN_HOST_DEVICE const token_t* prefix(int64_t row) const {
-    return tokens.data + row * tokens.row_stride + (tokens.lengths[row] - (n - 1)) * tokens.stride;
+  // Those tokens, a stride of tokens.stride apart. Another thread may have changed the length since `first` was found.
+  FASTGEN_HOST_DEVICE const token_t* prefix(int64_t row, int64_t first) const {
+    return tokens.data + row * tokens.row_stride + first * tokens.stride;
   }
 
   // Bans what follows each occurrence of the prefix; looks at the windows first, first + step, ... of the row.

@@ -19,7 +19,6 @@ from torch import Tensor
 from fastgen import counters
 
 _NAMES = {"CPU": "C++ (csrc)", "CUDA": "CUDA (csrc)"}
-_SUFFIX = ".dll" if os.name == "nt" else ".so"
 
 
 @functools.cache
@@ -30,7 +29,7 @@ def load(device: str) -> str:
     """
     if is_disabled():
         return "FASTGEN_NO_EXT is set"
-    path = Path(__file__).with_name(f"libfastgen_{device.lower()}{_SUFFIX}")
+    path = Path(__file__).with_name(f"libfastgen_{device.lower()}.so")
     if not path.exists():
         return _not_built(path.parents[2], device)
     try:

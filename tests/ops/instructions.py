@@ -64,7 +64,7 @@ def _choose(with_avx_vnni: bool) -> None:
 
 def _library_of_the_kernels() -> list[ctypes.CDLL]:
     """That of the compiled operators; an empty list where it was not built."""
-    path = Path(_library.__file__).with_name(f"libfastgen_cpu{_library._SUFFIX}")
+    path = Path(_library.__file__).with_name("libfastgen_cpu.so")
     return [] if _library.load("CPU") else [ctypes.CDLL(str(path))]
 
 

@@ -8,78 +8,24 @@
 // A log-softmax and what is added to a row change the order in the row at most to equality. And what is no better changes
 // nothing for torch.topk, whatever its order of equal scores. So the few that are left are given to the same algorithm, in
 // their order, and it chooses what it would have chosen of all.
-#include "bits.h"
-#include "checks.h"
 #include "elementwise/functions.h"
-#include "float16.h"
-#include "instruction_set.h"
-#include "parallel.h"
-#include "plan.h"
+#include "floats.h"
+#include "isa.h"
+#include "operator.h"
 #include "topk.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <functional>
 #include <limits>
-#include <vector>
-
-#ifdef FASTGEN_X86
-#include <immintrin.h>
-#endif
 
 namespace {
 
-using fastgen::Candidate;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace fastgen;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNoNumber = std::numeric_limits<float>::quiet_NaN();
 // Scores of one task; of a block, which stays in the first cache; and of a line. kLines are compared with one limit.
 constexpr int64_t kPart = 32768, kBlock = 1024, kLine = 64, kLines = 4;
-
-namespace portable {
-#define FASTGEN_TARGET
-#define FASTGEN_FLOAT16 fastgen::Float16
-#define FASTGEN_WIDTH 1
-#include "best_candidates/loops.h"
-#undef FASTGEN_WIDTH
-#undef FASTGEN_FLOAT16
-#undef FASTGEN_TARGET
-}  // namespace portable
-
-#ifdef FASTGEN_X86
-namespace avx2 {
-#define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c")))
-#define FASTGEN_FLOAT16 fastgen::Float16F16c
-#define FASTGEN_WIDTH 8
-#include "best_candidates/loops.h"
-#undef FASTGEN_WIDTH
-#undef FASTGEN_FLOAT16
-#undef FASTGEN_TARGET
-}  // namespace avx2
-
-namespace avx512 {
-#ifdef __clang__
-#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#else
-#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#endif
-#define FASTGEN_FLOAT16 fastgen::Float16Avx512
-#define FASTGEN_WIDTH 16
-#include "best_candidates/loops.h"
-#undef FASTGEN_WIDTH
-#undef FASTGEN_FLOAT16
-#undef FASTGEN_TARGET
-}  // namespace avx512
-#endif
 
 struct Loops {
   void (*above)(const float*, int64_t, float, uint64_t*);
@@ -89,13 +35,9 @@ struct Loops {
   void (*widen_float16)(float*, const uint16_t*, int64_t);
 };
 
-#define FASTGEN_LOOPS(NAMESPACE)                                                             \
-  Loops {                                                                                    \
-    &NAMESPACE::above, &NAMESPACE::largest, &NAMESPACE::sum_of_exponentials,                 \
-        &NAMESPACE::widen_bfloat16, &NAMESPACE::widen_float16                                \
-  }
-Loops loops() { return FASTGEN_CHOOSE(FASTGEN_LOOPS); }
-#undef FASTGEN_LOOPS
+#define FASTGEN_KERNELS "best_candidates/loops.h"
+#define FASTGEN_LOOPS
+#include "each_isa.h"
 
 // The sum of e to the power of some scores is total * e^maximum.
 struct Denominator {
@@ -149,7 +91,7 @@ class Part {
       loops.above(block + i, lines, best_.front(), above);
       for (int64_t line = 0; line < lines; ++line) {
         for (uint64_t left = above[line]; left != 0; left &= left - 1) {
-          const int64_t j = i + line * kLine + fastgen::lowest_bit(left);
+          const int64_t j = i + line * kLine + lowest_bit(left);
           look_at(block[j], begin + j);
         }
       }
@@ -195,37 +137,29 @@ void add_row(std::vector<Candidate>& candidates, const std::vector<Part>& parts,
 // The `count` best of scores [inputs * beams, vocabulary], or of their log-softmax, plus what is added to each row,
 // [inputs, beams]: their values, beams and tokens, [inputs, count] each.
 void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scores, Tensor running, bool normalise) {
-  fastgen::Arguments("best_candidates").writes(values, beams, tokens).reads(scores, running);
+  Arguments("best_candidates").writes(values, beams, tokens).reads(scores, running);
   const ScalarType type = scores.scalar_type();
   STD_TORCH_CHECK(scores.dim() == 2 && running.dim() == 2 && scores.size(0) == running.size(0) * running.size(1) &&
-                      (type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half) &&
-                      running.scalar_type() == ScalarType::Float && scores.is_contiguous() && running.is_contiguous(),
+                      is_floating(type) && running.scalar_type() == ScalarType::Float && scores.is_contiguous() &&
+                      running.is_contiguous(),
                   "best_candidates: scores must be [inputs * beams, vocabulary] of float32, bfloat16 or float16, and "
                   "running [inputs, beams] of float32");
-  STD_TORCH_CHECK(values.dim() == 2 && values.size(0) == running.size(0) && values.scalar_type() == ScalarType::Float &&
-                      values.is_contiguous(),
-                  "best_candidates: the values must be [inputs, count], of float32");
-  for (const Tensor* each : {&beams, &tokens}) {
-    STD_TORCH_CHECK(each->dim() == 2 && each->size(0) == values.size(0) && each->size(1) == values.size(1) &&
-                        each->scalar_type() == ScalarType::Long && each->is_contiguous(),
-                    "best_candidates: beams and tokens must be [inputs, count], of int64");
-  }
+  STD_TORCH_CHECK(values.dim() == 2, "best_candidates: the values must be [inputs, count], of float32");
   const int64_t inputs = running.size(0), per_input = running.size(1), vocabulary = scores.size(1);
-  const int64_t count = values.size(1), all = fastgen::product_of("best_candidates", per_input, vocabulary);
+  const int64_t count = values.size(1), all = product_of("best_candidates", per_input, vocabulary);
+  const char* wanted = "best_candidates: beams and tokens must be [inputs, count], of int64";
+  const char* data = numbers_of<const char>(scores);
+  const float* added = numbers_of<const float>(running);
+  float* value = checked<float>(values, {inputs, count}, "best_candidates: the values must be [inputs, count], of float32");
+  int64_t *beam = checked<int64_t>(beams, {inputs, count}, wanted), *token = checked<int64_t>(tokens, {inputs, count}, wanted);
   STD_TORCH_CHECK(count >= 1 && count <= all, "best_candidates: there are not so many candidates");
-  const char* data = static_cast<const char*>(scores.const_data_ptr());
-  const float* added = static_cast<const float*>(running.const_data_ptr());
-  float* value = static_cast<float*>(values.mutable_data_ptr());
-  int64_t* beam = static_cast<int64_t*>(beams.mutable_data_ptr());
-  int64_t* token = static_cast<int64_t*>(tokens.mutable_data_ptr());
 
-  const bool one_pass = fastgen::is_one_pass(count, all);
+  const bool one_pass = is_one_pass(count, all);
   const int64_t kept = one_pass ? count : all;  // otherwise nothing may be left out
-  const int64_t bytes = type == ScalarType::Float ? sizeof(float) : sizeof(uint16_t);
-  const int64_t parts = (vocabulary + kPart - 1) / kPart;
-  const Loops chosen = loops();
+  const int64_t bytes = static_cast<int64_t>(scores.element_size()), parts = quotient(vocabulary, kPart);
+  const Loops chosen = FASTGEN_CHOOSE(kLoops);
   std::vector<Part> found(inputs * per_input * parts);
-  fastgen::parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task / parts, first = task % parts * kPart;
       found[task].scan(data + (row * vocabulary + first) * bytes, type, std::min(kPart, vocabulary - first),
@@ -239,7 +173,7 @@ void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scor
       add_row(candidates, found, row * parts, (row + 1) * parts, row % per_input * vocabulary,
               std::min(kept, vocabulary), added[row], normalise);
     }
-    fastgen::topk(candidates, count, one_pass);
+    topk(candidates, count, one_pass);
     for (int64_t i = 0; i < count; ++i) {
       value[input * count + i] = candidates[i].score;
       beam[input * count + i] = candidates[i].index / vocabulary;

@@ -6,17 +6,67 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace fastgen {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+inline bool is_floating(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+}
+
+template <class T>
+constexpr ScalarType type_of() {
+  if (std::is_same_v<T, float>) return ScalarType::Float;
+  if (std::is_same_v<T, int64_t>) return ScalarType::Long;
+  if (std::is_same_v<T, int32_t>) return ScalarType::Int;
+  return std::is_same_v<T, bool> ? ScalarType::Bool : ScalarType::Byte;
+}
+
+// Whether a tensor has this type and shape, and its numbers lie next to each other.
+inline bool is_like(const Tensor& x, ScalarType type, std::initializer_list<int64_t> sizes) {
+  bool fits = x.scalar_type() == type && x.dim() == static_cast<int64_t>(sizes.size()) && x.is_contiguous();
+  int64_t dim = 0;
+  for (const int64_t size : sizes) fits = fits && x.size(dim++) == size;
+  return fits;
+}
+
+// The numbers of a tensor, whose type has been checked: constant ones to read, others to write.
+template <class T>
+T* numbers_of(const Tensor& x) {
+  if constexpr (std::is_const_v<T>) return static_cast<T*>(x.const_data_ptr());
+  else return static_cast<T*>(x.mutable_data_ptr());
+}
+
+// Those of a tensor that is like that; else an error of this message.
+template <class T, class... Message>
+T* checked(const Tensor& x, std::initializer_list<int64_t> sizes, const Message&... message) {
+  STD_TORCH_CHECK(is_like(x, type_of<std::remove_const_t<T>>(), sizes), message...);
+  return numbers_of<T>(x);
+}
+
+// A number of each row: one int64 for all of them, or one for each.
+struct OfRows {
+  const int64_t* data;
+  int64_t stride;
+
+  static bool fits(const Tensor& x, int64_t rows) {
+    return x.scalar_type() == ScalarType::Long && (x.numel() == 1 || (x.dim() == 1 && x.size(0) == rows));
+  }
+  explicit OfRows(const Tensor& x) : data(numbers_of<const int64_t>(x)), stride(x.numel() == 1 ? 0 : x.stride(0)) {}
+  int64_t operator[](int64_t row) const { return data[row * stride]; }
+};
 
 // a / b rounded up, for sizes: b is above zero.
 inline int64_t quotient(int64_t a, int64_t b) { return a / b + (a % b > 0); }
@@ -27,12 +77,7 @@ int64_t product_of(const char* name, Sizes... sizes) {
   int64_t product = 1;
   bool overflows = false;
   for (const int64_t size : {static_cast<int64_t>(sizes)...}) {
-#ifdef __GNUC__
     overflows = __builtin_mul_overflow(product, size, &product) || overflows;
-#else
-    overflows = overflows || (size > 0 && product > INT64_MAX / size);
-    product = overflows ? 0 : product * size;
-#endif
   }
   STD_TORCH_CHECK(!overflows, name, ": sizes whose product is beyond int64");
   return product;

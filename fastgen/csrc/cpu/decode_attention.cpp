@@ -4,32 +4,24 @@
 // matrix that goes over it once. Long prefixes are read in chunks that are put together afterwards, so that there is
 // work for every thread even with one input (Dao et al., "Flash-Decoding for long-context inference", 2023). How a
 // prefix is divided depends on shapes alone: the result is the same for any number of threads.
-#include "attention/kernels.h"
-#include "checks.h"
-#include "parallel.h"
-#include "of_rows.h"
-#include "plan.h"
+#include "attention/problem.h"
+#include "isa.h"
+#include "operator.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
-#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
-#include <optional>
-#include <vector>
 
 namespace {
 
-using fastgen::AttentionProblem;
-using fastgen::ElementType;
-using fastgen::OfRows;
-using fastgen::Strided;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace fastgen;
+
+#define FASTGEN_KERNELS "attention/kernel.h"
+#define FASTGEN_LOOPS
+#include "each_isa.h"
 
 // A prefix is divided until there are about so many tasks, enough for the cores of a socket to end at the same time. A
 // chunk has at least kMinChunk positions, which take some hundred times as long to read as its state does to merge.
@@ -42,8 +34,8 @@ constexpr int64_t kMaxDim = 1 << 20;
 
 // These keep the kernel inside the memory of its arguments, whoever calls the operator.
 void check_part(const char* name, const Tensor& part, const Tensor& query, int64_t rows, int64_t kv_heads) {
-  STD_TORCH_CHECK(part.is_cpu() && part.scalar_type() == query.scalar_type(), "decode_attention: ", name,
-                  " must have the device and the type of the query");
+  STD_TORCH_CHECK(part.scalar_type() == query.scalar_type(), "decode_attention: ", name,
+                  " must have the type of the query");
   STD_TORCH_CHECK(part.dim() == 4 && part.size(0) == rows && part.size(1) == kv_heads, "decode_attention: ",
                   name, " must be [", rows, ", ", kv_heads, ", length, dim]");
   STD_TORCH_CHECK(part.stride(3) == 1 || part.size(3) <= 1, "decode_attention: the last dimension of ", name,
@@ -61,11 +53,9 @@ void check_pair(const char* name, const Tensor& keys, const Tensor& values, int6
 
 // The table may have more columns than there are positions, and rows may have fewer positions than others.
 void check_ancestry(const Tensor& ancestry, int64_t rows, const AttentionProblem& problem) {
-  const int64_t length = problem.suffix_length;
-  STD_TORCH_CHECK(ancestry.is_cpu() && ancestry.scalar_type() == ScalarType::Int && ancestry.dim() == 2 &&
-                      ancestry.size(0) == rows && ancestry.size(1) >= length,
-                  "decode_attention: ancestry must be an int32 tensor [", rows, ", ", length, "] on the CPU");
-  const auto* table = static_cast<const int32_t*>(ancestry.const_data_ptr());
+  STD_TORCH_CHECK(ancestry.scalar_type() == ScalarType::Int && ancestry.size(0) == rows,
+                  "decode_attention: ancestry must be an int32 tensor [", rows, ", ", problem.suffix_length, "]");
+  const auto* table = numbers_of<const int32_t>(ancestry);
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < problem.length_of(i); ++j) {
       const int32_t row = table[i * ancestry.stride(0) + j * ancestry.stride(1)];
@@ -107,20 +97,20 @@ Strided strided_mask(const Tensor& mask, const int64_t (&scores)[4]) {
 
 void divide(AttentionProblem& problem, int64_t threads) {
   const int64_t matrices = problem.batch * problem.kv_heads;
-  const int64_t longest = std::max<int64_t>(1, (problem.prefix_length + kMinChunk - 1) / kMinChunk);
+  const int64_t longest = std::max<int64_t>(1, quotient(problem.prefix_length, kMinChunk));
   problem.chunks = std::clamp<int64_t>(kTasks / matrices, 1, longest);
-  problem.chunk_length = (problem.prefix_length + problem.chunks - 1) / problem.chunks;
+  problem.chunk_length = quotient(problem.prefix_length, problem.chunks);
   // Suffixes that are longer than the prefix are worth tasks of their own where the matrices are too few.
   const bool long_suffixes = matrices < 4 * threads && problem.suffix_length * problem.per_input > problem.prefix_length;
   problem.fused = problem.chunks == 1 && !long_suffixes;
 }
 
 void attend(AttentionProblem& problem, ElementType type) {
-  const auto kernels = fastgen::choose_kernels(type);
+  const AttentionKernels kernels = FASTGEN_CHOOSE(kernels(type));
   divide(problem, torch::stable::get_num_threads());
   const int64_t tasks = problem.batch * problem.kv_heads * problem.chunks;
   // What the threads and the chunks work in, in bytes: more than that is not asked for.
-  fastgen::product_of("attention", tasks, problem.per_input, problem.group, problem.queries, sizeof(float),
+  product_of("attention", tasks, problem.per_input, problem.group, problem.queries, sizeof(float),
                       problem.dim + problem.value_dim + 256);
   std::unique_ptr<float[]> states;
   if (!problem.fused) {
@@ -131,27 +121,22 @@ void attend(AttentionProblem& problem, ElementType type) {
   const auto grain = [](int64_t products) { return 1 + kProductsPerTask / (1 + products); };
   const int64_t suffix_products = products_per_position * problem.suffix_length;
   const int64_t chunk_products = products_per_position * problem.per_input * problem.chunk_length;
-  fastgen::parallel_for(0, tasks, grain(chunk_products + (problem.fused ? suffix_products * problem.per_input : 0)),
-                              [&](int64_t begin, int64_t end) { kernels.attend_prefix(problem, begin, end); });
+  parallel_for(0, tasks, grain(chunk_products + (problem.fused ? suffix_products * problem.per_input : 0)),
+               [&](int64_t begin, int64_t end) { kernels.attend_prefix(problem, begin, end); });
   if (problem.fused) return;
-  fastgen::parallel_for(0, problem.batch * problem.kv_heads * problem.per_input, grain(suffix_products),
-                              [&](int64_t begin, int64_t end) { kernels.attend_suffix(problem, begin, end); });
+  parallel_for(0, problem.batch * problem.kv_heads * problem.per_input, grain(suffix_products),
+               [&](int64_t begin, int64_t end) { kernels.attend_suffix(problem, begin, end); });
 }
 
 const int32_t* bounds(const char* name, const std::optional<Tensor>& given, int64_t batch) {
   if (!given) return nullptr;
-  STD_TORCH_CHECK(given->is_cpu() && given->scalar_type() == ScalarType::Int && given->dim() == 1 &&
-                      given->size(0) == batch && given->is_contiguous(),
-                  "decode_attention: ", name, " must be int32, [", batch, "], on the CPU");
-  return static_cast<const int32_t*>(given->const_data_ptr());
+  return checked<const int32_t>(*given, {batch}, "decode_attention: ", name, " must be int32, [", batch, "]");
 }
 
 // A copy: the kernel uses what has been checked.
 std::vector<int64_t> row_map_of(const Tensor& row_map, int64_t rows, int64_t stored) {
-  STD_TORCH_CHECK(row_map.is_cpu() && row_map.scalar_type() == ScalarType::Long && row_map.dim() == 1 &&
-                      row_map.size(0) == rows && row_map.is_contiguous(),
-                  "decode_attention: the row map must be int64, [", rows, "], on the CPU");
-  const auto* first = static_cast<const int64_t*>(row_map.const_data_ptr());
+  const auto* first =
+      checked<const int64_t>(row_map, {rows}, "decode_attention: the row map must be int64, [", rows, "]");
   const std::vector<int64_t> found(first, first + rows);
   for (const int64_t row : found) {
     STD_TORCH_CHECK(row >= 0 && row < stored, "decode_attention: the row map names row ", row, " of ", stored);
@@ -165,14 +150,13 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
                           std::optional<Tensor> ends, std::optional<Tensor> suffix_lengths,
                           std::optional<Tensor> ancestry, std::optional<int64_t> window, bool causal,
                           std::optional<Tensor> row_map) {
-  fastgen::Arguments("decode_attention")
+  Arguments("decode_attention")
       .writes(output)
       .reads(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, starts, ends, suffix_lengths, ancestry,
              row_map);
   const ScalarType type = query.scalar_type();
-  STD_TORCH_CHECK(query.is_cpu() && query.dim() == 4, "decode_attention: query must be [rows, heads, Q, dim]");
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
-                  "decode_attention: query must be float32, float16 or bfloat16");
+  STD_TORCH_CHECK(query.dim() == 4, "decode_attention: query must be [rows, heads, Q, dim]");
+  STD_TORCH_CHECK(is_floating(type), "decode_attention: query must be float32, float16 or bfloat16");
   STD_TORCH_CHECK(prefix_keys.dim() == 4 && prefix_values.dim() == 4,
                   "decode_attention: the prefix must be [batch, kv heads, N, dim]");
   const int64_t rows = query.size(0), heads = query.size(1), queries = query.size(2), dim = query.size(3);
@@ -192,9 +176,7 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   check_part("prefix_keys", prefix_keys, query, batch, kv_heads);
   check_part("prefix_values", prefix_values, query, batch, kv_heads);
   check_pair("prefix", prefix_keys, prefix_values, dim, value_dim);
-  STD_TORCH_CHECK(output.scalar_type() == type && output.is_contiguous() && output.dim() == 4 &&
-                      output.size(0) == rows && output.size(1) == heads && output.size(2) == queries &&
-                      output.size(3) == value_dim,
+  STD_TORCH_CHECK(is_like(output, type, {rows, heads, queries, value_dim}),
                   "decode_attention: the result must be [rows, heads, Q, dim of the values]");
   AttentionProblem problem{};
   problem.batch = batch;
@@ -218,13 +200,12 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
     problem.suffix_values = strided(*suffix_values);
   }
   STD_TORCH_CHECK(!suffix_lengths || OfRows::fits(*suffix_lengths, rows),
-                  "decode_attention: the length of the suffix must be one int64 on the CPU, or one for each row");
+                  "decode_attention: the length of the suffix must be one int64, or one for each row");
   problem.mask_type = ElementType::kBool;
   if (mask) {
     const ScalarType mask_type = mask->scalar_type();
-    STD_TORCH_CHECK(mask->is_cpu() &&
-                        (mask_type == ScalarType::Bool || mask_type == type || mask_type == ScalarType::Float),
-                    "decode_attention: the mask must be bool, float32 or of the type of the query, on the CPU");
+    STD_TORCH_CHECK(mask_type == ScalarType::Bool || mask_type == type || mask_type == ScalarType::Float,
+                    "decode_attention: the mask must be bool, float32 or of the type of the query");
     problem.mask = strided_mask(*mask, {rows, heads, queries, problem.prefix_length + capacity});
     problem.mask_type = element_type(mask_type);
   }

@@ -1,65 +1,27 @@
 // Several elementwise operators and norms in one call, for tensors so small that starting an operator takes longer than
 // computing it, and some for tensors of any size. The schema is defined in fastgen/ops/elementwise.py.
-#include "bfloat16.h"
-#include "checks.h"
 #include "elementwise/functions.h"
 #include "elementwise/lines.h"
-#include "float16.h"
-#include "instruction_set.h"
-#include "parallel.h"
-#include "plan.h"
+#include "floats.h"
+#include "isa.h"
+#include "operator.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
-namespace fastgen {
-namespace {
-
-namespace portable {
-#define FASTGEN_TARGET
-#include "elementwise/loops.h"
-}  // namespace portable
-
-#ifdef FASTGEN_X86
-namespace avx2 {
-#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
-#include "elementwise/loops.h"
-}  // namespace avx2
-
-namespace avx512 {
-#ifdef __clang__
-#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#else
-#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#endif
-#include "elementwise/loops.h"
-}  // namespace avx512
-#endif
-
-}  // namespace
-
-Line line_of(int64_t kind) {
-#define FASTGEN_LINE(SET) SET::line_of(kind)
-  return FASTGEN_CHOOSE(FASTGEN_LINE);
-#undef FASTGEN_LINE
-}
-
-}  // namespace fastgen
 
 namespace {
 
 using namespace fastgen;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+
+#define FASTGEN_KERNELS "elementwise/loops.h"
+#define FASTGEN_LOOPS
+#include "each_isa.h"
+
+}  // namespace
+
+fastgen::Line fastgen::line_of(int64_t kind) { return FASTGEN_CHOOSE(line_of(kind)); }
+
+namespace {
 
 // The result, and three operands: where they begin, and how far apart their numbers are.
 constexpr int64_t kMaxDims = 8, kTensors = 4;
@@ -228,15 +190,15 @@ struct Code {
 
   Code(const std::vector<Tensor>& tensors, const Tensor& code) {
     // Memory is what the results and the operands lie in together. The instructions have been read before any is executed.
-    fastgen::Arguments("elementwise").reads(tensors, code);
+    Arguments("elementwise").reads(tensors, code);
     STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
                         code.is_contiguous(),
                     "elementwise: the code must be [instructions, ", kLength, "] of int64");
-    instructions = static_cast<const Instruction*>(code.const_data_ptr()), count = code.size(0);
+    instructions = numbers_of<const Instruction>(code), count = code.size(0);
     for (const Tensor& tensor : tensors) {
       STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous(),
                       "elementwise: memory must be bytes next to each other");
-      memory.push_back({static_cast<char*>(tensor.mutable_data_ptr()), tensor.numel()});
+      memory.push_back({numbers_of<char>(tensor), tensor.numel()});
     }
   }
 };
@@ -297,12 +259,12 @@ bool has_moved(const std::vector<Tensor>& tensors, const std::vector<Memory>& me
 void elementwise(std::vector<Tensor> tensors, Tensor given) {
   Code code(tensors, given);
   std::vector<Step> steps = steps_of(code);
-  if (!fastgen::plan_is_open()) {
+  if (!plan_is_open()) {
     for (const Step& each : steps) run(each);
     return;
   }
   // What is where is found out once, and again when memory has moved, as it does when it becomes shared by processes.
-  fastgen::add_to_plan([tensors, given, memory = code.memory, steps]() mutable {
+  add_to_plan([tensors, given, memory = code.memory, steps]() mutable {
     if (has_moved(tensors, memory)) {
       const Code now(tensors, given);
       memory = now.memory, steps = steps_of(now);

@@ -1,22 +1,17 @@
 // Takes a tensor out of the processor's caches. The schema is defined in fastgen/ops/linear/tune.py.
-#include "checks.h"
+#include "instruction_set.h"
+#include "operator.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <cstdint>
-
-#if (defined(__x86_64__) && defined(__GNUC__))
+#ifdef FASTGEN_X86
 #include <cpuid.h>
 #include <immintrin.h>
-#define FASTGEN_EVICTS
 #endif
 
 namespace {
 
-using torch::stable::Tensor;
+using namespace fastgen;
 
-#ifdef FASTGEN_EVICTS
+#ifdef FASTGEN_X86
 constexpr uintptr_t kLine = 64;
 
 bool evicts() {
@@ -39,7 +34,7 @@ void flush(uintptr_t, uintptr_t) {}
 // Whether this processor can. All from the first number of the tensor up to the last one is taken out.
 bool evict(Tensor x) {
   static const bool can = evicts();
-  const fastgen::Extent extent = fastgen::Arguments("evict").extent_of(x);
+  const Extent extent = Arguments("evict").extent_of(x);
   if (can) flush(extent.begin, extent.end);
   return can;
 }

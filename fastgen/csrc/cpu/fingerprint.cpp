@@ -1,19 +1,9 @@
 // A fingerprint of a tensor. The schema is defined in fastgen/ops/fingerprint.py.
-#include "checks.h"
-#include "parallel.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "operator.h"
 
 namespace {
 
-using torch::stable::Tensor;
+using namespace fastgen;
 
 // Adds a word to a sum. This can be undone, so that a word alone never goes unseen.
 inline void add(uint64_t& sum, uint64_t word) {
@@ -43,13 +33,13 @@ uint64_t fingerprint_of(const char* from, int64_t bytes) {
 }
 
 int64_t fingerprint(Tensor x) {
-  fastgen::Arguments("fingerprint").reads(x);
+  Arguments("fingerprint").reads(x);
   STD_TORCH_CHECK(x.is_contiguous(), "fingerprint: the numbers must lie next to each other");
   constexpr int64_t kPart = 1 << 17;
-  const int64_t bytes = x.numel() * static_cast<int64_t>(x.element_size()), parts = (bytes + kPart - 1) / kPart;
-  const char* from = static_cast<const char*>(x.const_data_ptr());
+  const int64_t bytes = x.numel() * static_cast<int64_t>(x.element_size()), parts = quotient(bytes, kPart);
+  const char* from = numbers_of<const char>(x);
   std::vector<uint64_t> sums(parts);
-  fastgen::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       sums[part] = fingerprint_of(from + part * kPart, std::min(kPart, bytes - part * kPart));
     }

@@ -9,6 +9,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(FASTGEN_AMX) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace {
 
 using fastgen::InstructionSet;
@@ -73,6 +78,19 @@ bool has_avx512_bf16() {
 #endif
 }
 
+bool has_amx() {
+#if defined(FASTGEN_AMX) && defined(__linux__)
+  static const bool allowed = [] {
+    constexpr long kRequest = 0x1023, kRegisters = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    constexpr unsigned int kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
+    return (cpuid(7, 0).d & kAll) == kAll && syscall(SYS_arch_prctl, kRequest, kRegisters) == 0;
+  }();
+  return allowed && !instruction_set_is_given();
+#else
+  return false;
+#endif
+}
+
 bool has_avx_vnni() {
 #ifdef FASTGEN_X86
   static const bool there = [] {
@@ -127,22 +145,16 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CompositeExplicitAutograd, library) {
   library.impl("instruction_set", TORCH_BOX(&instruction_set_op));
 }
 
-#ifdef _WIN32
-#define FASTGEN_FOR_TESTS extern "C" __declspec(dllexport)
-#else
-#define FASTGEN_FOR_TESTS extern "C"
-#endif
-
 // For tests, which run every kernel in one process: the next product looks at the environment again.
-FASTGEN_FOR_TESTS void fastgen_forget_instruction_set() { choice.store(kUnknown, std::memory_order_relaxed); }
+extern "C" void fastgen_forget_instruction_set() { choice.store(kUnknown, std::memory_order_relaxed); }
 
-FASTGEN_FOR_TESTS void fastgen_allow_avx_vnni(bool allowed) {
+extern "C" void fastgen_allow_avx_vnni(bool allowed) {
   avx_vnni_is_allowed.store(allowed, std::memory_order_relaxed);
 }
 
 // For tests: 1 makes the kernels run as on Zen 5, 0 as on others, -1 as on this processor. Returns whether they now run as on
 // Zen 5.
-FASTGEN_FOR_TESTS int fastgen_count_as_zen5(int value) {
+extern "C" int fastgen_count_as_zen5(int value) {
   counts_as_zen5.store(value, std::memory_order_relaxed);
   return fastgen::is_zen5_or_later();
 }

@@ -3,7 +3,10 @@
 
 #include <cstdint>
 
-#if defined(__GNUC__) && defined(__x86_64__)
+#if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernels need gcc or clang, whose vectors they use, and a machine whose lower bytes come first"
+#endif
+#ifdef __x86_64__
 #define FASTGEN_X86 1
 #endif
 
@@ -39,12 +42,12 @@ bool is_zen5_or_later();
 
 }  // namespace fastgen
 
-// What has been compiled for the vectors in use, in the namespaces `portable`, `avx2` and `avx512`: OF(one of these).
+// What has been compiled for the vectors in use, of the namespaces `portable`, `avx2` and `avx512` (each_isa.h).
 #ifdef FASTGEN_X86
-#define FASTGEN_CHOOSE(OF)                                                            \
-  (fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 ? (OF(avx512))      \
-   : fastgen::instruction_set() == fastgen::InstructionSet::kAvx2 ? (OF(avx2))        \
-                                                                  : (OF(portable)))
+#define FASTGEN_CHOOSE(WHAT)                                                     \
+  (fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 ? avx512::WHAT \
+   : fastgen::instruction_set() == fastgen::InstructionSet::kAvx2 ? avx2::WHAT   \
+                                                                  : portable::WHAT)
 #else
-#define FASTGEN_CHOOSE(OF) (OF(portable))
+#define FASTGEN_CHOOSE(WHAT) portable::WHAT
 #endif

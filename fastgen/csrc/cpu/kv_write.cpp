@@ -1,23 +1,14 @@
 // The K and V of a step into the KV cache. The schema is defined in fastgen/ops/kv_write.py.
-#include "checks.h"
-#include "of_rows.h"
-#include "plan.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <cstring>
+#include "operator.h"
 
 namespace {
 
-using fastgen::OfRows;
-using torch::stable::Tensor;
+using namespace fastgen;
 
 void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, Tensor position) {
   // Rows of different lengths have one cache in which they overlap (decoding/kv/fixed.py): each writes to places
   // of its own.
-  fastgen::Arguments("kv_write").writes_distinct(key_cache).writes_distinct(value_cache).reads(keys, values, position);
+  Arguments("kv_write").writes_distinct(key_cache).writes_distinct(value_cache).reads(keys, values, position);
   STD_TORCH_CHECK(keys.dim() == 3 && OfRows::fits(position, keys.size(0)),
                   "kv_write: position must be one integer of int64, or one for each row");
   const auto check = [](const Tensor& from, const Tensor& to) {
@@ -33,8 +24,8 @@ void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, 
   const auto write = [positions](const Tensor& from, Tensor& to) {
     if (from.numel() == 0) return;
     const int64_t size = from.element_size();
-    const char* source = static_cast<const char*>(from.const_data_ptr());
-    char* target = static_cast<char*>(to.mutable_data_ptr());
+    const char* source = numbers_of<const char>(from);
+    char* target = numbers_of<char>(to);
     for (int64_t row = 0; row < from.size(0); ++row) {
       const int64_t at = positions[row];
       if (at < 0 || at >= to.size(2)) continue;

@@ -4,37 +4,15 @@
 // The estimates come from a copy of the weight in 8 bits. Each is off by no more than a bound, or -inf for what does not
 // count. The output with the largest estimate is computed from the weight itself; then so are those whose estimates, with
 // their bounds, reach it. Outputs are looked at in blocks first.
+#include "gemm/packed.h"
 #include "top_two/block.h"
-#include "checks.h"
-#include "gemm/gemv.h"
-#include "gemm/formats.h"
-#include "gemm/quantize.h"
-#include "parallel.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <optional>
-#include <vector>
-
-// Vectors as a language extension: gcc and clang.
-#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 
 namespace {
 
-using fastgen::Block;
-using fastgen::kInfinity;
-using fastgen::LookAt;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace fastgen;
 
 // Whether a second output of a row is about as large as the largest (fastgen/ops/top_two.py).
 struct Near {
@@ -61,14 +39,13 @@ struct Row {
 };
 
 Row measure(const Layer& layer, int64_t row) {
-  const int64_t inputs = layer.x.size(1), groups = (inputs + layer.group_size - 1) / layer.group_size;
+  const int64_t inputs = layer.x.size(1), groups = quotient(inputs, layer.group_size);
   const int64_t whole = groups * layer.group_size;
   std::vector<float> line(whole), turned(whole);
   std::vector<int8_t> numbers(whole);
-  std::vector<fastgen::Group> scales(groups);
-  fastgen::read_line(layer.x.const_data_ptr(), row * layer.x.stride(0), inputs, 1, nullptr, layer.x.scalar_type(),
-                     line.data());
-  const fastgen::RowKernels kernels = fastgen::row_kernels();
+  std::vector<Group> scales(groups);
+  std::copy_n(numbers_of<const float>(layer.x) + row * layer.x.stride(0), inputs, line.data());
+  const RowKernels kernels = row_kernels();
   // As the estimates were made. A group times its Hadamard matrix is longer than the group by the root of its size.
   const float size = static_cast<float>(layer.group_size);
   kernels.rotate(line.data(), whole, layer.group_size, 1.0f / size, turned.data());
@@ -106,7 +83,7 @@ bool has_second(const std::vector<float>& results, size_t largest, float margin)
 // The output of a row, from the estimates of all of them. Adds to `count` how many have been computed.
 int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt look, const Near& near,
                 std::atomic<int64_t>& count) {
-  const int64_t outputs = layer.outputs, blocks = (outputs + kBlock - 1) / kBlock;
+  const int64_t outputs = layer.outputs, blocks = quotient(outputs, kBlock);
   const Row of = measure(layer, row);
   std::vector<float> best(blocks);
   bool is_known = std::isfinite(of.length);
@@ -127,7 +104,7 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
     const float* begin = estimates + best_block * kBlock;
     const float* end = estimates + std::min((best_block + 1) * kBlock, outputs);
     first = std::min<int64_t>(std::find(begin, end, best[best_block]) - estimates, outputs - 1);
-    fastgen::gemv_of_outputs(layer.x, row, layer.weight, layer.bias, &first, 1, results.data());
+    gemv_of_outputs(layer.x, row, layer.weight, layer.bias, &first, 1, results.data());
     const float *lengths = layer.lengths, *errors = layer.errors;
     const float *most_lengths = lengths + outputs, *most_errors = errors + outputs;  // of the blocks
     // Written so that what is no number is computed, too.
@@ -152,11 +129,11 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
   if (chosen.empty()) return first;
   results.resize(chosen.size());
   const auto compute = [&](int64_t begin, int64_t end) {
-    fastgen::gemv_of_outputs(layer.x, row, layer.weight, layer.bias, chosen.data() + begin, end - begin, &results[begin]);
+    gemv_of_outputs(layer.x, row, layer.weight, layer.bias, chosen.data() + begin, end - begin, &results[begin]);
   };
   const int64_t some = chosen.size();
   if (layer.x.size(0) == 1) {  // the threads have nothing else to do
-    fastgen::parallel_for(0, some, kGrain, compute);
+    parallel_for(0, some, kGrain, compute);
   } else {
     compute(0, some);
   }
@@ -166,57 +143,42 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
   return chosen[found];
 }
 
-void check(const Tensor& out, const Tensor& estimates, const Layer& layer, const Tensor& sizes) {
+void check(const Layer& layer) {
   const ScalarType type = layer.x.scalar_type();
-  const int64_t rows = layer.x.size(0), blocks = (layer.outputs + kBlock - 1) / kBlock;
-  STD_TORCH_CHECK(out.dim() == 1 && out.size(0) == rows && out.is_contiguous() && out.scalar_type() == ScalarType::Long,
-                  "largest_output: the result must be [rows] of int64");
-  STD_TORCH_CHECK(estimates.dim() == 2 && estimates.size(0) == rows && estimates.size(1) == layer.outputs &&
-                      estimates.is_contiguous() && estimates.scalar_type() == ScalarType::Float,
-                  "largest_output: the estimates must be [rows, outputs] of float32");
   STD_TORCH_CHECK(type == ScalarType::Float && layer.weight.scalar_type() == type &&
-                      (!layer.bias || (layer.bias->scalar_type() == type && layer.bias->dim() == 1 &&
-                                       layer.bias->size(0) == layer.outputs && layer.bias->is_contiguous())),
+                      (!layer.bias || is_like(*layer.bias, type, {layer.outputs})),
                   "largest_output: x, weight and bias must be of float32, the bias [outputs]");
   STD_TORCH_CHECK(layer.x.size(1) == layer.weight.size(1) && layer.x.size(1) > 0 && layer.outputs > 0 &&
-                      (layer.x.size(1) == 1 || (layer.x.stride(1) == 1 && layer.weight.stride(1) == 1)),
+                      are_inputs_adjacent(layer.x) && are_inputs_adjacent(layer.weight),
                   "largest_output: x must be [rows, inputs] and the weight [outputs, inputs], with the inputs next to each "
                   "other");
-  STD_TORCH_CHECK(sizes.dim() == 2 && sizes.size(0) == 2 && sizes.size(1) == layer.outputs + blocks &&
-                      sizes.is_contiguous() && sizes.scalar_type() == ScalarType::Float,
-                  "largest_output: the sizes must be [2, outputs and blocks] of float32");
-  STD_TORCH_CHECK(fastgen::can_rotate(layer.group_size), "largest_output: groups have 32, 64 or 128 inputs");
+  STD_TORCH_CHECK(can_rotate(layer.group_size), "largest_output: groups have 32, 64 or 128 inputs");
 }
 
 int64_t largest_output_out(Tensor out, std::optional<Tensor> is_near, Tensor estimates, Tensor x, Tensor weight,
                            std::optional<Tensor> bias, Tensor sizes, int64_t group_size, double rounding, double masked,
                            double share) {
-  fastgen::Arguments("largest_output").writes(out, is_near).reads(estimates, x, weight, bias, sizes);
+  Arguments("largest_output").writes(out, is_near).reads(estimates, x, weight, bias, sizes);
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "largest_output: x must be [rows, inputs], the weight a matrix");
-  const float* lengths = static_cast<const float*>(sizes.const_data_ptr());
-  const int64_t outputs = weight.size(0);
-  const Layer layer{x, weight, bias, lengths, lengths + sizes.numel() / 2, outputs, group_size,
-                    static_cast<float>(rounding)};
-  check(out, estimates, layer, sizes);
-  STD_TORCH_CHECK(!is_near || (is_near->dim() == 1 && is_near->size(0) == x.size(0) && is_near->is_contiguous() &&
-                               is_near->scalar_type() == ScalarType::Bool),
-                  "largest_output: is_near must be [rows] of bool");
-  const Near near{is_near ? static_cast<bool*>(is_near->mutable_data_ptr()) : nullptr, static_cast<float>(masked),
-                  static_cast<float>(share)};
-  const float* given = static_cast<const float*>(estimates.const_data_ptr());
-  int64_t* found = static_cast<int64_t*>(out.mutable_data_ptr());
-  const LookAt look = fastgen::look_at();
+  const int64_t rows = x.size(0), outputs = weight.size(0), of_each = outputs + quotient(outputs, kBlock);
+  int64_t* found = checked<int64_t>(out, {rows}, "largest_output: the result must be [rows] of int64");
+  const float* given =
+      checked<const float>(estimates, {rows, outputs}, "largest_output: the estimates must be [rows, outputs] of float32");
+  const float* lengths =
+      checked<const float>(sizes, {2, of_each}, "largest_output: the sizes must be [2, outputs and blocks] of float32");
+  bool* near = is_near ? checked<bool>(*is_near, {rows}, "largest_output: is_near must be [rows] of bool") : nullptr;
+  const Layer layer{x, weight, bias, lengths, lengths + of_each, outputs, group_size, static_cast<float>(rounding)};
+  check(layer);
+  const Near asked{near, static_cast<float>(masked), static_cast<float>(share)};
+  const LookAt look = look_at();
   std::atomic<int64_t> count{0};
   const auto of_rows = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      found[row] = largest(layer, row, given + row * outputs, look, near, count);
+      found[row] = largest(layer, row, given + row * outputs, look, asked, count);
     }
   };
-  if (x.size(0) == 1) {
-    of_rows(0, 1);
-  } else {
-    fastgen::parallel_for(0, x.size(0), 1, of_rows);
-  }
+  if (rows == 1) of_rows(0, 1);  // its threads are those of its outputs
+  else parallel_for(0, rows, 1, of_rows);
   return count;
 }
 
@@ -225,5 +187,3 @@ int64_t largest_output_out(Tensor out, std::optional<Tensor> is_near, Tensor est
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("largest_output_out", TORCH_BOX(&largest_output_out));
 }
-
-#endif

@@ -1,22 +1,16 @@
 // Attention within each text of several that lie one behind the other. The schema is defined in
 // fastgen/ops/packed_attention.py.
-#include "checks.h"
-#include "parallel.h"
-#include "plan.h"
+#include "isa.h"
+#include "operator.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <optional>
-#include <vector>
+#include <limits>
 
-namespace fastgen {
 namespace {
+
+using namespace fastgen;
 
 // [heads, tokens, dim], the last one contiguous.
 struct Rows {
@@ -44,49 +38,30 @@ struct TextKernels {
   void (*attend)(const TextAttention&, int64_t head, const Text&, int64_t first, float* scratch);
 };
 
-}  // namespace
-}  // namespace fastgen
-
-#define FASTGEN_ATTENTION_KERNEL "texts.h"
-#include "attention/instruction_sets.h"
-
-namespace {
-
-using fastgen::Rows;
-using fastgen::Text;
-using fastgen::TextAttention;
-using fastgen::TextKernels;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#define FASTGEN_KERNELS "attention/texts.h"
+#define FASTGEN_LOOPS
+#include "each_isa.h"
 
 // About as many multiplications as it takes to pay for waking a thread.
 constexpr int64_t kProductsPerTask = 1 << 17;
 
-TextKernels kernels() {
-#define FASTGEN_KERNELS(SET) fastgen::SET::kernels()
-  return FASTGEN_CHOOSE(FASTGEN_KERNELS);
-#undef FASTGEN_KERNELS
-}
-
 void check(const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 3 && x.scalar_type() == ScalarType::Float && x.size(2) > 0 &&
+  STD_TORCH_CHECK(x.dim() == 3 && x.scalar_type() == ScalarType::Float && x.size(2) > 0 &&
                       (x.stride(2) == 1 || x.size(2) == 1),
                   "packed_attention: ", name,
                   " must be [heads, tokens, dim] of float32, its last dimension contiguous");
 }
 
 Rows rows_of(const Tensor& x) {
-  return {static_cast<const float*>(x.const_data_ptr()), x.stride(0), x.stride(1)};
+  return {numbers_of<const float>(x), x.stride(0), x.stride(1)};
 }
 
 std::vector<Text> texts_of(const Tensor& lengths, int64_t tokens) {
-  STD_TORCH_CHECK(lengths.is_cpu() && lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Long &&
-                      lengths.is_contiguous(),
-                  "packed_attention: lengths must be [texts] of int64");
-  const int64_t* numbers = static_cast<const int64_t*>(lengths.const_data_ptr());
+  const int64_t* numbers =
+      checked<const int64_t>(lengths, {lengths.numel()}, "packed_attention: lengths must be [texts] of int64");
   std::vector<Text> texts;
   int64_t begin = 0;
-  for (int64_t i = 0; i < lengths.size(0); ++i) {
+  for (int64_t i = 0; i < lengths.numel(); ++i) {
     const int64_t length = numbers[i];
     STD_TORCH_CHECK(length >= 0 && length <= tokens - begin, "packed_attention: lengths do not fit");
     if (length > 0) texts.push_back({begin, length});
@@ -102,15 +77,14 @@ struct Task {
 };
 
 Tensor packed_attention_out(Tensor query, Tensor keys, Tensor values, Tensor lengths, double scale, Tensor out) {
-  fastgen::Arguments("packed_attention").writes(out).reads(query, keys, values, lengths);
+  Arguments("packed_attention").writes(out).reads(query, keys, values, lengths);
   check(query, "the query"), check(keys, "keys"), check(values, "values");
   const int64_t heads = query.size(0), tokens = query.size(1), kv_heads = keys.size(0), value_dim = values.size(2);
   STD_TORCH_CHECK(keys.size(1) == tokens && values.size(1) == tokens && keys.size(2) == query.size(2) &&
                       values.size(0) == kv_heads && kv_heads > 0 && heads % kv_heads == 0,
                   "packed_attention: query, keys and values do not fit together");
-  STD_TORCH_CHECK(out.is_cpu() && out.dim() == 3 && out.scalar_type() == ScalarType::Float && out.size(0) == tokens &&
-                      out.size(1) == heads && out.size(2) == value_dim && out.is_contiguous(),
-                  "packed_attention: the result must be [tokens, heads, dim of the values] of float32");
+  float* result = checked<float>(out, {tokens, heads, value_dim},
+                                 "packed_attention: the result must be [tokens, heads, dim of the values] of float32");
   const std::vector<Text> texts = texts_of(lengths, tokens);
   const TextAttention problem{rows_of(query),
                               rows_of(keys),
@@ -119,9 +93,9 @@ Tensor packed_attention_out(Tensor query, Tensor keys, Tensor values, Tensor len
                               query.size(2),
                               value_dim,
                               static_cast<float>(scale),
-                              static_cast<float*>(out.mutable_data_ptr()),
+                              result,
                               heads * value_dim};
-  const TextKernels kernels = ::kernels();
+  const TextKernels kernels = FASTGEN_CHOOSE(kernels());
   std::vector<Task> tasks;
   int64_t products = 0;
   for (int64_t text = 0; text < static_cast<int64_t>(texts.size()); ++text) {
@@ -133,13 +107,12 @@ Tensor packed_attention_out(Tensor query, Tensor keys, Tensor values, Tensor len
   }
   const int64_t count = static_cast<int64_t>(tasks.size());
   const int64_t grain = std::max<int64_t>(1, count * kProductsPerTask / std::max<int64_t>(products, 1));
-  fastgen::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    float* scratch = fastgen::allocate_floats(kernels.floats_of_scratch(problem));
+  parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    const Aligned<float> scratch(kernels.floats_of_scratch(problem));
     for (int64_t i = begin; i < end; ++i) {
       const auto& [head, text, first] = tasks[i];
-      kernels.attend(problem, head, texts[text], first, scratch);
+      kernels.attend(problem, head, texts[text], first, scratch.data());
     }
-    fastgen::free_floats(scratch);
   });
   return out;
 }

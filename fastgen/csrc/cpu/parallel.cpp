@@ -17,10 +17,8 @@
 #ifdef __linux__
 #include <sched.h>
 #endif
-#ifndef _WIN32
 #include <pthread.h>
-#endif
-#if defined(__x86_64__) || defined(_M_X64)
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -34,9 +32,9 @@ constexpr int kPauses = 32;
 constexpr int64_t kMostThreads = 1024;
 
 void pause() {
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
   _mm_pause();
-#elif defined(__aarch64__) && !defined(_MSC_VER)
+#elif defined(__aarch64__)
   asm volatile("yield");
 #endif
 }
@@ -237,30 +235,22 @@ void forget_team() {
   is_taken.store(false);
 }
 
-Team* new_team() {
-#ifndef _WIN32
-  static const int once = pthread_atfork(nullptr, nullptr, forget_team);
-  if (once != 0) return nullptr;
-#endif
-  return new Team;
-}
+// From the time on at which the library is loaded. A fork in the middle of what is done once at a first use would leave that
+// undone for ever in the child, which would wait for it.
+const int forgets_at_fork = pthread_atfork(nullptr, nullptr, forget_team);
 
 // See fastgen/ops/thread_pool.py.
 bool take_team(int64_t threads) {
-  if (threads < 2 || threads > kMostThreads || own != nullptr || inside || is_taken.exchange(true)) return false;
-  bool has_all = false;
+  if (threads < 2 || threads > kMostThreads || forgets_at_fork != 0 || own != nullptr || inside) return false;
+  if (is_taken.exchange(true)) return false;
   try {
-    if (team == nullptr) team = new_team();
-    if (team != nullptr) team->join(threads);
-    has_all = team != nullptr;
-  } catch (const std::exception&) {  // no more threads or memory for this process: torch's threads serve
-  }
-  if (has_all) {
+    if (team == nullptr) team = new Team;
+    team->join(threads);
     own = team;
-  } else {
+  } catch (const std::exception&) {  // no more threads or memory for this process: torch's threads serve
     is_taken.store(false);
   }
-  return has_all;
+  return own != nullptr;
 }
 
 void give_team_back() {

@@ -1,54 +1,22 @@
 // The bookkeeping of a step of a search, on the CPU, in the buffers of the search. The schemas are defined in
 // fastgen/ops/search_step.py. The rules are those of fastgen/decoding/captured/search.py, where they are explained: this
 // is the same number by number, and the names are the same.
-#include "checks.h"
-#include "plan.h"
+#include "operator.h"
 #include "topk.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <initializer_list>
-#include <optional>
-#include <type_traits>
-#include <vector>
 
 namespace {
 
-using fastgen::Candidate;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace fastgen;
 
 constexpr float kNever = -1.0e9f;
 // Positions and counts that are added up are at most so large.
 constexpr int64_t kFarthest = int64_t{1} << 60;
 enum EarlyStopping : int64_t { kIfNoneIsBetter = 0, kAtOnce = 1, kNeverEarly = 2 };
 
-template <typename T>
-constexpr ScalarType type_of();
-template <>
-constexpr ScalarType type_of<float>() { return ScalarType::Float; }
-template <>
-constexpr ScalarType type_of<int64_t>() { return ScalarType::Long; }
-template <>
-constexpr ScalarType type_of<int32_t>() { return ScalarType::Int; }
-template <>
-constexpr ScalarType type_of<bool>() { return ScalarType::Bool; }
-
 // The numbers of a tensor whose shape and type are as wanted.
 template <typename T>
 T* checked(const Tensor& tensor, std::initializer_list<int64_t> sizes, const char* name) {
-  bool fits = tensor.scalar_type() == type_of<std::remove_const_t<T>>() && tensor.dim() == static_cast<int64_t>(sizes.size()) &&
-              tensor.is_contiguous();
-  int64_t dim = 0;
-  for (const int64_t size : sizes) fits = fits && tensor.size(dim++) == size;
-  STD_TORCH_CHECK(fits, "search_step: wrong shape, type or layout of ", name);
-  if constexpr (std::is_const_v<T>) return static_cast<T*>(tensor.const_data_ptr());
-  else return static_cast<T*>(tensor.mutable_data_ptr());
+  return fastgen::checked<T>(tensor, sizes, "search_step: wrong shape, type or layout of ", name);
 }
 
 // What all searches have: how far the sequences are, and whether they are over. Pointers to the numbers of the buffers.
@@ -74,7 +42,7 @@ struct Progress {
   }
 
   // Whether the next token is the last one up to the limit, or behind it.
-  bool is_last(int64_t row) const { return fastgen::sum_of(length[row], 1) >= limit[row]; }
+  bool is_last(int64_t row) const { return sum_of(length[row], 1) >= limit[row]; }
 
   // At its limit, and after the end of the search, a sequence stays what it is.
   bool moves(int64_t row) const { return !*done && length[row] < limit[row]; }
@@ -108,7 +76,7 @@ struct Ends {
 void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor limit, Tensor has_nan,
                 Tensor running_sequences, Tensor next_tokens, Tensor length, Tensor taken, Tensor unfinished,
                 Tensor done) {
-  fastgen::Arguments("search_step")
+  Arguments("search_step")
       .writes(running_sequences, next_tokens, length, taken, unfinished, done)
       .reads(tokens, stops, eos, limit, has_nan);
   Progress progress(running_sequences, limit, length, taken, unfinished, done, has_nan);
@@ -134,7 +102,7 @@ void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor l
 void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::optional<Tensor> near, Tensor near_ties,
                Tensor eos, Tensor fill, Tensor limit, Tensor has_nan, Tensor running_sequences, Tensor next_tokens,
                Tensor length, Tensor taken, Tensor unfinished, Tensor done, bool together) {
-  fastgen::Arguments("search_step")
+  Arguments("search_step")
       .writes(accepted, near_ties, running_sequences, next_tokens, length, taken, unfinished, done)
       .reads(chosen, counts, near, eos, fill, limit, has_nan);
   Progress progress(running_sequences, limit, length, taken, unfinished, done, has_nan);
@@ -174,7 +142,7 @@ void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::
     }
     int64_t before_end = 0;  // up to the first that ends the sequence, that one included
     while (before_end < width && (before_end == 0 || !ends(token[before_end - 1], 0))) ++before_end;
-    const int64_t room = fastgen::difference_of(progress.limit[row], before[row]);
+    const int64_t room = difference_of(progress.limit[row], before[row]);
     count[row] = std::max<int64_t>(std::min({kept[row] + 1, before_end, room}), 0);
     const bool goes_on = progress.unfinished[row] && !was_done;
     if (goes_on && !has_ended(row)) fewest = std::min(fewest, count[row]);
@@ -233,7 +201,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
                  Tensor running_sequences, Tensor running_indices, Tensor running_scores, Tensor sequences,
                  Tensor indices, Tensor scores, Tensor finished, Tensor improvable, Tensor next_tokens, Tensor parents,
                  Tensor length, Tensor taken, Tensor unfinished, Tensor done, Tensor prompt, int64_t early_stopping) {
-  fastgen::Arguments("search_step")
+  Arguments("search_step")
       .writes(running_sequences, running_indices, running_scores, sequences, indices, scores, finished, improvable,
               next_tokens, parents, length, taken, unfinished, done)
       .reads(candidate_scores, candidate_beams, candidate_tokens, stops, eos, penalties, favours_length, is_real, limit,
@@ -280,7 +248,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
   std::vector<char> now_finished(beams);
   for (int64_t input = 0; input < batch; ++input) {
     const int64_t first = input * beams, at = progress.length[first], last = progress.limit[first];
-    const int64_t step = fastgen::difference_of(at, prompt_capacity), generated_now = fastgen::sum_of(step, 1);
+    const int64_t step = difference_of(at, prompt_capacity), generated_now = sum_of(step, 1);
     const char* ends_now = ends.data() + input * count;
     const auto per_length = [&](float score, int64_t generated) {
       return score / penalty[input * lengths + std::clamp<int64_t>(generated, 0, lengths - 1)];
@@ -292,7 +260,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
       const float score = of_candidate[input * count + c];
       chosen.push_back({ends_now[c] ? score + kNever : score, c});
     }
-    fastgen::topk(chosen, beams, fastgen::is_one_pass(beams, count));
+    topk(chosen, beams, is_one_pass(beams, count));
 
     // Those that are finished.
     const bool* were_finished = is_finished + first;
@@ -306,7 +274,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
       if (!ends_now[c] || c >= beams) score += kNever;
       kept.push_back({score, beams + c});
     }
-    fastgen::topk(kept, beams, fastgen::is_one_pass(beams, beams + count));
+    topk(kept, beams, is_one_pass(beams, beams + count));
     for (int64_t j = 0; j < beams; ++j) {
       const int64_t from = kept[j].index;
       now_finished[j] = from < beams ? were_finished[from] : ends_now[from - beams] && from - beams < beams;
@@ -315,7 +283,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
     // Is there anything left that could become better than what is there?
     const bool hopes_for_all = early_stopping == kNeverEarly && favours[input];
     const float hoped = per_length(
-        chosen[0].score, hopes_for_all ? fastgen::difference_of(last, prompt_capacity) : generated_now);
+        chosen[0].score, hopes_for_all ? difference_of(last, prompt_capacity) : generated_now);
     const float worst = kept[beams - 1].score;
     bool hopes = false, has_all = true;
     for (int64_t j = 0; j < beams; ++j) {
@@ -353,14 +321,14 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
 // Writes ones at the positions [at, end) of a mask's row.
 template <typename T>
 void mark(const Tensor& mask, int64_t row, int64_t at, int64_t end) {
-  T* first = static_cast<T*>(mask.mutable_data_ptr()) + row * mask.size(1);
+  T* first = numbers_of<T>(mask) + row * mask.size(1);
   std::fill(first + at, first + end, T{1});
 }
 
 void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positions, Tensor numbers,
               std::optional<Tensor> ancestry, Tensor seen, std::vector<Tensor> positions, std::vector<Tensor> masks,
               int64_t width) {
-  fastgen::Arguments("search_step").writes(numbers, ancestry, seen, positions, masks).reads(parents, taken, stored_positions);
+  Arguments("search_step").writes(numbers, ancestry, seen, positions, masks).reads(parents, taken, stored_positions);
   const int64_t stored = *checked<const int64_t>(stored_positions, {}, "stored");
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
                   "search_step: numbers must be [width + 1, rows]");
@@ -369,7 +337,7 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
   const int64_t rows = numbers.size(1), each_row = numbers.size(0), apart = numbers.stride(0);
   STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Long && (numbers.stride(1) == 1 || rows == 1) && apart >= rows,
                   "search_step: wrong shape, type or layout of numbers");
-  int64_t* number = static_cast<int64_t*>(numbers.mutable_data_ptr());
+  int64_t* number = numbers_of<int64_t>(numbers);
   const int64_t* count = checked<const int64_t>(taken, {rows}, "taken");
   int64_t* longest = checked<int64_t>(seen, {}, "seen");
   std::vector<int64_t> parent;  // a copy: what is used has been checked
@@ -398,7 +366,7 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
   };
   bool fit = all_below(&stored, 1) && all_below(&width, 1) && all_below(count, rows);
   for (int64_t i = 0; i < each_row; ++i) fit = fit && all_below(number + i * apart, rows);
-  for (const Tensor& each : positions) fit = fit && all_below(static_cast<const int64_t*>(each.const_data_ptr()), rows);
+  for (const Tensor& each : positions) fit = fit && all_below(numbers_of<const int64_t>(each), rows);
   STD_TORCH_CHECK(fit, "search_step: a position or a count beyond ", kFarthest);
 
   const int64_t longest_before = *std::max_element(number, number + rows);
@@ -419,7 +387,7 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
     std::fill(table + row * capacity + own, table + row * capacity + reach, static_cast<int32_t>(row));
   }
   for (int64_t row = 0; row < rows; ++row) {
-    for (const Tensor& each : positions) static_cast<int64_t*>(each.mutable_data_ptr())[row] += count[row];
+    for (const Tensor& each : positions) numbers_of<int64_t>(each)[row] += count[row];
     const int64_t at = stored + number[row];
     for (const Tensor& mask : masks) {
       if (at < 0 || at >= mask.size(1)) continue;

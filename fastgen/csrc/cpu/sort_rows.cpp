@@ -3,27 +3,16 @@
 // A radix sort of the bits, least significant digit first (Knuth, "The Art of Computer Programming", volume 3, section
 // 5.2.5): it compares nothing, and keeps the order of equal numbers. Where top-k sampling has left a few scores and set
 // the others to -inf, only those few are sorted.
-#include "checks.h"
-#include "parallel.h"
-#include "plan.h"
+#include "floats.h"
+#include "operator.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <memory>
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace fastgen;
 
 // Three digits of 11 bits are 32 bits and one more.
 constexpr int kDigits = 3, kBits = 11;
@@ -34,8 +23,7 @@ constexpr uint32_t kLeast = ~(kSign | kInfinity);
 
 // Bits in the order of the numbers: 0 and -0 are equal, and NaN is above everything, as for torch.sort.
 uint32_t key_of(float x) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t bits = bits_of(x);
   const uint32_t magnitude = bits & ~kSign;
   if (magnitude > kInfinity) return ~0u;
   if (magnitude == 0) return kSign;
@@ -103,21 +91,15 @@ class Sorter {
 };
 
 void sort_rows_out(Tensor values, Tensor columns, Tensor x) {
-  fastgen::Arguments("sort_rows").writes(values, columns).reads(x);
-  const auto is_like_x = [&x](const Tensor& each) {
-    return each.dim() == 2 && each.size(0) == x.size(0) && each.size(1) == x.size(1) && each.is_contiguous();
-  };
-  STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::Float && is_like_x(x) && is_like_x(values) &&
-                      is_like_x(columns),
-                  "sort_rows: x must be [rows, width], float32 and contiguous, and the results like it");
-  STD_TORCH_CHECK(values.scalar_type() == ScalarType::Float && columns.scalar_type() == ScalarType::Long,
-                  "sort_rows: values are float32, and columns int64");
-  const int64_t width = x.size(1);
+  Arguments("sort_rows").writes(values, columns).reads(x);
+  const char* wanted = "sort_rows: x must be [rows, width], float32 and contiguous, the values like it, and the columns int64";
+  STD_TORCH_CHECK(x.dim() == 2, wanted);
+  const int64_t rows = x.size(0), width = x.size(1);
+  const auto* from = checked<const float>(x, {rows, width}, wanted);
+  auto* to = checked<float>(values, {rows, width}, wanted);
+  auto* at = checked<int64_t>(columns, {rows, width}, wanted);
   STD_TORCH_CHECK(width <= std::numeric_limits<uint32_t>::max(), "sort_rows: too many numbers in a row");
-  const auto* from = static_cast<const float*>(x.const_data_ptr());
-  auto* to = static_cast<float*>(values.mutable_data_ptr());
-  auto* at = static_cast<int64_t*>(columns.mutable_data_ptr());
-  fastgen::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     const auto sorter = std::make_unique<Sorter>(width);
     for (int64_t row = begin; row < end; ++row) {
       sorter->sort(from + row * width, width, to + row * width, at + row * width);

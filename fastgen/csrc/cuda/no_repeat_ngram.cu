@@ -23,8 +23,9 @@ template <bool prefix_in_shared, typename word_t, typename token_t>
 __global__ void no_repeat_ngram_kernel(fastgen::Problem<word_t, token_t> problem) {
   extern __shared__ __align__(8) unsigned char shared[];
   const int64_t row = blockIdx.x;
-  if (!problem.has_prefix(row)) return;  // the same for the whole block, so nobody is left waiting below
-  const token_t* prefix = problem.prefix(row);
+  const int64_t first = problem.first_of_prefix(row);
+  if (first < 0) return;  // the same for the whole block, so nobody is left waiting below
+  const token_t* prefix = problem.prefix(row, first);
   int64_t stride = problem.tokens.stride;
   if constexpr (prefix_in_shared) {
     token_t* copy = reinterpret_cast<token_t*>(shared);

@@ -26,21 +26,21 @@ groups. With groups of 32 they take 5 bits for 8 weights, where those in float32
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import as_rows
+from fastgen.ops.linear import as_rows, with_shape_of
 
 # N of a panel (csrc/cpu/gemm/packed.h).
 _PANEL = 32
 BITS = (4, 5, 6, 8)
 # K that is packed together, which divides a group: of 5 and 6 bits, it has a slice of upper bits.
 _SET_K = {4: 8, 5: 32, 6: 16, 8: 4}
-# Float products are summed in blocks of so many k, which groups divide (csrc/cpu/gemm/isa.h).
+# Float products are summed in blocks of so many k, which groups divide (csrc/cpu/isa.h).
 _DEPTH = 256
 # Smaller scales lose precision in float16.
 _LEAST_HALF = 2.0**-18
@@ -302,8 +302,7 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
     if rows.shape[1] != weight.k:
         raise RuntimeError(f"grouped_linear: x is [..., {rows.shape[1]}], the weight [{weight.n}, {weight.k}]")
     sizes = weight.n, weight.bits, weight.group_size, weight.rotated, floats
-    y = torch.ops.fastgen.grouped_linear.default(rows, *weight[:5], bias, *sizes)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.n)
+    return with_shape_of(x, torch.ops.fastgen.grouped_linear.default(rows, *weight[:5], bias, *sizes))
 
 
 def keeps_floats(weight: PackedWeight) -> bool:
@@ -334,30 +333,19 @@ def unavailable() -> str | None:
     return None
 
 
-def _fake_extremes(weight: Tensor, group_size: int, rotated: bool) -> Tensor:
-    return weight.new_empty(2, weight.shape[0], -(-weight.shape[1] // group_size), dtype=torch.float32)
-
-
 def _fake_panels(weight: Tensor, scales: Tensor, bits: int, group_size: int, rotated: bool) -> Tensor:
     panels, slices = -(-weight.shape[0] // _PANEL), scales.shape[1] * group_size * bits // 32
     return weight.new_empty(panels, slices, _PANEL, 4, dtype=torch.uint8)
 
 
-def _fake_rows(like: Tensor, which: Tensor, *rest: Any) -> Tensor:
-    return like.new_empty(which.shape[0], rest[-3])  # [n, K]
-
-
-def _fake_linear(x: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], rest[6])  # [M, N]
-
-
-def _fake_nothing(*arguments: Any) -> None:
-    """What writes into its arguments returns nothing."""
-
-
 _SIZES = "int bits, int group_size, bool rotated, bool floats"
 _PACKED = "qweight, Tensor scales, Tensor? zeros, Tensor? mins, Tensor? order, Tensor? bias"
-_library.define("group_extremes(Tensor weight, int group_size, bool rotated) -> Tensor", fake=_fake_extremes)
+_library.define(
+    "group_extremes(Tensor weight, int group_size, bool rotated) -> Tensor",
+    fake=lambda weight, size, rotated: weight.new_empty(
+        2, len(weight), -(-weight.shape[1] // size), dtype=torch.float32
+    ),
+)
 _library.define(
     "round_to_panels(Tensor weight, Tensor scales, int bits, int group_size, bool rotated) -> Tensor",
     fake=_fake_panels,
@@ -365,15 +353,20 @@ _library.define(
 _library.define(
     "grouped_rows(Tensor like, Tensor which, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? mins, "
     "int n, int k, int bits, int group_size) -> Tensor",
-    fake=_fake_rows,
+    fake=lambda like, which, *rest: like.new_empty(len(which), rest[-3]),  # [n, K]
 )
-_library.define(f"grouped_linear(Tensor x, Tensor {_PACKED}, int n, {_SIZES}) -> Tensor", fake=_fake_linear)
-_library.define(f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, {_SIZES}) -> ()", fake=_fake_nothing)
+_library.define(
+    f"grouped_linear(Tensor x, Tensor {_PACKED}, int n, {_SIZES}) -> Tensor",
+    fake=lambda x, *rest: x.new_empty(len(x), rest[6]),  # [M, N]
+)
+_library.define(
+    f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, {_SIZES}) -> ()", fake=lambda *arguments: None
+)
 # Several of them with the same x.
 _library.define(
     "grouped_linear_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] qweight, Tensor[] scales, Tensor?[] zeros, "
     f"Tensor?[] mins, Tensor? order, Tensor?[] bias, {_SIZES}) -> ()",
-    fake=_fake_nothing,
+    fake=lambda *arguments: None,
 )
 backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")
 OPERATOR = torch.ops.fastgen.grouped_linear.default

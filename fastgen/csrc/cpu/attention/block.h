@@ -1,9 +1,9 @@
 // Blocks of keys and values for one instruction set: scores, online softmax, and the weighted sum of values. Included
-// by kernel.h, in the same namespace, once for each instruction set: for that reason there is no include guard.
+// by kernel.h, once for each instruction set: for that reason there is no include guard.
 
 // Positions per block. Their K or V at the usual head size of 64 is half of a first-level cache of 32 KiB.
 constexpr int64_t kBlock = 64;
-static_assert(kBlock % kLanes == 0 && kBlock % 4 == 0, "the kernels work on whole vectors, and on four keys at a time");
+static_assert(kBlock % kWidth == 0 && kBlock % 4 == 0, "the kernels work on whole vectors, and on four keys at a time");
 
 // Keys and values of up to kBlock positions, which may lie anywhere. Behind the last one it is repeated up to a multiple
 // of four.
@@ -35,16 +35,13 @@ struct Scratch {
   float* state;
 };
 
-inline State state_in(float* memory, const AttentionProblem& problem) {
+FASTGEN_TARGET inline State state_in(float* memory, const AttentionProblem& problem) {
   const int64_t rows = problem.matrix_rows(), width = AttentionProblem::padded(problem.value_dim);
   return {memory, memory + rows * width, memory + rows * (width + 1), rows, width};
 }
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 template <typename scalar_t>
-inline const scalar_t* at(const Strided& x, int64_t i, int64_t j, int64_t k = 0, int64_t l = 0) {
+FASTGEN_TARGET inline const scalar_t* at(const Strided& x, int64_t i, int64_t j, int64_t k = 0, int64_t l = 0) {
   return static_cast<const scalar_t*>(x.data) + i * x.strides[0] + j * x.strides[1] + k * x.strides[2] +
          l * x.strides[3];
 }
@@ -54,18 +51,16 @@ inline const scalar_t* at(const Strided& x, int64_t i, int64_t j, int64_t k = 0,
 // main memory, the kernel takes half as long again without it. What a block needs next is asked for while the
 // products of what is there are computed.
 template <typename scalar_t>
-inline void prefetch(const scalar_t* from, int64_t offset, int64_t count) {
-#if defined(__GNUC__)
+FASTGEN_TARGET inline void prefetch(const scalar_t* from, int64_t offset, int64_t count) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(offset) * sizeof(scalar_t);
   for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(scalar_t)); i += 64) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uintptr_t>(i)), 0, 2);
   }
-#endif
 }
 
 // How many elements lie between two places, which may be in different memory; 0 if the second one is null.
 template <typename scalar_t>
-inline int64_t distance(const scalar_t* from, const scalar_t* to) {
+FASTGEN_TARGET inline int64_t distance(const scalar_t* from, const scalar_t* to) {
   if (to == nullptr) return 0;
   const auto bytes = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
   return bytes / static_cast<int64_t>(sizeof(scalar_t));
@@ -73,14 +68,14 @@ inline int64_t distance(const scalar_t* from, const scalar_t* to) {
 
 // The first `count` lanes, fewer than there are, and zeros.
 template <typename scalar_t>
-inline Vector load_first(const scalar_t* from, int64_t count) {
-  float lanes[kLanes] = {};
+FASTGEN_TARGET inline Vector load_first(const scalar_t* from, int64_t count) {
+  float lanes[kWidth] = {};
   for (int64_t i = 0; i < count; ++i) lanes[i] = to_float(from[i]);
   return load(lanes);
 }
 
-inline float exponential(float x) {
-  float lanes[kLanes];
+FASTGEN_TARGET inline float exponential(float x) {
+  float lanes[kWidth];
   store(lanes, exponential(broadcast(x)));
   return lanes[0];
 }
@@ -88,46 +83,46 @@ inline float exponential(float x) {
 // ---- scores: queries times keys
 
 template <int kRows, typename scalar_t>
-inline void score_rows(const float* query, int64_t query_width, const Block<scalar_t>& block, int64_t dim,
-                       int64_t ahead, float* scores) {
-  const int64_t whole = dim / kLanes * kLanes;
+FASTGEN_TARGET inline void score_rows(const float* query, int64_t query_width, const Block<scalar_t>& block,
+                                      int64_t dim, int64_t ahead, float* scores) {
+  const int64_t whole = dim / kWidth * kWidth;
   for (int64_t j = 0; j < block.length; j += 4) {
     const scalar_t* const* keys = block.keys + j;
     for (int k = 0; k < 4; ++k) prefetch(block.values[j + k], 0, ahead);
     Vector sums[kRows][4];
-    FASTGEN_UNROLL
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      FASTGEN_UNROLL
+  #pragma GCC unroll 16
       for (int k = 0; k < 4; ++k) sums[r][k] = broadcast(0.0f);
     }
-    for (int64_t d = 0; d < whole; d += kLanes) {
+    for (int64_t d = 0; d < whole; d += kWidth) {
       const Vector key[4] = {load(keys[0] + d), load(keys[1] + d), load(keys[2] + d), load(keys[3] + d)};
-      FASTGEN_UNROLL
+  #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const Vector q = load(query + r * query_width + d);
-        FASTGEN_UNROLL
+    #pragma GCC unroll 16
         for (int k = 0; k < 4; ++k) sums[r][k] = multiply_add(q, key[k], sums[r][k]);
       }
     }
     if (whole < dim) {
-      FASTGEN_UNROLL
+  #pragma GCC unroll 16
       for (int k = 0; k < 4; ++k) {
         const Vector key = load_first(keys[k] + whole, dim - whole);
-        FASTGEN_UNROLL
+    #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           sums[r][k] = multiply_add(load(query + r * query_width + whole), key, sums[r][k]);
         }
       }
     }
-    FASTGEN_UNROLL
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) store_sums(scores + r * kBlock + j, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
   }
 }
 
 // scores[r][j] = query r times key j. The values of the block are prefetched.
 template <typename scalar_t>
-void score(const float* query, int64_t query_width, int64_t rows, const Block<scalar_t>& block, int64_t dim,
-           int64_t value_dim, float* scores) {
+FASTGEN_TARGET void score(const float* query, int64_t query_width, int64_t rows, const Block<scalar_t>& block,
+                          int64_t dim, int64_t value_dim, float* scores) {
   int64_t row = 0;
   int64_t ahead = value_dim;  // for the first rows only
   for (; row + kScoreRows <= rows; row += kScoreRows, ahead = 0) {
@@ -149,44 +144,45 @@ void score(const float* query, int64_t query_width, int64_t rows, const Block<sc
 // context[r][column ...] = factors[r] * context + weights * values. Of the last vector, `last` lanes are values if
 // kPartial.
 template <int kRows, int kVectors, bool kPartial, typename scalar_t>
-inline void add_values_tile(const float* weights, const Block<scalar_t>& block, int64_t column, int64_t last,
-                            int64_t ahead, const float* factors, float* context, int64_t width) {
+FASTGEN_TARGET inline void add_values_tile(const float* weights, const Block<scalar_t>& block, int64_t column,
+                                           int64_t last, int64_t ahead, const float* factors, float* context,
+                                           int64_t width) {
   Vector sums[kRows][kVectors];
-  FASTGEN_UNROLL
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    FASTGEN_UNROLL
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
-      sums[r][v] = load(context + r * width + column + v * kLanes) * broadcast(factors[r]);
+      sums[r][v] = load(context + r * width + column + v * kWidth) * broadcast(factors[r]);
     }
   }
   for (int64_t j = 0; j < block.length; ++j) {
     const scalar_t* from = block.values[j] + column;
     prefetch(block.keys[j], block.next_keys, ahead);
     Vector value[kVectors];
-    FASTGEN_UNROLL
-    for (int v = 0; v < kVectors; ++v) value[v] = kPartial ? load_first(from, last) : load(from + v * kLanes);
-    FASTGEN_UNROLL
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) value[v] = kPartial ? load_first(from, last) : load(from + v * kWidth);
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Vector weight = broadcast(weights[r * kBlock + j]);
-      FASTGEN_UNROLL
+  #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(weight, value[v], sums[r][v]);
     }
   }
-  FASTGEN_UNROLL
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    FASTGEN_UNROLL
-    for (int v = 0; v < kVectors; ++v) store(context + r * width + column + v * kLanes, sums[r][v]);
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) store(context + r * width + column + v * kWidth, sums[r][v]);
   }
 }
 
 template <int kRows, typename scalar_t>
-void add_values_rows(const float* weights, const Block<scalar_t>& block, int64_t value_dim, int64_t ahead,
-                     const float* factors, float* context, int64_t width) {
+FASTGEN_TARGET void add_values_rows(const float* weights, const Block<scalar_t>& block, int64_t value_dim,
+                                    int64_t ahead, const float* factors, float* context, int64_t width) {
   int64_t column = 0;
-  for (; column + kContextVectors * kLanes <= value_dim; column += kContextVectors * kLanes, ahead = 0) {
+  for (; column + kContextVectors * kWidth <= value_dim; column += kContextVectors * kWidth, ahead = 0) {
     add_values_tile<kRows, kContextVectors, false>(weights, block, column, 0, ahead, factors, context, width);
   }
-  for (; column + kLanes <= value_dim; column += kLanes, ahead = 0) {
+  for (; column + kWidth <= value_dim; column += kWidth, ahead = 0) {
     add_values_tile<kRows, 1, false>(weights, block, column, 0, ahead, factors, context, width);
   }
   if (column < value_dim) {
@@ -196,8 +192,8 @@ void add_values_rows(const float* weights, const Block<scalar_t>& block, int64_t
 
 // state.context[r] = factors[r] * state.context[r] + weights[r] * values. The keys of the next block are prefetched.
 template <typename scalar_t>
-void add_values(const float* weights, const Block<scalar_t>& block, int64_t value_dim, int64_t dim,
-                const float* factors, const State& state) {
+FASTGEN_TARGET void add_values(const float* weights, const Block<scalar_t>& block, int64_t value_dim, int64_t dim,
+                               const float* factors, const State& state) {
   int64_t row = 0;
   int64_t ahead = block.next_keys != 0 ? dim : 0;  // for the first rows only
   for (; row + kContextRows <= state.rows; row += kContextRows, ahead = 0) {
@@ -226,17 +222,17 @@ void add_values(const float* weights, const Block<scalar_t>& block, int64_t valu
 
 // Turns the scores of a block into weights, and makes the state ready for them; `factor` is what the context has to be
 // scaled by. Scores behind the last one, up to a whole vector, are overwritten.
-inline void weigh(float* scores, int64_t length, float* largest_so_far, float* total, float* factor) {
-  const int64_t padded = (length + kLanes - 1) / kLanes * kLanes;
+FASTGEN_TARGET inline void weigh(float* scores, int64_t length, float* largest_so_far, float* total, float* factor) {
+  const int64_t padded = (length + kWidth - 1) / kWidth * kWidth;
   for (int64_t j = length; j < padded; ++j) scores[j] = kNegativeInfinity;
   Vector top = broadcast(*largest_so_far);
-  for (int64_t j = 0; j < padded; j += kLanes) top = maximum(load(scores + j), top);
+  for (int64_t j = 0; j < padded; j += kWidth) top = maximum(load(scores + j), top);
   const float largest_now = largest(top);
   // While nothing has been allowed, -inf - -inf must not make NaN. A score that is NaN itself is not skipped.
   const float reference = largest_now == kNegativeInfinity ? 0.0f : largest_now;
   const Vector shift = broadcast(reference);
   Vector sums = broadcast(0.0f);
-  for (int64_t j = 0; j < padded; j += kLanes) {
+  for (int64_t j = 0; j < padded; j += kWidth) {
     const Vector weight = exponential(load(scores + j) - shift);
     store(scores + j, weight);
     sums = sums + weight;

@@ -1,18 +1,18 @@
-// Decode attention for one instruction set. Included once for each, inside a namespace of its own that defines
-// Vector and the operations on it (vector_*.h). For that reason there is no include guard, and nothing of the standard
-// library is called but memcpy: a function that the linker merges with its twins of other files must not be compiled
-// for an instruction set that the machine may lack.
+// Decode attention for one instruction set. Compiled for each by each_isa.h, included by decode_attention.cpp. No include
+// guard: it is meant to be included several times.
 //
 // The softmax is computed online, block by block (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 // 2018; Dao et al., "FlashAttention", NeurIPS 2022): scores exist for one block of positions at a time, and what has
 // been summed up so far is scaled whenever a larger score is met.
 
+#include "operations.h"
+
 #include "block.h"
 
 // Adds the positions of a block to what the queries `first_row`, ... of the matrix have seen.
 template <typename scalar_t>
-void attend(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, int64_t position,
-            Block<scalar_t>& block, const Scratch& scratch, const State& state) {
+FASTGEN_TARGET void attend(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row,
+                           int64_t position, Block<scalar_t>& block, const Scratch& scratch, const State& state) {
   for (int64_t j = block.length; j % 4 != 0; ++j) {
     block.keys[j] = block.keys[block.length - 1];
     block.values[j] = block.values[block.length - 1];
@@ -31,7 +31,7 @@ void attend(const AttentionProblem& problem, int64_t input, int64_t kv_head, int
 
 // ---- a matrix of queries, its start and its end
 
-inline void clear(const State& state) {
+FASTGEN_TARGET inline void clear(const State& state) {
   for (int64_t i = 0; i < state.rows * state.width; ++i) state.context[i] = 0.0f;
   for (int64_t i = 0; i < state.rows; ++i) {
     state.largest[i] = kNegativeInfinity;
@@ -41,8 +41,8 @@ inline void clear(const State& state) {
 
 // Copies rows `first_row`, ... of the matrix of queries to the same rows of the scratch memory.
 template <typename scalar_t>
-void gather_queries(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, int64_t rows,
-                    const Scratch& scratch) {
+FASTGEN_TARGET void gather_queries(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row,
+                                   int64_t rows, const Scratch& scratch) {
   const int64_t width = AttentionProblem::padded(problem.dim);
   for (int64_t i = first_row; i < first_row + rows; ++i) {
     const int64_t row = input * problem.per_input + i / (problem.group * problem.queries);
@@ -56,7 +56,7 @@ void gather_queries(const AttentionProblem& problem, int64_t input, int64_t kv_h
 }
 
 // Adds what `other` has seen to `state`.
-inline void merge(const State& state, const State& other) {
+FASTGEN_TARGET inline void merge(const State& state, const State& other) {
   for (int64_t i = 0; i < state.rows; ++i) {
     const float a = state.largest[i], b = other.largest[i];
     const float top = a > b ? a : b;
@@ -68,7 +68,7 @@ inline void merge(const State& state, const State& other) {
     const Vector scale = broadcast(factor), other_scale = broadcast(other_factor);
     float* context = state.context + i * state.width;
     const float* more = other.context + i * state.width;
-    for (int64_t d = 0; d < state.width; d += kLanes) {
+    for (int64_t d = 0; d < state.width; d += kWidth) {
       store(context + d, multiply_add(load(more + d), other_scale, load(context + d) * scale));
     }
   }
@@ -76,14 +76,14 @@ inline void merge(const State& state, const State& other) {
 
 // `after` are keys that are read after those of the last copy, or null.
 template <typename scalar_t>
-void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t copy,
-                      const Scratch& scratch, const State& state, const scalar_t* after) {
+FASTGEN_TARGET void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t copy,
+                                     const Scratch& scratch, const State& state, const scalar_t* after) {
   const int64_t first_row = copy * problem.group * problem.queries;
   const int64_t row = input * problem.per_input + copy, stored = problem.suffix_of(row);
   Block<scalar_t> block;
-  const int64_t begin = larger(problem.first_of(row) - problem.prefix_length, 0), length = problem.length_of(row);
+  const int64_t begin = std::max<int64_t>(problem.first_of(row) - problem.prefix_length, 0), length = problem.length_of(row);
   for (int64_t start = begin; start < length; start += kBlock) {
-    block.length = smaller(kBlock, length - start);
+    block.length = std::min<int64_t>(kBlock, length - start);
     const bool last_block = start + kBlock >= length, last_copy = copy + 1 == problem.per_input;
     if (!last_block) {
       block.next_keys = kBlock * problem.suffix_keys.strides[2];
@@ -108,18 +108,19 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
 // One chunk of the prefix, for the copies [copy, end_copy) of an input, which see it from the same position on. `after` are
 // keys that are read after it, or null.
 template <typename scalar_t>
-void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t chunk, int64_t copy,
-                     int64_t end_copy, const Scratch& scratch, const State& all, const scalar_t* after) {
+FASTGEN_TARGET void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t chunk,
+                                    int64_t copy, int64_t end_copy, const Scratch& scratch, const State& all,
+                                    const scalar_t* after) {
   const int64_t rows_per_copy = problem.group * problem.queries, first_row = copy * rows_per_copy;
   const State state = all.from_row(first_row, (end_copy - copy) * rows_per_copy);
-  int64_t begin = larger(chunk * problem.chunk_length, problem.first_of(input * problem.per_input + copy));
-  int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
+  int64_t begin = std::max<int64_t>(chunk * problem.chunk_length, problem.first_of(input * problem.per_input + copy));
+  int64_t stop = std::min<int64_t>(problem.prefix_length, (chunk + 1) * problem.chunk_length);
   const int64_t stored = problem.prefix_of(input);
-  if (problem.starts != nullptr) begin = larger(begin, problem.starts[stored]);
-  if (problem.ends != nullptr) stop = smaller(stop, problem.ends[stored]);
+  if (problem.starts != nullptr) begin = std::max<int64_t>(begin, problem.starts[stored]);
+  if (problem.ends != nullptr) stop = std::min<int64_t>(stop, problem.ends[stored]);
   Block<scalar_t> block;
   for (int64_t start = begin; start < stop; start += kBlock) {
-    block.length = smaller(kBlock, stop - start);
+    block.length = std::min<int64_t>(kBlock, stop - start);
     block.next_keys = start + kBlock < stop
                           ? kBlock * problem.prefix_keys.strides[2]
                           : distance(at<scalar_t>(problem.prefix_keys, stored, kv_head, start), after);
@@ -134,7 +135,8 @@ void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_
 
 // Divides by the sums of the weights, and writes the output of some rows of the matrix.
 template <typename scalar_t>
-void finish(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, const State& state) {
+FASTGEN_TARGET void finish(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row,
+                           const State& state) {
   const int64_t heads = problem.kv_heads * problem.group;
   for (int64_t i = 0; i < state.rows; ++i) {
     const int64_t matrix_row = first_row + i;
@@ -151,39 +153,31 @@ void finish(const AttentionProblem& problem, int64_t input, int64_t kv_head, int
 
 // ---- tasks
 
-// Memory for a thread, aligned to cache lines.
-class Workspace {
- public:
-  explicit Workspace(const AttentionProblem& problem) {
-    const int64_t rows = problem.matrix_rows();
-    const int64_t query = rows * AttentionProblem::padded(problem.dim), scores = rows * kBlock;
-    const int64_t factors = AttentionProblem::padded(rows);
-    const int64_t size = query + scores + factors + problem.state_size();
-    memory_ = allocate_floats(size);
-    scratch = {memory_, memory_ + query, memory_ + query + scores, memory_ + query + scores + factors};
-  }
-  ~Workspace() { free_floats(memory_); }
-  Workspace(const Workspace&) = delete;
-  Workspace& operator=(const Workspace&) = delete;
+// The memory that a thread works in for a problem.
+struct Workspace {
+  explicit Workspace(const AttentionProblem& problem)
+      : query(problem.matrix_rows() * AttentionProblem::padded(problem.dim)), scores(problem.matrix_rows() * kBlock),
+        factors(AttentionProblem::padded(problem.matrix_rows())), memory(query + scores + factors + problem.state_size()),
+        scratch{memory.data(), memory.data() + query, memory.data() + query + scores,
+                memory.data() + query + scores + factors} {}
 
-  Scratch scratch;
-
- private:
-  float* memory_;
+  const int64_t query, scores, factors;
+  const Aligned<float> memory;
+  const Scratch scratch;
 };
 
 // The keys with which a task begins; null if there are none.
 template <typename scalar_t>
-inline const scalar_t* first_keys(const AttentionProblem& problem, int64_t task) {
+FASTGEN_TARGET inline const scalar_t* first_keys(const AttentionProblem& problem, int64_t task) {
   const int64_t kv_head = task / problem.chunks % problem.kv_heads, input = task / problem.chunks / problem.kv_heads;
-  int64_t begin = larger(task % problem.chunks * problem.chunk_length, problem.first_of(input * problem.per_input));
+  int64_t begin = std::max<int64_t>(task % problem.chunks * problem.chunk_length, problem.first_of(input * problem.per_input));
   const int64_t stored = problem.prefix_of(input);
-  if (problem.starts != nullptr) begin = larger(begin, problem.starts[stored]);
+  if (problem.starts != nullptr) begin = std::max<int64_t>(begin, problem.starts[stored]);
   return begin < problem.prefix_length ? at<scalar_t>(problem.prefix_keys, stored, kv_head, begin) : nullptr;
 }
 
 template <typename scalar_t>
-void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) {
+FASTGEN_TARGET void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) {
   const Workspace workspace(problem);
   const Scratch& scratch = workspace.scratch;
   const int64_t rows = problem.matrix_rows(), rows_per_copy = problem.group * problem.queries;
@@ -215,7 +209,7 @@ void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) 
 }
 
 template <typename scalar_t>
-void attend_suffix(const AttentionProblem& problem, int64_t begin, int64_t end) {
+FASTGEN_TARGET void attend_suffix(const AttentionProblem& problem, int64_t begin, int64_t end) {
   const Workspace workspace(problem);
   const int64_t rows_per_copy = problem.group * problem.queries;
   for (int64_t task = begin; task < end; ++task) {
@@ -235,7 +229,7 @@ void attend_suffix(const AttentionProblem& problem, int64_t begin, int64_t end) 
   }
 }
 
-inline AttentionKernels kernels(ElementType type) {
+FASTGEN_TARGET inline AttentionKernels kernels(ElementType type) {
   switch (type) {
     case ElementType::kHalf: return {attend_prefix<c10::Half>, attend_suffix<c10::Half>};
     case ElementType::kBFloat16: return {attend_prefix<c10::BFloat16>, attend_suffix<c10::BFloat16>};

@@ -7,13 +7,13 @@ struct MaskRow {
   ElementType type;
 };
 
-inline int64_t element_size(ElementType type) {
+FASTGEN_TARGET inline int64_t element_size(ElementType type) {
   return type == ElementType::kBool ? 1 : type == ElementType::kFloat ? 4 : 2;
 }
 
 // `matrix_row` counts in the order of AttentionProblem, from the first copy of `input` on.
-inline MaskRow mask_row(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t matrix_row,
-                        int64_t position) {
+FASTGEN_TARGET inline MaskRow mask_row(const AttentionProblem& problem, int64_t input, int64_t kv_head,
+                                       int64_t matrix_row, int64_t position) {
   const Strided& mask = problem.mask;
   if (mask.data == nullptr) return {nullptr, 0, problem.mask_type};
   const int64_t row = input * problem.per_input + matrix_row / (problem.group * problem.queries);
@@ -25,76 +25,64 @@ inline MaskRow mask_row(const AttentionProblem& problem, int64_t input, int64_t 
           problem.mask_type};
 }
 
-template <typename mask_t>
-inline void add_mask(float* scores, int64_t length, const mask_t* mask, int64_t stride) {
-  if (stride == 1) {  // said apart, so that the compiler vectorises it
-    for (int64_t j = 0; j < length; ++j) scores[j] += to_float(mask[j]);
-  } else {
-    for (int64_t j = 0; j < length; ++j) scores[j] += to_float(mask[j * stride]);
+// The numbers of a mask by their type, to `use`.
+template <class Use>
+FASTGEN_INLINE auto with_numbers(const MaskRow& mask, const Use& use) {
+  switch (mask.type) {
+    case ElementType::kBool: return use(static_cast<const uint8_t*>(mask.data));
+    case ElementType::kHalf: return use(static_cast<const c10::Half*>(mask.data));
+    case ElementType::kBFloat16: return use(static_cast<const c10::BFloat16*>(mask.data));
+    default: return use(static_cast<const float*>(mask.data));
   }
 }
 
-inline void apply_mask(float* scores, int64_t length, const MaskRow& mask) {
-  if (mask.data == nullptr) return;
-  switch (mask.type) {
-    case ElementType::kBool: {
-      const auto* allowed = static_cast<const uint8_t*>(mask.data);
-      if (mask.stride == 1) {
-        for (int64_t j = 0; j < length; ++j) scores[j] = allowed[j] ? scores[j] : kNegativeInfinity;
-      } else {
-        for (int64_t j = 0; j < length; ++j) scores[j] = allowed[j * mask.stride] ? scores[j] : kNegativeInfinity;
-      }
-      break;
-    }
-    case ElementType::kFloat: return add_mask(scores, length, static_cast<const float*>(mask.data), mask.stride);
-    case ElementType::kHalf: return add_mask(scores, length, static_cast<const c10::Half*>(mask.data), mask.stride);
-    case ElementType::kBFloat16:
-      return add_mask(scores, length, static_cast<const c10::BFloat16*>(mask.data), mask.stride);
+FASTGEN_INLINE float masked(float score, uint8_t is_allowed) { return is_allowed ? score : kNegativeInfinity; }
+template <typename mask_t>
+FASTGEN_INLINE float masked(float score, mask_t added) {
+  return score + to_float(added);
+}
+
+template <typename mask_t>
+FASTGEN_TARGET inline void mask_scores(float* scores, int64_t length, const mask_t* mask, int64_t stride) {
+  if (stride == 1) {  // said apart, so that the compiler vectorises it
+    for (int64_t j = 0; j < length; ++j) scores[j] = masked(scores[j], mask[j]);
+  } else {
+    for (int64_t j = 0; j < length; ++j) scores[j] = masked(scores[j], mask[j * stride]);
   }
+}
+
+FASTGEN_TARGET inline void apply_mask(float* scores, int64_t length, const MaskRow& mask) {
+  if (mask.data == nullptr) return;
+  with_numbers(mask, [&](const auto* numbers) { mask_scores(scores, length, numbers, mask.stride); });
 }
 
 // Takes the positions behind a query's own out of the scores of a block, which begins at `position`.
-inline void hide_later(const AttentionProblem& problem, int64_t input, int64_t matrix_row, int64_t position,
-                       float* scores, int64_t length) {
+FASTGEN_TARGET inline void hide_later(const AttentionProblem& problem, int64_t input, int64_t matrix_row,
+                                      int64_t position, float* scores, int64_t length) {
   if (!problem.causal) return;
   const int64_t row = input * problem.per_input + matrix_row / (problem.group * problem.queries);
   const int64_t behind = problem.queries - 1 - matrix_row % problem.queries;
   const int64_t seen = problem.prefix_length + problem.length_of(row) - behind - position;
-  for (int64_t j = larger(seen, 0); j < length; ++j) scores[j] = kNegativeInfinity;
+  for (int64_t j = std::max<int64_t>(seen, 0); j < length; ++j) scores[j] = kNegativeInfinity;
 }
 
 template <typename mask_t>
-inline bool any_above_negative_infinity(const mask_t* mask, int64_t length, int64_t stride) {
+FASTGEN_TARGET inline bool any_allowed(const mask_t* mask, int64_t length, int64_t stride) {
   for (int64_t j = 0; j < length; ++j) {
-    if (!(to_float(mask[j * stride]) == kNegativeInfinity)) return true;
+    if (!(masked(0.0f, mask[j * stride]) == kNegativeInfinity)) return true;
   }
   return false;
 }
 
 // Whether the mask allows any of `length` positions.
-inline bool allows_any(const MaskRow& mask, int64_t length) {
+FASTGEN_TARGET inline bool allows_any(const MaskRow& mask, int64_t length) {
   if (mask.data == nullptr) return length > 0;
-  switch (mask.type) {
-    case ElementType::kBool: {
-      const auto* allowed = static_cast<const uint8_t*>(mask.data);
-      for (int64_t j = 0; j < length; ++j) {
-        if (allowed[j * mask.stride]) return true;
-      }
-      return false;
-    }
-    case ElementType::kFloat:
-      return any_above_negative_infinity(static_cast<const float*>(mask.data), length, mask.stride);
-    case ElementType::kHalf:
-      return any_above_negative_infinity(static_cast<const c10::Half*>(mask.data), length, mask.stride);
-    case ElementType::kBFloat16:
-      return any_above_negative_infinity(static_cast<const c10::BFloat16*>(mask.data), length, mask.stride);
-  }
-  return true;
+  return with_numbers(mask, [&](const auto* numbers) { return any_allowed(numbers, length, mask.stride); });
 }
 
 // Whether any of the queries may attend to any of the positions. Padding, which none of them may, is not read.
-inline bool is_visible(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, int64_t rows,
-                       int64_t position, int64_t length) {
+FASTGEN_TARGET inline bool is_visible(const AttentionProblem& problem, int64_t input, int64_t kv_head,
+                                      int64_t first_row, int64_t rows, int64_t position, int64_t length) {
   const void* last = nullptr;
   for (int64_t i = 0; i < rows; ++i) {
     const MaskRow mask = mask_row(problem, input, kv_head, first_row + i, position);

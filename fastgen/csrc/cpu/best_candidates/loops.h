@@ -1,11 +1,11 @@
-// Loops over the scores of a row, for one instruction set: included once for each, inside a namespace, with FASTGEN_TARGET,
-// FASTGEN_FLOAT16 and FASTGEN_WIDTH, the floats of a vector, defined. No include guard.
+// Loops over the scores of a row, for one instruction set. Compiled for each by each_isa.h, included by best_candidates.cpp.
+// No include guard: it is meant to be included several times.
 
 // Which of some lines of kLine scores are above `limit`, or are not numbers: a bit for each.
 FASTGEN_TARGET void above(const float* scores, int64_t lines, float limit, uint64_t* found) {
   for (int64_t line = 0; line < lines; ++line, scores += kLine) {
     uint64_t bits = 0;
-#if FASTGEN_WIDTH == 1
+#if FASTGEN_WIDTH == 4
     int32_t any = 0;  // which the compiler makes vectors of
     for (int64_t j = 0; j < kLine; ++j) any |= !(scores[j] <= limit);
     if (any == 0) {
@@ -13,7 +13,7 @@ FASTGEN_TARGET void above(const float* scores, int64_t lines, float limit, uint6
       continue;
     }
 #endif
-    for (int64_t j = 0; j < kLine; j += FASTGEN_WIDTH) {
+    for (int64_t j = 0; j < kLine; j += by_width(1, 8, 16)) {
 #if FASTGEN_WIDTH == 16
       const uint64_t some = _mm512_cmp_ps_mask(_mm512_loadu_ps(scores + j), _mm512_set1_ps(limit), _CMP_NLE_UQ);
 #elif FASTGEN_WIDTH == 8
@@ -60,10 +60,9 @@ FASTGEN_TARGET void widen_bfloat16(float* to, const uint16_t* from, int64_t size
 }
 
 FASTGEN_TARGET void widen_float16(float* to, const uint16_t* from, int64_t size) {
-  struct Numbers {
-    float of[16];
-  };
   int64_t i = 0;
-  for (; i + 16 <= size; i += 16) FASTGEN_FLOAT16<16>::load(*reinterpret_cast<Numbers*>(to + i), from + i);
+  for (; i + kWidth <= size; i += kWidth) load_float16(*reinterpret_cast<Vector*>(to + i), from + i);
   for (; i < size; ++i) to[i] = fastgen::float16_to_float(from[i]);
 }
+
+constexpr Loops kLoops = {&above, &largest, &sum_of_exponentials, &widen_bfloat16, &widen_float16};

@@ -1,7 +1,7 @@
 // Functions of one number in float32, without branches, so that loops of these become vectors.
 #pragma once
 
-#include "../bits.h"
+#include "../floats.h"
 
 #include <cstdint>
 

@@ -1,14 +1,7 @@
-// Elementwise operators and norms for one instruction set. Included once per instruction set by cpu/elementwise.cpp,
-// inside a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler use the instruction
-// set. No include guard: it is meant to be included several times.
+// Elementwise operators and norms for one instruction set. Compiled for each by each_isa.h, included by elementwise.cpp.
+// No include guard: it is meant to be included several times.
 //
 // Everything is computed in float32, a few numbers at a time, which are converted before and after.
-
-#ifdef __GNUC__
-#define FASTGEN_INDEPENDENT _Pragma("GCC ivdep")
-#else
-#define FASTGEN_INDEPENDENT
-#endif
 
 constexpr int64_t kChunk = 256;
 constexpr int64_t kLanes = 16;
@@ -116,7 +109,7 @@ FASTGEN_TARGET void compute(const Piece* pieces, int64_t count, const Options& o
     const float* b = a;
     if (has_second) b = loaded(pieces[2], begin, size, static_cast<float>(options.numbers[1]), buffers[2]);
     float* out = place_of(pieces[0], begin, buffers[0]);
-    FASTGEN_INDEPENDENT
+#pragma GCC ivdep
     for (int64_t i = 0; i < size; ++i) out[i] = computed<kind>(a[i], b[i]);
     store(pieces[0], begin, size, out);
   }
@@ -178,14 +171,14 @@ FASTGEN_TARGET inline void rms_norm(const Piece* pieces, int64_t width, const Op
     const float* x = loaded(pieces[1], begin, size, 0.0f, buffers[1]);
     const float* weight = loaded(pieces[2], begin, size, 1.0f, buffers[2]);
     float* out = place_of(pieces[0], begin, buffers[0]);
-    FASTGEN_INDEPENDENT
+#pragma GCC ivdep
     for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale;
     if (options.rounds_scaled && pieces[0].type == kBFloat16) {
       for (int64_t i = 0; i < size; ++i) out[i] = BFloat16::widen(BFloat16::narrow(out[i]));
     } else if (options.rounds_scaled && pieces[0].type == kFloat16) {
       for (int64_t i = 0; i < size; ++i) out[i] = Float16::widen(Float16::narrow(out[i]));
     }
-    FASTGEN_INDEPENDENT
+#pragma GCC ivdep
     for (int64_t i = 0; i < size; ++i) out[i] *= weight[i] + offset;
     store(pieces[0], begin, size, out);
   }
@@ -202,7 +195,7 @@ FASTGEN_TARGET inline void layer_norm(const Piece* pieces, int64_t width, const 
     const float* weight = loaded(pieces[2], begin, size, 1.0f, buffers[2]);
     const float* bias = loaded(pieces[3], begin, size, 0.0f, buffers[3]);
     float* out = place_of(pieces[0], begin, buffers[0]);
-    FASTGEN_INDEPENDENT
+#pragma GCC ivdep
     for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
     store(pieces[0], begin, size, out);
   }
@@ -237,7 +230,7 @@ FASTGEN_TARGET void compute_lines(const Piece* pieces, const int64_t* apart, int
     auto* out = reinterpret_cast<float*>(pieces[0].data + line * apart[0]);
     const auto* a = reinterpret_cast<const float*>(pieces[1].data + line * apart[1]);
     const auto* b = reinterpret_cast<const float*>(second.data + line * apart[has_second ? 2 : 1]);
-    FASTGEN_INDEPENDENT
+#pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) out[i] = computed<kind>(a[i], b[i]);
   }
 }
@@ -259,6 +252,3 @@ inline Line line_of(int64_t kind) {
     default: return &each<copy>;
   }
 }
-
-#undef FASTGEN_INDEPENDENT
-#undef FASTGEN_TARGET

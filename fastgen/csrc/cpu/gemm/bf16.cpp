@@ -6,29 +6,19 @@
 // tile holds two inputs of each of its outputs. A panel is two tiles wide. Inputs are rounded row by row, so that a row's
 // result does not depend on what else is in the batch; the sums are rounded in another order with more than 16 rows than
 // with fewer.
+#include "../isa.h"
 #include "amx.h"
-#include "isa.h"
 #include "operands.h"
 
-#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <cstring>
 #include <memory>
-#include <optional>
 #include <utility>
-#include <vector>
 
 #ifdef FASTGEN_AMX
 
 namespace {
 
-using fastgen::kAmxBytes;
-using fastgen::kAmxLine;
-using fastgen::kAmxRows;
-using fastgen::quotient;
-using fastgen::ScalarType;
-using fastgen::Tensor;
+using namespace fastgen;
 
 constexpr int64_t kPanel = 2 * kAmxRows;  // outputs of a panel
 constexpr int64_t kRows = 2 * kAmxRows;   // rows that are multiplied in one go
@@ -82,7 +72,7 @@ constexpr auto make_tiles(std::index_sequence<kCounts...>) {
 constexpr auto kTiles = make_tiles(std::make_index_sequence<kTogether>());
 
 void multiply_in_vectors(const uint8_t* x, int64_t stride, int64_t rows, const uint8_t* panel, int64_t depth, float* sums) {
-  const fastgen::RowTiles tiles(rows, kTogether);
+  const RowTiles tiles(rows, kTogether);
   for (int64_t i = 0; i < tiles.count; ++i) {
     kTiles[tiles.size(i) - 1](x + tiles.begin(i) * stride, stride, panel, depth, sums + tiles.begin(i) * kPanel);
   }
@@ -91,7 +81,7 @@ void multiply_in_vectors(const uint8_t* x, int64_t stride, int64_t rows, const u
 // The registers of this thread, for so many rows.
 void configure(int64_t count) {
   const int64_t upper = std::min(count, kAmxRows), lower = count > kAmxRows ? count - kAmxRows : count;
-  fastgen::configure_tiles({upper, upper, lower, lower, upper, lower, kAmxRows, kAmxRows},
+  configure_tiles({upper, upper, lower, lower, upper, lower, kAmxRows, kAmxRows},
                            {kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine});
 }
 
@@ -154,13 +144,13 @@ __attribute__((target("amx-tile,amx-bf16,avx512f"))) void multiply_in_tiles(cons
 }
 
 void check_processor() {
-  STD_TORCH_CHECK(fastgen::has_avx512_bf16(), "bf16_gemm: this processor does not have AVX-512 BF16");
+  STD_TORCH_CHECK(has_avx512_bf16(), "bf16_gemm: this processor does not have AVX-512 BF16");
 }
 
 // A row in bfloat16.
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void round_row(const float* x, int64_t count, uint8_t* to) {
   for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 some = fastgen::first16(count - i);
+    const __mmask16 some = first16(count - i);
     const __m256i values = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, x + i));
     _mm256_mask_storeu_epi16(to + 2 * i, some, values);
   }
@@ -170,7 +160,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void round_row(c
 int64_t depth_of(int64_t inputs) { return quotient(inputs * 2, kAmxLine) * kAmxLine; }
 
 Tensor pack_bf16(Tensor weight) {
-  fastgen::Arguments("pack_bf16").reads(weight);
+  Arguments("pack_bf16").reads(weight);
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float && weight.size(0) > 0 &&
                       weight.size(1) > 0,
                   "the weight must be [outputs, inputs] of float32");
@@ -179,9 +169,9 @@ Tensor pack_bf16(Tensor weight) {
   const int64_t depth = depth_of(inputs);
   Tensor packed = torch::stable::new_empty(weight, {panels, depth, kPanel}, ScalarType::Byte);
   const void* from = weight.const_data_ptr();
-  uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
-  fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    const fastgen::Aligned<uint8_t> lines(kAmxRows * depth);  // of a tile's outputs; zeros behind the last input
+  uint8_t* to = numbers_of<uint8_t>(packed);
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    const Aligned<uint8_t> lines(kAmxRows * depth);  // of a tile's outputs; zeros behind the last input
     std::fill_n(lines.data(), kAmxRows * depth, uint8_t{0});
     std::vector<float> row(inputs);
     for (int64_t panel = begin; panel < end; ++panel) {
@@ -190,7 +180,7 @@ Tensor pack_bf16(Tensor weight) {
         for (int64_t n = 0; n < kAmxRows; ++n) {
           uint8_t* line = lines.data() + n * depth;
           if (first + n < outputs) {
-            fastgen::read_line(from, (first + n) * weight.stride(0), inputs, weight.stride(1), nullptr, ScalarType::Float,
+            read_line(from, (first + n) * weight.stride(0), inputs, weight.stride(1), nullptr, ScalarType::Float,
                                row.data());
             round_row(row.data(), inputs, line);
           } else {
@@ -199,7 +189,7 @@ Tensor pack_bf16(Tensor weight) {
         }
         uint8_t* tile = to + panel * depth * kPanel + side * kAmxBytes;
         for (int64_t k = 0; k < depth; k += kAmxLine) {
-          fastgen::transpose16(lines.data() + k, depth / 4, tile + k * kPanel, kAmxLine / 4);
+          transpose16(lines.data() + k, depth / 4, tile + k * kPanel, kAmxLine / 4);
         }
       }
     }
@@ -208,20 +198,20 @@ Tensor pack_bf16(Tensor weight) {
 }
 
 void check(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
-  fastgen::Arguments("bf16_gemm").reads(x, packed, bias);
-  fastgen::check_x("bf16_gemm", x, x.scalar_type() == ScalarType::Float);
+  Arguments("bf16_gemm").reads(x, packed, bias);
+  check_x("bf16_gemm", x, x.scalar_type() == ScalarType::Float);
   STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == ScalarType::Byte && packed.is_contiguous() &&
                       packed.size(1) == depth_of(x.size(1)) && packed.size(2) == kPanel && outputs > 0 &&
                       packed.size(0) == quotient(outputs, kPanel),
                   "bf16_gemm: the weight was not packed for this product");
-  fastgen::check_bias("bf16_gemm", bias, outputs, !bias || bias->scalar_type() == ScalarType::Float);
+  check_bias("bf16_gemm", bias, outputs, !bias || bias->scalar_type() == ScalarType::Float);
   check_processor();
 }
 
 // sums[rows, kPanel] -> y[rows, count], the rows of which are `stride` apart.
 FASTGEN_AVX512 void store(const float* sums, int64_t rows, const float* bias, int64_t count, float* y, int64_t stride) {
   for (int64_t n = 0; n < count; n += 16) {
-    const __mmask16 some = fastgen::first16(count - n);
+    const __mmask16 some = first16(count - n);
     const __m512 start = bias != nullptr ? _mm512_maskz_loadu_ps(some, bias + n) : _mm512_setzero_ps();
     for (int64_t r = 0; r < rows; ++r) {
       _mm512_mask_storeu_ps(y + r * stride + n, some, _mm512_add_ps(_mm512_loadu_ps(sums + r * kPanel + n), start));
@@ -232,9 +222,9 @@ FASTGEN_AVX512 void store(const float* sums, int64_t rows, const float* bias, in
 // x in bfloat16, [rows, depth bytes], with zeros behind the inputs.
 std::unique_ptr<uint8_t[]> rounded(const Tensor& x, int64_t depth) {
   const int64_t rows = x.size(0), inputs = x.size(1), stride = x.stride(0);
-  const float* from = static_cast<const float*>(x.const_data_ptr());
+  const float* from = numbers_of<const float>(x);
   std::unique_ptr<uint8_t[]> to(new uint8_t[rows * depth]);
-  fastgen::parallel_for(0, rows, std::max<int64_t>(kGrain / depth, 1), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, std::max<int64_t>(kGrain / depth, 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       uint8_t* line = to.get() + row * depth;
       std::fill(line + depth - kAmxLine, line + depth, 0);
@@ -246,18 +236,18 @@ std::unique_ptr<uint8_t[]> rounded(const Tensor& x, int64_t depth) {
 
 Tensor bf16_gemm(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
   check(x, packed, bias, outputs);
-  const bool in_tiles = fastgen::has_amx();
+  const bool in_tiles = has_amx();
   const int64_t rows = x.size(0), panels = packed.size(0), depth = packed.size(1);
-  const float* biases = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+  const float* biases = bias ? numbers_of<const float>(*bias) : nullptr;
   Tensor y = torch::stable::new_empty(x, {rows, outputs});
   const std::unique_ptr<uint8_t[]> inputs = rounded(x, depth);
-  const uint8_t* weights = static_cast<const uint8_t*>(packed.const_data_ptr());
-  float* to = static_cast<float*>(y.mutable_data_ptr());
+  const uint8_t* weights = numbers_of<const uint8_t>(packed);
+  float* to = numbers_of<float>(y);
   const auto multiply = in_tiles ? &multiply_in_tiles : &multiply_in_vectors;
   // Blocks of nearly the same size, in whole tiles, so that threads have as much to do as each other.
   const int64_t blocks = quotient(rows, kBlock), tiles = quotient(rows, kRows);
   const int64_t most = std::max<int64_t>(kGroupBytes / (depth * kPanel), 1);
-  fastgen::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
     alignas(kAmxLine) float sums[kRows * kPanel];
     int64_t configured = 0;
     for (int64_t task = begin, group = 0; task < end; task += group) {
@@ -274,7 +264,7 @@ Tensor bf16_gemm(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t ou
         }
       }
     }
-    if (in_tiles) fastgen::release_tiles();
+    if (in_tiles) release_tiles();
   });
   return y;
 }

@@ -13,26 +13,17 @@
 //
 // What is infinite or not a number has no parts, and parts of a sum may overflow where the sum does not. So results
 // that are not finite are computed again, one by one.
+#include "../isa.h"
 #include "amx.h"
-#include "isa.h"
 #include "operands.h"
 
-#include <algorithm>
-#include <cstdint>
 #include <limits>
-#include <optional>
 
 #ifdef FASTGEN_AMX
 
 namespace {
 
-using fastgen::first16;
-using fastgen::kAmxBytes;
-using fastgen::kAmxLine;
-using fastgen::kAmxRows;
-using fastgen::quotient;
-using fastgen::ScalarType;
-using fastgen::Tensor;
+using namespace fastgen;
 using Operands = fastgen::Operands<float>;
 
 constexpr int64_t kParts = 3;
@@ -100,7 +91,7 @@ FASTGEN_TARGET void split_rows(const Operands& p, const Block& block, int64_t ti
       split(from, is_there ? p.inputs - s * kInputs : 0, lines + i * kAmxLine, kAmxBytes);
     }
     for (int64_t n = 0; n < kParts; ++n) {
-      fastgen::transpose16(lines + n * kAmxBytes, kAmxLine / 4, to + n * part, kAmxLine / 4);
+      transpose16(lines + n * kAmxBytes, kAmxLine / 4, to + n * part, kAmxLine / 4);
     }
   }
 }
@@ -206,7 +197,7 @@ FASTGEN_TARGET void finish(const Operands& p, const float* sums, int64_t row, in
   alignas(64) float lines[kGroup * kPair * kAmxRows];
   for (int64_t half = row; half < std::min(row + kPair, p.rows); half += kAmxRows, sums += kAmxRows) {
     for (int64_t n = 0; n < outputs; n += kAmxRows) {
-      fastgen::transpose16(sums + n * kPair, kPair, lines + n * kAmxRows, kAmxRows);
+      transpose16(sums + n * kPair, kPair, lines + n * kAmxRows, kAmxRows);
     }
     const float* from = lines;
     for (int64_t r = half; r < std::min(half + kAmxRows, p.rows); ++r, from += kAmxRows) {
@@ -229,7 +220,7 @@ FASTGEN_TARGET void multiply_block(const Operands& p, int64_t row, int64_t pairs
   const int64_t x_bytes = tiles * most * kStepBytes, weight_bytes = 2 * most * kStepBytes;
   constexpr int64_t kSums = kPair * kPair;
   const int64_t sums_count = is_in_one_go ? kGroup : pairs * (end - begin);
-  char* x = fastgen::scratch(x_bytes + kGroup * weight_bytes + sums_count * kSums * static_cast<int64_t>(sizeof(float)));
+  char* x = scratch(x_bytes + kGroup * weight_bytes + sums_count * kSums * static_cast<int64_t>(sizeof(float)));
   char* weight = x + x_bytes;
   float* sums = reinterpret_cast<float*>(weight + kGroup * weight_bytes);
   for (int64_t step = 0; step < steps_of(p); step += kSteps) {
@@ -259,8 +250,8 @@ FASTGEN_TARGET void multiply_block(const Operands& p, int64_t row, int64_t pairs
 void multiply_all(const Operands& p) {
   const int64_t pairs = quotient(p.rows, kPair), blocks = quotient(pairs, kPairs), outputs = quotient(p.outputs, kPair);
   const int64_t at_once = steps_of(p) <= kSteps ? outputs : kOutputPairs;
-  fastgen::parallel_for(0, blocks * outputs, 1, [&](int64_t begin, int64_t end) {
-    const fastgen::WholeTiles tiles;
+  parallel_for(0, blocks * outputs, 1, [&](int64_t begin, int64_t end) {
+    const WholeTiles tiles;
     for (int64_t next = begin; next < end;) {
       const int64_t block = next / outputs, output = next % outputs;
       const int64_t some = std::min({end - next, outputs - output, at_once});
@@ -272,11 +263,11 @@ void multiply_all(const Operands& p) {
 }
 
 void bf16x3_gemm_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  fastgen::Arguments("bf16x3_gemm").writes(y).reads(x, weight, bias);
-  STD_TORCH_CHECK(fastgen::has_amx() && fastgen::instruction_set() == fastgen::InstructionSet::kAvx512,
+  Arguments("bf16x3_gemm").writes(y).reads(x, weight, bias);
+  STD_TORCH_CHECK(has_amx() && instruction_set() == InstructionSet::kAvx512,
                   "bf16x3_gemm: this processor does not have AMX");
-  fastgen::check_x("bf16x3_gemm", x, x.scalar_type() == ScalarType::Float);
-  const Operands p = fastgen::checked<float>("bf16x3_gemm", y, x, weight, bias, &fastgen::are_inputs_adjacent);
+  check_x("bf16x3_gemm", x, x.scalar_type() == ScalarType::Float);
+  const Operands p = checked<float>("bf16x3_gemm", y, x, weight, bias, &are_inputs_adjacent);
   if (p.rows > 0 && p.outputs > 0) multiply_all(p);
 }
 

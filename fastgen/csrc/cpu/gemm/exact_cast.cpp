@@ -1,46 +1,36 @@
 // Numbers of float32 in 16 bits, where each of them is such a number. The schema is defined in fastgen/ops/exact_cast.py.
-#include "../bits.h"
-#include "../checks.h"
-#include "../float16.h"
-#include "../parallel.h"
+#include "../floats.h"
+#include "../operator.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
 #include <atomic>
-#include <cstdint>
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace fastgen;
 
 // Both say whether all of the numbers have stayed what they are, bit by bit. Without branches: loops become vectors.
-bool to_bfloat16(const float* from, int64_t count, uint16_t* to) {
+bool cast_to_bfloat16(const float* from, int64_t count, uint16_t* to) {
   uint32_t lost = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = fastgen::bits_of(from[i]);
+    const uint32_t bits = bits_of(from[i]);
     to[i] = static_cast<uint16_t>(bits >> 16);
     lost |= bits & 0xffffu;
   }
   return lost == 0;
 }
 
-bool to_float16(const float* from, int64_t count, uint16_t* to) {
+bool cast_to_float16(const float* from, int64_t count, uint16_t* to) {
   uint32_t lost = 0;
   for (int64_t i = 0; i < count; ++i) {
-    to[i] = fastgen::to_float16(from[i]);
-    lost |= fastgen::bits_of(fastgen::float16_to_float(to[i])) ^ fastgen::bits_of(from[i]);
+    to[i] = to_float16(from[i]);
+    lost |= bits_of(float16_to_float(to[i])) ^ bits_of(from[i]);
   }
   return lost == 0;
 }
 
 // Writes the numbers of x to `out` until one is found that is none of its type; whether there was none.
 bool exact_cast_out(Tensor out, Tensor x) {
-  fastgen::Arguments("narrow").writes(out).reads(x);
+  Arguments("narrow").writes(out).reads(x);
   const ScalarType type = out.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "narrow: the result must be of bfloat16 or float16");
@@ -48,12 +38,12 @@ bool exact_cast_out(Tensor out, Tensor x) {
                       x.numel() == out.numel(),
                   "narrow: the numbers must be of float32, as many as the results, all next to each other");
   constexpr int64_t kPart = 1 << 15;
-  const int64_t count = x.numel(), parts = (count + kPart - 1) / kPart;
-  const float* from = static_cast<const float*>(x.const_data_ptr());
-  uint16_t* to = static_cast<uint16_t*>(out.mutable_data_ptr());
-  const auto narrow = type == ScalarType::BFloat16 ? to_bfloat16 : to_float16;
+  const int64_t count = x.numel(), parts = quotient(count, kPart);
+  const float* from = numbers_of<const float>(x);
+  uint16_t* to = numbers_of<uint16_t>(out);
+  const auto narrow = type == ScalarType::BFloat16 ? cast_to_bfloat16 : cast_to_float16;
   std::atomic<bool> is_same{true};
-  fastgen::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * kPart; i < std::min(end * kPart, count) && is_same; i += kPart) {
       if (!narrow(from + i, std::min(kPart, count - i), to + i)) is_same = false;
     }

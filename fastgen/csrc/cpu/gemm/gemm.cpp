@@ -5,27 +5,15 @@
 // of a weight whose outputs are next to each other, a piece of a panel at a time is packed in the cache and multiplied from
 // there, while the next piece is prefetched (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM
 // TOMS 2008). Either way an output is summed in the same order: the result has the same bits.
-#include "isa.h"
+#include "../isa.h"
 #include "operands.h"
 
-#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <cstring>
-#include <optional>
 #include <utility>
-#include <vector>
-
-#ifdef FASTGEN_VECTORS
 
 namespace {
 
-using fastgen::Aligned;
-using fastgen::kDepth;
-using fastgen::MaybeTensors;
-using fastgen::ScalarType;
-using fastgen::Tensor;
-using fastgen::Tensors;
+using namespace fastgen;
 using Operands = fastgen::Operands<float>;
 
 constexpr int64_t kLine = 16;  // floats of a cache line
@@ -46,28 +34,20 @@ struct Lines {
   int64_t group, input, line;
 };
 
-#define FASTGEN_KERNELS "gemm_kernels.h"
-#include "each_isa.h"
-
 struct Kernel {
   int64_t panel;  // outputs of a panel
-  decltype(&portable::multiply) multiply;
-  decltype(&portable::pack_piece) pack_piece;
+  void (*multiply)(const float*, int64_t, int64_t, const float*, int64_t, const float*, float*, int64_t, const Piece&);
+  void (*pack_piece)(const Piece&, int64_t valid, int64_t depth, int64_t width, float* to);
   int64_t width;  // outputs that `multiply_rows` is given are a multiple of it, but for the last ones
-  decltype(&portable::floats_of_rows) floats_of_rows;
-  decltype(&portable::pack_rows) pack_rows;
-  decltype(&portable::multiply_rows) multiply_rows;
+  int64_t (*floats_of_rows)(int64_t rows, int64_t inputs);
+  void (*pack_rows)(const float*, int64_t, int64_t, int64_t, float*);
+  void (*multiply_rows)(const Operands& product, int64_t begin, int64_t end);
 };
 
-Kernel kernel() {
-#define FASTGEN_KERNEL(SET)                                                                                 \
-  Kernel {                                                                                                  \
-    SET::kPanel, &SET::multiply, &SET::pack_piece, SET::kWidth, &SET::floats_of_rows, &SET::pack_rows,      \
-        &SET::multiply_rows                                                                                 \
-  }
-  return FASTGEN_CHOOSE(FASTGEN_KERNEL);
-#undef FASTGEN_KERNEL
-}
+#define FASTGEN_KERNELS "gemm/gemm_kernels.h"
+#include "../each_isa.h"
+
+Kernel kernel() { return FASTGEN_CHOOSE(kKernel); }
 
 // A product that is multiplied panel by panel.
 class PanelProduct {
@@ -114,18 +94,18 @@ class PanelProduct {
 void multiply_pieces(const Operands& operands, int64_t input_stride) {
   const Kernel kernel = ::kernel();
   const int64_t rows = operands.rows, inputs = operands.inputs, width = kernel.panel;
-  const int64_t blocks = fastgen::quotient(rows, kMostRows);
+  const int64_t blocks = quotient(rows, kMostRows);
   const PanelProduct product(operands, width);
   const auto piece = [&](int64_t panel, int64_t k) {
     const int64_t output_stride = operands.weight_stride;
     return Piece{operands.weight + panel * width * output_stride + k * input_stride, output_stride, input_stride};
   };
-  fastgen::parallel_for(0, fastgen::quotient(operands.outputs, width), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, quotient(operands.outputs, width), 1, [&](int64_t begin, int64_t end) {
     PanelProduct::Scratch scratch;
     const Aligned<float> packed(kDepth * width);
     // The same inputs of all panels, and then those behind them: of a weight that is stored by inputs, memory is read in
     // the order in which it lies.
-    const int64_t panels = end - begin, pieces = panels * fastgen::quotient(inputs, kDepth);
+    const int64_t panels = end - begin, pieces = panels * quotient(inputs, kDepth);
     const auto panel_of = [&](int64_t i) { return begin + i % panels; };
     const auto input_of = [&](int64_t i) { return i / panels * kDepth; };
     for (int64_t block = 0; block < blocks; ++block) {
@@ -147,11 +127,11 @@ void multiply_rows(const std::vector<Operands>& products) {
   const Operands& any = products[0];
   std::vector<int64_t> units;
   int64_t all = 0;
-  for (const Operands& product : products) all += units.emplace_back(fastgen::quotient(product.outputs, kernel.width));
-  fastgen::parallel_for(0, all, 1, [&](int64_t begin, int64_t end) {
+  for (const Operands& product : products) all += units.emplace_back(quotient(product.outputs, kernel.width));
+  parallel_for(0, all, 1, [&](int64_t begin, int64_t end) {
     const Aligned<float> packed(kernel.floats_of_rows(any.rows, any.inputs));
     kernel.pack_rows(any.x, any.x_stride, any.rows, any.inputs, packed.data());
-    fastgen::for_each_part(units, begin, end, [&](size_t i, int64_t from, int64_t to) {
+    for_each_part(units, begin, end, [&](size_t i, int64_t from, int64_t to) {
       Operands product = products[i];
       product.x = packed.data();
       kernel.multiply_rows(product, from * kernel.width, std::min(to * kernel.width, product.outputs));
@@ -160,12 +140,12 @@ void multiply_rows(const std::vector<Operands>& products) {
 }
 
 void gemm_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors biases) {
-  fastgen::check_batch("gemm", results, x, weights, biases);
-  fastgen::check_x("gemm", x, x.scalar_type() == ScalarType::Float);
+  check_batch("gemm", results, x, weights, biases);
+  check_x("gemm", x, x.scalar_type() == ScalarType::Float);
   std::vector<Operands> every, in_rows;
   const auto any_strides = [](const Tensor&) { return true; };
   for (size_t i = 0; i < weights.size(); ++i) {
-    every.push_back(fastgen::checked<float>("gemm", results[i], x, weights[i], biases[i], any_strides));
+    every.push_back(checked<float>("gemm", results[i], x, weights[i], biases[i], any_strides));
   }
   if (x.size(0) == 0) return;
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -178,8 +158,6 @@ void gemm_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors bia
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
-  library.impl("gemm_out", FASTGEN_PLANNED(fastgen::one_of<&gemm_batch_out>));
+  library.impl("gemm_out", FASTGEN_PLANNED(one_of<&gemm_batch_out>));
   library.impl("gemm_batch_out", FASTGEN_PLANNED(gemm_batch_out));
 }
-
-#endif

@@ -285,3 +285,5 @@ FASTGEN_TARGET inline void multiply_rows(const Operands& product, int64_t begin,
   multiply(begin, kOutputs, apart);
   multiply(begin + kOutputs * apart, 1, end - begin - kOutputs * apart);
 }
+
+constexpr Kernel kKernel = {kPanel, &multiply, &pack_piece, kWidth, &floats_of_rows, &pack_rows, &multiply_rows};

@@ -8,39 +8,16 @@
 // the number of rows; but 8 to 16 rows of bfloat16 are multiplied in AMX tiles, in another order.
 //
 // Of a weight in float32 that is stored by inputs, multiples of its columns are added to the result instead.
-#include "gemv.h"
-
+#include "../isa.h"
 #include "amx.h"
-#include "isa.h"
 #include "operands.h"
 
-#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <cstring>
-#include <optional>
-#include <type_traits>
 #include <utility>
-#include <vector>
-
-#ifdef FASTGEN_VECTORS
 
 namespace {
 
-using fastgen::MaybeTensors;
-using fastgen::Operands;
-using fastgen::ScalarType;
-using fastgen::Tensor;
-using fastgen::Tensors;
-
-#define FASTGEN_KERNELS "gemv_kernels.h"
-#define FASTGEN_BF16
-#include "each_isa.h"
-
-#if defined(FASTGEN_AMX) && defined(FASTGEN_HAS_BF16)
-#include "gemv_amx.h"
-#define FASTGEN_GEMV_AMX 1
-#endif
+using namespace fastgen;
 
 // `prepare` is null where x is read as it is.
 struct Kernel {
@@ -48,23 +25,26 @@ struct Kernel {
   void (*prepare)(const uint16_t* x, int64_t inputs, float* to);
 };
 
+#define FASTGEN_KERNELS "gemm/gemv_kernels.h"
+#define FASTGEN_BF16
+#include "../each_isa.h"
+
+#if defined(FASTGEN_AMX) && defined(FASTGEN_HAS_BF16)
+#include "gemv_amx.h"
+#define FASTGEN_GEMV_AMX 1
+#endif
+
 // For so many rows of this type. Of the weight the inputs are next to each other, or the outputs, in float32.
 Kernel kernel(ScalarType type, bool by_outputs, int64_t rows) {
-#define FASTGEN_KERNEL(SET)                                                                                \
-  by_outputs                          ? Kernel{&SET::add_columns, nullptr}                                 \
-  : type == ScalarType::Float         ? Kernel{&SET::multiply<SET::Float32>, nullptr}                      \
-  : type == ScalarType::BFloat16      ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
-                                      : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
 #ifdef FASTGEN_HAS_BF16
-  if (type == ScalarType::BFloat16 && fastgen::has_avx512_bf16() && !fastgen::instruction_set_is_given()) {
+  if (type == ScalarType::BFloat16 && has_avx512_bf16() && !instruction_set_is_given()) {
 #ifdef FASTGEN_GEMV_AMX
-    if (rows >= amx::kMinRows && rows <= amx::kMaxRows && fastgen::has_amx()) return {&amx::multiply, nullptr};
+    if (rows >= amx::kMinRows && rows <= amx::kMaxRows && has_amx()) return {&amx::multiply, nullptr};
 #endif
-    return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
+    return avx512bf16::kernel(type, by_outputs);
   }
 #endif
-  return FASTGEN_CHOOSE(FASTGEN_KERNEL);
-#undef FASTGEN_KERNEL
+  return FASTGEN_CHOOSE(kernel(type, by_outputs));
 }
 
 // Whether not the inputs of a weight are next to each other, but its outputs.
@@ -72,7 +52,7 @@ bool is_by_outputs(const Tensor& weight) {
   return weight.stride(1) != 1 && weight.stride(0) == 1 && weight.scalar_type() == ScalarType::Float;
 }
 
-bool is_laid_out(const Tensor& weight) { return fastgen::are_inputs_adjacent(weight) || is_by_outputs(weight); }
+bool is_laid_out(const Tensor& weight) { return are_inputs_adjacent(weight) || is_by_outputs(weight); }
 
 struct Work {
   Kernel kernel;
@@ -90,7 +70,7 @@ void multiply(const Tensor& x, std::vector<Work>& products) {
   if (const auto prepare = products[0].kernel.prepare; prepare != nullptr) {
     const int64_t rows = x.size(0), inputs = x.size(1);
     prepared.resize(rows * inputs);
-    const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
+    const uint16_t* from = numbers_of<const uint16_t>(x);
     for (int64_t row = 0; row < rows; ++row) prepare(from + row * x.stride(0), inputs, prepared.data() + row * inputs);
     for (auto& [_, product] : products) product.x = prepared.data(), product.x_stride = inputs;
   }
@@ -98,19 +78,19 @@ void multiply(const Tensor& x, std::vector<Work>& products) {
   // In pieces of whole groups of outputs (of the first product), one for each thread.
   constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
   const int64_t piece = std::max<int64_t>((outputs + threads * kWhole - 1) / (threads * kWhole) * kWhole, 2 * kWhole);
-  fastgen::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
-    fastgen::for_each_part(each, begin * piece, end * piece, [&](size_t i, int64_t from, int64_t to) {
+  parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+    for_each_part(each, begin * piece, end * piece, [&](size_t i, int64_t from, int64_t to) {
       products[i].kernel.multiply(products[i].operands, from, to - from);
     });
   });
 }
 
 void gemv_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors biases) {
-  fastgen::check_batch("gemv", results, x, weights, biases);
-  fastgen::check_x("gemv", x, fastgen::is_floating(x.scalar_type()));
+  check_batch("gemv", results, x, weights, biases);
+  check_x("gemv", x, is_floating(x.scalar_type()));
   std::vector<Work> products;
   for (size_t i = 0; i < weights.size(); ++i) {
-    Work work{{}, fastgen::checked<void>("gemv", results[i], x, weights[i], biases[i], &is_laid_out)};
+    Work work{{}, checked<void>("gemv", results[i], x, weights[i], biases[i], &is_laid_out)};
     const bool by_outputs = is_by_outputs(weights[i]);
     STD_TORCH_CHECK(by_outputs == is_by_outputs(weights[0]), "gemv: all weights must be laid out in one way");
     if (by_outputs) work.operands.weight_stride = weights[i].stride(1);
@@ -131,9 +111,9 @@ void prefetch(const float* row, int64_t inputs) {
 void fastgen::gemv_of_outputs(const Tensor& x, int64_t row, const Tensor& weight, const std::optional<Tensor>& bias,
                               const int64_t* outputs, int64_t count, float* y) {
   const int64_t inputs = x.size(1), stride = weight.stride(0);
-  const float* from = static_cast<const float*>(x.const_data_ptr()) + row * x.stride(0);
-  const float* first = static_cast<const float*>(weight.const_data_ptr());
-  const float* biases = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+  const float* from = numbers_of<const float>(x) + row * x.stride(0);
+  const float* first = numbers_of<const float>(weight);
+  const float* biases = bias ? numbers_of<const float>(*bias) : nullptr;
   const auto multiply = kernel(ScalarType::Float, false, 1).multiply;
   for (int64_t i = 0; i < count; ++i) {
     if (i + 1 < count) prefetch(first + outputs[i + 1] * stride, inputs);
@@ -143,8 +123,6 @@ void fastgen::gemv_of_outputs(const Tensor& x, int64_t row, const Tensor& weight
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
-  library.impl("gemv_out", FASTGEN_PLANNED(fastgen::one_of<&gemv_batch_out>));
+  library.impl("gemv_out", FASTGEN_PLANNED(one_of<&gemv_batch_out>));
   library.impl("gemv_batch_out", FASTGEN_PLANNED(gemv_batch_out));
 }
-
-#endif

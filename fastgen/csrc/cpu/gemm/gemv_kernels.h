@@ -376,3 +376,14 @@ FASTGEN_TARGET void multiply(const Operands<void>& given, int64_t first, int64_t
 }
 
 #include "gemv_columns.h"
+
+inline Kernel kernel(ScalarType type, bool by_outputs) {
+  if (by_outputs) return {&add_columns, nullptr};
+  if (type == ScalarType::Float) return {&multiply<Float32>, nullptr};
+#ifdef FASTGEN_HAS_BF16
+  if (type == ScalarType::BFloat16) return {&multiply<BFloat16>, nullptr};
+#else
+  if (type == ScalarType::BFloat16) return {&multiply<BFloat16>, &prepare<BFloat16>};
+#endif
+  return {&multiply<Float16>, &prepare<Float16>};
+}

@@ -6,30 +6,78 @@
 // result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
 // are added in float32, in their order. Many rows are multiplied in AMX tiles, with the same result.
 #include "amx.h"
-#include "int8_rows.h"
 #include "packed.h"
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <utility>
-#include <vector>
-
-#ifdef FASTGEN_VECTORS
+#include <memory>
 
 namespace {
 
-using fastgen::BlockScale;
-using fastgen::block_scale;
-using fastgen::Group;
-using fastgen::Inputs;
-using fastgen::kLine;
-using fastgen::kPanel;
-using fastgen::Product;
-using fastgen::Rows;
-using fastgen::RowTiles;
-using fastgen::Weight;
+using namespace fastgen;
+
+// Rows in bytes. For AMX tiles a row lies behind the other. Otherwise, four inputs of each row of a tile lie side by
+// side, then the next four of each, and groups likewise: so a tile reads from one place on.
+struct Inputs {
+  const int8_t* values;
+  const Group* groups;
+  int64_t stride;  // bytes of a row
+};
+
+// Rows in bytes, and the memory that they are in.
+class QuantizedRows {
+ public:
+  // In tiles of at most `most` rows; with 0 for AMX tiles.
+  QuantizedRows(const Rows& x, int64_t group_size, bool rotated, int64_t most)
+      : x_(x), size_(group_size), rotated_(rotated), groups_of_row_(quotient(x.inputs, group_size)),
+        stride_(groups_of_row_ * group_size) {
+    const int64_t rows = x.rows;
+    // Whole AMX tiles of them.
+    const int64_t whole = most > 0 ? rows : quotient(rows, kAmxRows) * kAmxRows;
+    values_.reset(new int8_t[whole * stride_]);
+    groups_.reset(new Group[whole * groups_of_row_]);
+    std::memset(values_.get() + rows * stride_, 0, (whole - rows) * stride_);
+    std::fill(groups_.get() + rows * groups_of_row_, groups_.get() + whole * groups_of_row_, Group{});
+    const RowTiles tiles(rows, std::max<int64_t>(most, 1));
+    if (rows * stride_ < kGrain) {
+      quantize(tiles, 0, tiles.count);
+    } else {
+      const int64_t grain = std::max<int64_t>(kGrain / (stride_ * std::max<int64_t>(most, 1)), 1);
+      parallel_for(0, tiles.count, grain, [&](int64_t begin, int64_t end) { quantize(tiles, begin, end); });
+    }
+  }
+
+  Inputs inputs() const { return {values_.get(), groups_.get(), stride_}; }
+
+ private:
+  void quantize(const RowTiles& tiles, int64_t begin, int64_t end) {
+    const int64_t inputs = x_.inputs;
+    const bool is_as_it_is = x_.order == nullptr && x_.type == ScalarType::Float && (!rotated_ || stride_ == inputs);
+    const RowKernels kernels = row_kernels();
+    // With zeros behind them for the last group.
+    std::vector<float> line(is_as_it_is ? 0 : stride_), turned(rotated_ ? stride_ : 0);
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t first = tiles.begin(tile), some = tiles.size(tile);
+      for (int64_t r = 0; r < some; ++r) {
+        const int64_t start = (first + r) * x_.stride;
+        if (!is_as_it_is) read_line(x_.data, start, inputs, 1, x_.order, x_.type, line.data());
+        const float* values = is_as_it_is ? static_cast<const float*>(x_.data) + start : line.data();
+        int8_t* to = values_.get() + first * stride_ + r * 4;
+        Group* groups = groups_.get() + first * groups_of_row_ + r;
+        if (rotated_) {
+          kernels.rotate_and_quantize(values, stride_, size_, some, to, groups, turned.data());
+        } else {
+          kernels.quantize(values, inputs, size_, some, to, groups);
+        }
+      }
+    }
+  }
+
+  const Rows x_;
+  const int64_t size_;
+  const bool rotated_;
+  const int64_t groups_of_row_, stride_;
+  std::unique_ptr<int8_t[]> values_;
+  std::unique_ptr<Group[]> groups_;
+};
 
 // Bytes of a weight that a single tile prefetches. More of them take memory's time from what the processor
 // fetches by itself (measured on an AMD EPYC with AVX-512, as the number for what leaves out the second-level cache).
@@ -49,18 +97,20 @@ struct Ahead {
 // A panel comes from memory for its first tile, and is near by for the others. So that memory is read all the time, the
 // first tiles prefetch a part of the next panel each.
 inline Ahead ahead(const Weight& weight, int64_t tile, int64_t tiles) {
-  if (tiles == 1) {
-    const bool is_amd = fastgen::is_amd();
-    return {is_amd ? kAheadOnce : kAhead, kLine, is_amd};
-  }
+  if (tiles == 1) return {is_amd() ? kAheadOnce : kAhead, kLine, is_amd()};
   const int64_t prefetchers = std::min(tiles, kPrefetchers);
   if (tile >= prefetchers) return {0, kLine, false};
   return {weight.panel_bytes + weight.panel_bytes * tile / prefetchers, kLine / prefetchers, false};
 }
 
-#define FASTGEN_KERNELS "int8_kernels.h"
+struct Kernel {
+  int64_t tile_rows;
+  void (*multiply)(const Product& product, const Inputs& inputs, int64_t rows, int64_t panel);
+};
+
+#define FASTGEN_KERNELS "gemm/int8_kernels.h"
 #define FASTGEN_VNNI
-#include "each_isa.h"
+#include "../each_isa.h"
 
 #ifdef FASTGEN_AMX
 namespace avx512vnni {
@@ -70,31 +120,21 @@ namespace avx512vnni {
 
 bool has_avx512_vnni() {
 #ifdef FASTGEN_X86
-  return fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 && __builtin_cpu_supports("avx512vnni");
+  return instruction_set() == InstructionSet::kAvx512 && __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif
 }
 
-struct Kernel {
-  int64_t tile_rows;
-  decltype(&portable::multiply_panel) multiply;
-};
-
 Kernel kernel() {
-#define FASTGEN_KERNEL(SET) \
-  Kernel { SET::kTileRows, &SET::multiply_panel }
 #ifdef FASTGEN_X86
-  if (has_avx512_vnni()) return FASTGEN_KERNEL(avx512vnni);
-  if (fastgen::instruction_set() != fastgen::InstructionSet::kPortable) {
+  if (has_avx512_vnni()) return avx512vnni::kKernel;
 #ifdef FASTGEN_AVX_VNNI
-    if (fastgen::has_avx_vnni()) return FASTGEN_KERNEL(avxvnni);
+  if (has_avx_vnni() && instruction_set() != InstructionSet::kPortable) return avxvnni::kKernel;
 #endif
-    return FASTGEN_KERNEL(avx2);
-  }
+  if (instruction_set() != InstructionSet::kPortable) return avx2::kKernel;
 #endif
-  return FASTGEN_KERNEL(portable);
-#undef FASTGEN_KERNEL
+  return portable::kKernel;
 }
 
 // Whether so many rows with groups of this size are multiplied in AMX tiles.
@@ -102,8 +142,8 @@ bool uses_amx(int64_t rows, const Weight& weight) {
 #ifdef FASTGEN_AMX
   const int64_t depth = avx512vnni::matrix_depth(weight.group_size);
   if (weight.bits % 4 != 0 || depth == 0) return false;
-  if (rows < (depth == fastgen::kAmxLine ? kLeastRows : 2 * kLeastRows)) return false;
-  return has_avx512_vnni() && fastgen::has_amx();
+  if (rows < (depth == kAmxLine ? kLeastRows : 2 * kLeastRows)) return false;
+  return has_avx512_vnni() && has_amx();
 #else
   return false;
 #endif
@@ -143,5 +183,3 @@ void fastgen::multiply_int8(const Rows& x, bool rotated, const std::vector<Produ
     for_each_panel([&](const Product& product, int64_t panel) { kernel.multiply(product, inputs, x.rows, panel); });
   });
 }
-
-#endif

@@ -236,3 +236,5 @@ FASTGEN_TARGET inline void multiply_panel(const Product& product, const Inputs& 
     product.target.store<kPanel, true>(panel * kPanel, sums, kPanel, begin, some);
   }
 }
+
+constexpr Kernel kKernel = {kTileRows, &multiply_panel};

@@ -1,25 +1,11 @@
 // What linear operators have in common: y = x @ weight.T + bias, of one weight or of several with the same x.
 #pragma once
 
-#include "../checks.h"
-#include "../parallel.h"
-#include "../plan.h"
-#include "formats.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <new>
-#include <optional>
-#include <vector>
+#include "../floats.h"
+#include "../operator.h"
 
 namespace fastgen {
 
-using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 using MaybeTensors = std::vector<std::optional<Tensor>>;
 
@@ -60,10 +46,10 @@ Operands<T> checked(const char* name, const Tensor& y, const Tensor& x, const Te
   STD_TORCH_CHECK(weight.scalar_type() == type && (!bias || bias->scalar_type() == type), name, ": all must be of one type");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) == y.size(1) && weight.size(1) == x.size(1) && is_laid_out(weight), name,
                   ": the weight must be [outputs, inputs], with strides that it serves");
-  return {static_cast<const T*>(x.const_data_ptr()),
-          static_cast<const T*>(weight.const_data_ptr()),
-          bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
-          static_cast<T*>(y.mutable_data_ptr()),
+  return {numbers_of<const T>(x),
+          numbers_of<const T>(weight),
+          bias ? numbers_of<const T>(*bias) : nullptr,
+          numbers_of<T>(y),
           x.stride(0),
           weight.stride(0),
           x.size(0),
@@ -104,18 +90,51 @@ struct RowTiles {
   int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
 };
 
-// Memory that begins with a cache line: a vector that lies in two of them takes twice as long to load. It is not filled.
-template <class T>
-class Aligned {
- public:
-  explicit Aligned(int64_t count) : first_(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64)))) {}
-  Aligned(const Aligned&) = delete;
-  Aligned& operator=(const Aligned&) = delete;
-  ~Aligned() { ::operator delete(first_, std::align_val_t(64)); }
-  T* data() const { return first_; }
+// ---- numbers of the floating types, one by one, as float32
 
- private:
-  T* first_;
-};
+inline float read(const void* from, int64_t at, ScalarType type) {
+  if (type == ScalarType::Float) return static_cast<const float*>(from)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+  return type == ScalarType::BFloat16 ? to_float(bits) : float16_to_float(bits);
+}
+
+// `count` numbers, `stride` apart, or those that `order` names.
+inline void read_line(const void* from, int64_t at, int64_t count, int64_t stride, const int64_t* order, ScalarType type,
+                      float* to) {
+  const auto copy = [&](const auto* numbers, const auto& upcast) {
+    if (order != nullptr) {
+      for (int64_t i = 0; i < count; ++i) {
+        // The order has been checked. If another thread has written to it since, no other memory is read for that.
+        const int64_t input = order[i];
+        const bool is_there = static_cast<uint64_t>(input) < static_cast<uint64_t>(count);
+        to[i] = is_there ? upcast(numbers[at + input * stride]) : 0.0f;
+      }
+    } else if (stride == 1) {
+      for (int64_t i = 0; i < count; ++i) to[i] = upcast(numbers[at + i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) to[i] = upcast(numbers[at + i * stride]);
+    }
+  };
+  if (type == ScalarType::Float) {
+    copy(static_cast<const float*>(from), [](float x) { return x; });
+  } else if (type == ScalarType::BFloat16) {
+    copy(static_cast<const uint16_t*>(from), [](uint16_t x) { return to_float(x); });
+  } else {
+    copy(static_cast<const uint16_t*>(from), [](uint16_t x) { return float16_to_float(x); });
+  }
+}
+
+inline void write(void* to, int64_t at, ScalarType type, float number) {
+  if (type == ScalarType::Float) {
+    static_cast<float*>(to)[at] = number;
+  } else {
+    static_cast<uint16_t*>(to)[at] = type == ScalarType::BFloat16 ? to_bfloat16(number) : to_float16(number);
+  }
+}
+
+// The results of gemv_out for a row and `count` outputs, to the last bit. The arguments must be those of such a product in
+// float32, of which the inputs of the weight are next to each other.
+void gemv_of_outputs(const Tensor& x, int64_t row, const Tensor& weight,
+                     const std::optional<Tensor>& bias, const int64_t* outputs, int64_t count, float* y);
 
 }  // namespace fastgen

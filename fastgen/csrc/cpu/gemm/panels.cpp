@@ -10,33 +10,13 @@
 // The result is that of GEMM on the unpacked weight to the last bit, whatever the number of rows.
 #include "packed.h"
 
-#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <cstring>
 #include <memory>
 #include <utility>
-#include <vector>
-
-#ifdef FASTGEN_VECTORS
 
 namespace {
 
-using fastgen::BlockScale;
-using fastgen::block_scale;
-using fastgen::kDepth;
-using fastgen::kLine;
-using fastgen::kPanel;
-using fastgen::MaybeTensors;
-using fastgen::Product;
-using fastgen::quotient;
-using fastgen::Rows;
-using fastgen::RowTiles;
-using fastgen::ScalarType;
-using fastgen::Target;
-using fastgen::Tensor;
-using fastgen::Tensors;
-using fastgen::Weight;
+using namespace fastgen;
 
 // Rows that are packed at a time: more of them leave the cache before the next panel reads them again.
 constexpr int64_t kRowsAtOnce = 224;
@@ -49,38 +29,33 @@ struct Work {
   int64_t row, rows, inputs;
 };
 
-#define FASTGEN_KERNELS "panels_kernels.h"
-#include "each_isa.h"
-
 struct Kernel {
   int64_t width;
-  decltype(&portable::pack_rows) pack_rows;
+  void (*pack_rows)(const float* x, int64_t stride, int64_t rows, int64_t inputs, int64_t padded, float* to);
   void (*multiply)(const Work& work, int64_t begin, int64_t end);
 };
 
-Kernel kernel() {
-#define FASTGEN_KERNEL(SET) \
-  Kernel { SET::kWidth, &SET::pack_rows, &SET::multiply }
-  return FASTGEN_CHOOSE(FASTGEN_KERNEL);
-#undef FASTGEN_KERNEL
-}
+#define FASTGEN_KERNELS "gemm/panels_kernels.h"
+#include "../each_isa.h"
+
+Kernel kernel() { return FASTGEN_CHOOSE(kKernel); }
 
 bool is_16_bits(ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Half; }
 
 // [outputs, inputs] -> [panels, pairs of inputs, 2 * outputs of a panel], with zeros behind the last output and input. A pair
 // lies next to each other in bfloat16; in float16, the first ones of all outputs come before the second ones.
 Tensor pack_panels(Tensor weight) {
-  fastgen::Arguments("pack_panels").reads(weight);
-  STD_TORCH_CHECK(weight.dim() == 2 && is_16_bits(weight.scalar_type()) && fastgen::are_inputs_adjacent(weight),
+  Arguments("pack_panels").reads(weight);
+  STD_TORCH_CHECK(weight.dim() == 2 && is_16_bits(weight.scalar_type()) && are_inputs_adjacent(weight),
                   "pack_panels: the weight must be [outputs, inputs] of bfloat16 or float16, its inputs next to each other");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), stride = weight.stride(0), width = kernel().width;
   const int64_t panels = quotient(outputs, width), pairs = quotient(inputs, 2);
   const bool is_half = weight.scalar_type() == ScalarType::Half;
   const int64_t next_input = is_half ? width : 1, next_output = is_half ? 1 : 2;
   Tensor packed = torch::stable::new_empty(weight, {panels, pairs, 2 * width});
-  const uint16_t* from = static_cast<const uint16_t*>(weight.const_data_ptr());
-  uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
-  fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  const uint16_t* from = numbers_of<const uint16_t>(weight);
+  uint16_t* to = numbers_of<uint16_t>(packed);
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t valid = std::min(width, outputs - panel * width);
       uint16_t* at = to + panel * pairs * 2 * width;
@@ -95,14 +70,14 @@ Tensor pack_panels(Tensor weight) {
 }
 
 Product checked(const Tensor& y, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias) {
-  fastgen::check_result("panels_gemm", y, x, bias);
-  fastgen::check_bias("panels_gemm", bias, y.size(1), !bias || bias->scalar_type() == ScalarType::Float);
+  check_result("panels_gemm", y, x, bias);
+  check_bias("panels_gemm", bias, y.size(1), !bias || bias->scalar_type() == ScalarType::Float);
   const int64_t width = kernel().width, pairs = quotient(x.size(1), 2);
   STD_TORCH_CHECK(is_16_bits(packed.scalar_type()) && packed.dim() == 3 && packed.is_contiguous() &&
                       packed.size(0) == quotient(y.size(1), width) && packed.size(1) == pairs && packed.size(2) == 2 * width,
                   "panels_gemm: the weight was not packed for this product");
   Weight weight{};
-  weight.qweight = static_cast<const uint8_t*>(packed.const_data_ptr());
+  weight.qweight = numbers_of<const uint8_t>(packed);
   weight.is_half = packed.scalar_type() == ScalarType::Half;
   weight.bits = 16;
   weight.panel_bytes = pairs * 2 * width * 2;
@@ -110,11 +85,11 @@ Product checked(const Tensor& y, const Tensor& x, const Tensor& packed, const st
 }
 
 void panels_gemm_batch_out(Tensors results, Tensor x, Tensors packed, MaybeTensors biases) {
-  fastgen::check_batch("panels_gemm", results, x, packed, biases);
-  fastgen::check_x("panels_gemm", x, x.scalar_type() == ScalarType::Float);
+  check_batch("panels_gemm", results, x, packed, biases);
+  check_x("panels_gemm", x, x.scalar_type() == ScalarType::Float);
   std::vector<Product> products;
   for (size_t i = 0; i < packed.size(); ++i) products.push_back(checked(results[i], x, packed[i], biases[i]));
-  if (!products.empty()) fastgen::multiply_floats(Rows(x, nullptr), products);
+  if (!products.empty()) multiply_floats(Rows(x, nullptr), products);
 }
 
 // Packs some rows, from `first` on, as floats in the order of the weight's inputs, with zeros behind them.
@@ -124,7 +99,7 @@ void pack_rows(const Kernel& kernel, const Rows& x, int64_t first, int64_t rows,
   }
   const std::unique_ptr<float[]> floats(new float[rows * x.inputs]);
   for (int64_t r = 0; r < rows; ++r) {
-    fastgen::read_line(x.data, (first + r) * x.stride, x.inputs, 1, x.order, x.type, floats.get() + r * x.inputs);
+    read_line(x.data, (first + r) * x.stride, x.inputs, 1, x.order, x.type, floats.get() + r * x.inputs);
   }
   kernel.pack_rows(floats.get(), x.inputs, rows, x.inputs, padded, to);
 }
@@ -157,5 +132,3 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("pack_panels", TORCH_BOX(&pack_panels));
   library.impl("panels_gemm_batch_out", FASTGEN_PLANNED(panels_gemm_batch_out));
 }
-
-#endif

@@ -354,3 +354,5 @@ inline void multiply(const Work& work, int64_t begin, int64_t end) {
   if (work.weight.is_half) return Panels<Halves<Float16>>{work}.multiply(begin, end);
   Panels<Halves<BFloat16>>{work}.multiply(begin, end);
 }
+
+constexpr Kernel kKernel = {kWidth, &pack_rows, &multiply};

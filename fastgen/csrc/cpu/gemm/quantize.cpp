@@ -5,61 +5,40 @@
 // and the row with 1 / n, too. Their product stays the same, because H times its transpose is n. A number that is larger than
 // the others of its group is spread over all of them: so the steps of the group are smaller (Ashkboos et al., "QuaRot", 2024).
 #include "packed.h"
-#include "quantize.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <utility>
-#include <vector>
-
-#ifdef FASTGEN_VECTORS
 
 namespace {
 
-using fastgen::can_rotate;
-using fastgen::Group;
-using fastgen::kGrain;
-using fastgen::kMaxGroup;
-using fastgen::kPanel;
-using fastgen::ScalarType;
-using fastgen::Tensor;
+using namespace fastgen;
 
 // A sum with this has no fraction: it is rounded to the nearest, of two as near to the even one.
 constexpr float kRounding = 12582912.0f;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-#define FASTGEN_KERNELS "quantize_kernels.h"
-#include "each_isa.h"
-
 struct WeightKernels {
-  void (*rotate)(const float*, int64_t, int64_t, float, float*);
   void (*round_line)(const float*, int64_t, int64_t, const float*, int32_t, uint8_t*);
   void (*find_extremes)(const float*, int64_t, int64_t, float*, float*);
 };
 
-WeightKernels weight_kernels() {
-#define FASTGEN_KERNELS(SET) \
-  WeightKernels { &SET::rotate, &SET::round_line, &SET::find_extremes }
-  return FASTGEN_CHOOSE(FASTGEN_KERNELS);
-#undef FASTGEN_KERNELS
-}
+#define FASTGEN_KERNELS "gemm/quantize_kernels.h"
+#include "../each_isa.h"
 
 // A weight [outputs, inputs] in float32, output by output, rotated if that is asked for.
 class Lines {
  public:
   Lines(const Tensor& weight, int64_t group_size, bool rotated)
       : weight_(weight), size_(group_size), rotated_(rotated) {
-    fastgen::Arguments("group_extremes and round_to_panels").reads(weight);
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && fastgen::is_floating(weight.scalar_type()),
+    Arguments("group_extremes and round_to_panels").reads(weight);
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && is_floating(weight.scalar_type()),
                     "the weight must be [outputs, inputs] of a floating type");
     STD_TORCH_CHECK(group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup, "groups of 8 to ", kMaxGroup,
                     " inputs, in eights");
     STD_TORCH_CHECK(!rotated || can_rotate(group_size), "rotated groups have 32, 64 or 128 inputs");
   }
 
-  int64_t groups() const { return fastgen::quotient(weight_.size(1), size_); }
+  int64_t groups() const { return quotient(weight_.size(1), size_); }
   int64_t whole() const { return groups() * size_; }
   // Of a line: whole groups of them if they are rotated.
   int64_t numbers() const { return rotated_ ? whole() : weight_.size(1); }
@@ -68,13 +47,13 @@ class Lines {
   template <class Use>
   void for_each(const Use& use) const {
     const int64_t inputs = weight_.size(1);
-    const auto rotate = weight_kernels().rotate;
+    const auto rotate = row_kernels().rotate;
     const int64_t grain = std::max<int64_t>(kGrain / inputs, 1);
-    fastgen::parallel_for(0, weight_.size(0), grain, [&](int64_t begin, int64_t end) {
+    parallel_for(0, weight_.size(0), grain, [&](int64_t begin, int64_t end) {
       // With zeros behind them for the last group.
       std::vector<float> line(whole()), turned(rotated_ ? whole() : 0);
       for (int64_t output = begin; output < end; ++output) {
-        fastgen::read_line(weight_.const_data_ptr(), output * weight_.stride(0), inputs, weight_.stride(1), nullptr,
+        read_line(weight_.const_data_ptr(), output * weight_.stride(0), inputs, weight_.stride(1), nullptr,
                   weight_.scalar_type(), line.data());
         if (rotated_) rotate(line.data(), whole(), size_, 1.0f, turned.data());
         use(output, rotated_ ? turned.data() : line.data());
@@ -93,9 +72,9 @@ Tensor group_extremes(Tensor weight, int64_t group_size, bool rotated) {
   const Lines lines(weight, group_size, rotated);
   const int64_t outputs = weight.size(0), groups = lines.groups();
   Tensor extremes = torch::stable::new_empty(weight, {2, outputs, groups}, ScalarType::Float);
-  float* const least = static_cast<float*>(extremes.mutable_data_ptr());
+  float* const least = numbers_of<float>(extremes);
   float* const most = least + outputs * groups;
-  const auto kernel = weight_kernels().find_extremes;
+  const auto kernel = FASTGEN_CHOOSE(kWeightKernels).find_extremes;
   lines.for_each([&](int64_t output, const float* line) {
     kernel(line, lines.numbers(), group_size, least + output * groups, most + output * groups);
   });
@@ -104,18 +83,18 @@ Tensor group_extremes(Tensor weight, int64_t group_size, bool rotated) {
 
 // A weight [outputs, inputs] in multiples of the scales [outputs, groups], rounded to the nearest, in panels.
 Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group_size, bool rotated) {
-  fastgen::Arguments("round_to_panels").reads(scales);
+  Arguments("round_to_panels").reads(scales);
   STD_TORCH_CHECK(bits == 4 || bits == 8, "round_to_panels: 4 or 8 bits");
   const Lines lines(weight, group_size, rotated);
   const int64_t outputs = weight.size(0), groups = lines.groups();
   STD_TORCH_CHECK(scales.dim() == 2 && scales.size(0) == outputs && scales.size(1) == groups &&
                       scales.scalar_type() == ScalarType::Float && scales.is_contiguous(),
                   "round_to_panels: the scales must be [outputs, groups] of float32");
-  const int64_t panels = fastgen::quotient(outputs, kPanel), height = lines.whole() / 4 * bits / 8;
+  const int64_t panels = quotient(outputs, kPanel), height = lines.whole() / 4 * bits / 8;
   Tensor numbers = torch::stable::new_zeros(weight, {panels, height, kPanel, 4}, ScalarType::Byte);
-  uint8_t* const to = static_cast<uint8_t*>(numbers.mutable_data_ptr());
-  const float* scale = static_cast<const float*>(scales.const_data_ptr());
-  const auto kernel = weight_kernels().round_line;
+  uint8_t* const to = numbers_of<uint8_t>(numbers);
+  const float* scale = numbers_of<const float>(scales);
+  const auto kernel = FASTGEN_CHOOSE(kWeightKernels).round_line;
   lines.for_each([&](int64_t output, const float* values) {
     thread_local std::vector<uint8_t> line;
     line.assign(lines.whole(), 0);
@@ -136,16 +115,9 @@ Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group
 
 }  // namespace
 
-fastgen::RowKernels fastgen::row_kernels() {
-#define FASTGEN_KERNELS(SET) \
-  RowKernels { &SET::quantize_rows, &SET::rotate, &SET::rotate_and_quantize_rows }
-  return FASTGEN_CHOOSE(FASTGEN_KERNELS);
-#undef FASTGEN_KERNELS
-}
+fastgen::RowKernels fastgen::row_kernels() { return FASTGEN_CHOOSE(kRowKernels); }
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("group_extremes", TORCH_BOX(&group_extremes));
   library.impl("round_to_panels", TORCH_BOX(&round_to_panels));
 }
-
-#endif

@@ -117,3 +117,6 @@ FASTGEN_TARGET inline void round_line(const float* x, int64_t inputs, int64_t gr
     }
   }
 }
+
+constexpr WeightKernels kWeightKernels = {&round_line, &find_extremes};
+constexpr RowKernels kRowKernels = {&quantize_rows, &rotate, &rotate_and_quantize_rows};

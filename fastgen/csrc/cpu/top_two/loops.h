@@ -1,20 +1,15 @@
-// What is found in a block of scores, for one instruction set. Included once per instruction set by cpu/top_two.cpp, inside
-// a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler use the instruction set; and
-// FASTGEN_WIDTH: floats of a vector. No include guard: it is meant to be included several times.
-
-typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
-typedef int32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
+// What is found in a block of scores, for one instruction set. Compiled for each by each_isa.h, included by top_two.cpp.
+// No include guard: it is meant to be included several times.
 
 // The block's largest score, its largest size below `masked`, and whether there is a NaN, which counts for neither.
 FASTGEN_TARGET Block look_at(const float* scores, int64_t count, float masked) {
-  constexpr int64_t kWidth = FASTGEN_WIDTH;
   const Vector limit = Vector{} + masked;
   Vector best = Vector{} - kInfinity, size = Vector{};
-  Bits nans = {};
+  Ints nans = {};
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
     const Vector x = *reinterpret_cast<const Vector*>(scores + i);
-    const Vector sizes = (Vector)((Bits)x & 0x7fffffff);
+    const Vector sizes = (Vector)((Ints)x & 0x7fffffff);
     best = x > best ? x : best;
     size = (sizes < limit) & (sizes > size) ? sizes : size;
     nans |= x != x;
@@ -33,6 +28,3 @@ FASTGEN_TARGET Block look_at(const float* scores, int64_t count, float masked) {
   }
   return found;
 }
-
-#undef FASTGEN_TARGET
-#undef FASTGEN_WIDTH

@@ -1,17 +1,11 @@
 // What kernels that are compiled for several instruction sets (each_isa.h) include first.
 #pragma once
 
-#include "../bfloat16.h"
-#include "../float16.h"
-#include "../instruction_set.h"
-#include "../transpose.h"
+#include "floats.h"
+#include "instruction_set.h"
+#include "transpose.h"
 
 #include <cstdint>
-
-// Vectors as a language extension: gcc and clang. Of two numbers in the place of one, the first must be the lower.
-#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-#define FASTGEN_VECTORS 1
-#endif
 
 #ifdef FASTGEN_X86
 #include <immintrin.h>
@@ -19,6 +13,12 @@
 
 #define FASTGEN_INLINE FASTGEN_TARGET inline __attribute__((always_inline))
 #define FASTGEN_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+// So that gcc, too, makes vectors of 512 bits of a loop.
+#ifdef __clang__
+#define FASTGEN_WIDE_AVX512 FASTGEN_AVX512
+#else
+#define FASTGEN_WIDE_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")))
+#endif
 
 namespace fastgen {
 

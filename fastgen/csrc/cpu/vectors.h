@@ -18,7 +18,11 @@ constexpr Number by_width(Number of_4, Number of_8, Number of_16) {
 
 #if FASTGEN_WIDTH == 4
 
-FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) { fastgen::Float16<4>::load(to, from); }
+FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) {
+  float numbers[4];
+  for (int i = 0; i < 4; ++i) numbers[i] = fastgen::float16_to_float(from[i]);
+  std::memcpy(&to, numbers, sizeof(numbers));
+}
 
 // kWidth rows of as many numbers, transposed.
 FASTGEN_INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
@@ -43,7 +47,10 @@ FASTGEN_INLINE Vector one_of4(Vector fours) {
 
 #elif FASTGEN_WIDTH == 8
 
-FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) { fastgen::Float16F16c<8>::load(to, from); }
+FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) {
+  const __m256 numbers = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  std::memcpy(&to, &numbers, sizeof(numbers));
+}
 
 FASTGEN_INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   fastgen::transpose8(from, from_stride, to, to_stride);
@@ -70,7 +77,10 @@ FASTGEN_INLINE Vector one_of4(Vector fours) {
 
 #else
 
-FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) { fastgen::Float16Avx512<16>::load(to, from); }
+FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) {
+  const __m512 numbers = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  std::memcpy(&to, &numbers, sizeof(numbers));
+}
 
 FASTGEN_INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   fastgen::transpose16(from, from_stride, to, to_stride);

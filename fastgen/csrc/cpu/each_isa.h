@@ -4,7 +4,7 @@
 //   FASTGEN_WIDTH   floats of a vector
 // Define FASTGEN_BF16 to have a copy in `avx512bf16` too, for processors that multiply pairs of bfloat16; FASTGEN_VNNI to have
 // copies for processors that multiply bytes, `avxvnni`, and `avx512vnni` in place of `avx512`. They see FASTGEN_HAS_BF16 and
-// FASTGEN_HAS_VNNI.
+// FASTGEN_HAS_VNNI. FASTGEN_LOOPS makes vectors of 512 bits of plain loops, too.
 // No include guard: it is meant to be included several times.
 
 namespace portable {
@@ -47,7 +47,11 @@ namespace avxvnni {
 
 #ifndef FASTGEN_VNNI
 namespace avx512 {
+#ifdef FASTGEN_LOOPS
+#define FASTGEN_TARGET FASTGEN_WIDE_AVX512
+#else
 #define FASTGEN_TARGET FASTGEN_AVX512
+#endif
 #include "vectors.h"
 
 #include FASTGEN_KERNELS
