@@ -130,7 +130,7 @@ def test_vectors_that_are_not_known_are_made_together(counted: Callable[[], dict
     async def run() -> None:
         own = Model()
         model = await cached(MemoryCache(2**20), own)
-        one, two, three = Encode((1,)), Encode((2,)), Encode((3,), normalize=True)
+        one, two, three = Encode((1,)), Encode((2,)), Encode((3,), token_type_ids=(0,))
         await model.encode([two])
         await settled(model)
         found = await model.encode([one, two, three])
