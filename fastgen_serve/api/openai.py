@@ -20,10 +20,10 @@ from pydantic import BaseModel
 from fastgen_serve import prompts
 from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
+from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
 from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import ClosedStream
-from fastgen_serve.decoding import Decoding, decoding, make_job, named_by
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
 from fastgen_serve.limits import bounded
@@ -194,26 +194,14 @@ def _run(
     inputs: list[tuple[int, ...]],
     limits: list[int | None],
 ) -> _Run:
-    how, logprobs = decoding(body, model.info), body.wanted_logprobs
+    how = decoding(body, model.info)
     is_completion = isinstance(body, CompletionRequest)
     options: dict[str, Any] = {}
     if body.tgt_lang is not None:
         options["forced_bos_token_id"] = prompts.language_token(model, body.tgt_lang, "tgt_lang")
     prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
     prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
-    jobs = [
-        make_job(
-            how,
-            tokens,
-            max_tokens=limit,
-            stop=body.stops,
-            logprobs=logprobs,
-            seed=body.seed,
-            options=options,
-            streams=bool(body.stream),
-        )
-        for tokens, limit in zip(inputs, limits, strict=True)
-    ]
+    jobs = [make_job(how, body, tokens, limit, options) for tokens, limit in zip(inputs, limits, strict=True)]
     with named_by(body):  # before there is anything for each result, of which the request may want any number
         jobs = [bounded(job, model.info, request.app.state.settings) for job in jobs]
     # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
@@ -231,7 +219,7 @@ def _run(
     ]
     writer = Writer(
         model.tokenizer,
-        logprobs is not None,
+        body.wanted_logprobs is not None,
         bool(body.return_token_ids),
         bool(body.return_tokens_as_token_ids),
         frozenset(body.stop_token_ids or ()),
