@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
@@ -43,16 +43,10 @@ class ServedModel(Protocol):
         """
         ...
 
-    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
-        """New tokens as they are certain, and the results at the end. It is cancelled if the iterator is closed.
-
-        Raises:
-            ServeError: as `generate`.
-        """
-        ...
-
     def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        """The streams of the jobs of one request, as it comes, with the index of the job. See `generate_all`."""
+        """New tokens of the jobs of one request as they are certain, and the results at the end of each, with the index
+        of the job. They are cancelled if the generator is closed. See `generate_all`.
+        """
         ...
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
