@@ -89,6 +89,7 @@ def read_model(
     with (
         explained(f"model {settings.model} cannot be loaded", why_not_loaded(settings.model)),
         process_settings.changed(keep_bits=settings.keep_bits),
+        torch.random.fork_rng([]),  # what is drawn later does not depend on this seed
     ):
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)
