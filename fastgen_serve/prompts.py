@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from fastgen.pipeline.encoding.loading import lowered
 from fastgen.pipeline.errors import one_line
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
+from fastgen_serve.translation.pairs import language_tokens
 
 T = TypeVar("T")
 # Characters that take a tokenizer some milliseconds.
@@ -30,7 +30,6 @@ _NO_VARIABLES = {
     "messages",
     "conversations",
 }
-_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
 
 
 async def in_turn(model: ServedModel, size: int, work: Callable[[], T]) -> T:
@@ -255,14 +254,6 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
     if language not in known:
         raise BadRequest(f"{param} is no language of {model.name}: it has {', '.join(sorted(known))}", param=param)
     return int(known[language])
-
-
-def language_tokens(tokenizer: Any) -> dict[str, int]:
-    """The tokens of the languages that a tokenizer tells apart, by its names for these."""
-    if found := getattr(tokenizer, "lang_code_to_id", None):
-        return dict(found)
-    names = [token for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)]
-    return dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
 
 
 def _most(model: ServedModel, cut: Cut, room: int) -> int | None:

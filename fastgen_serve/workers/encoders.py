@@ -24,13 +24,13 @@ from fastgen.pipeline.encoding.loading import (
 from fastgen.pipeline.encoding.modules import read_prompts
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import ClassificationStage, EmbeddingStage, EncodingStage
-from fastgen.pipeline.errors import explained
-from fastgen.pipeline.loading import check_path, file_of, why_not_loaded
+from fastgen.pipeline.loading import file_of
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.settings import STANDARD_STREAM
 from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import MOST_TOKENS, Encode, ModelInfo
 from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.loading import read_config
 
 VECTOR, LABELS = "vector", "labels"
 
@@ -59,14 +59,10 @@ def classifies(path: str) -> bool:
     Raises:
         SetupError: its configuration cannot be read.
     """
-    from transformers import AutoConfig
-
-    check_path(path)
+    names = read_config(path).architectures or ()
     if file_of(path, "modules.json"):  # of sentence-transformers: it makes vectors
         return False
-    with explained(f"model {path} cannot be loaded", why_not_loaded(path)):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    return any(name.endswith("ForSequenceClassification") for name in names)
 
 
 class Encoder(ABC):
