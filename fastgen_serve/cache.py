@@ -55,15 +55,12 @@ class Cache(Protocol):
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values of these keys, None for one that is not there."""
-        ...
 
     async def put(self, values: Mapping[str, bytes]) -> None:
         """Keeps these values by their keys."""
-        ...
 
     async def close(self) -> None:
         """Ends connections. Harmless to repeat."""
-        ...
 
 
 class MemoryCache:
@@ -262,7 +259,6 @@ class CachedModel:
         return await self._filled(keys, _GENERATED, make)
 
     def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        """The model's own."""
         return self._model.stream_all(jobs)
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
@@ -274,7 +270,6 @@ class CachedModel:
         return await self._filled([self._key(job) for job in jobs], _VECTOR, make)
 
     async def stats(self) -> dict[str, Any]:
-        """The model's own."""
         return await self._model.stats()
 
     async def start(self) -> None:

@@ -33,7 +33,6 @@ class ServedModel(Protocol):
         Raises:
             ServeError: what it has failed with: BadRequest, Busy, Failed, TimedOut, Unavailable.
         """
-        ...
 
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
         """The results of the jobs of one request, in order. All of them are let in, or none; if one fails, all do.
@@ -41,13 +40,11 @@ class ServedModel(Protocol):
         Raises:
             ServeError: as `generate`.
         """
-        ...
 
     def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
         """New tokens of the jobs of one request as they are certain, and the results at the end of each, with the index
         of the job. They are cancelled if the generator is closed. See `generate_all`.
         """
-        ...
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         """A vector, or the scores of all labels, for each job, in order.
@@ -55,7 +52,6 @@ class ServedModel(Protocol):
         Raises:
             ServeError: as `generate`.
         """
-        ...
 
     async def stats(self) -> dict[str, Any]:
         """What its process has done so far: `fastgen.Engine.stats()`, under "fastgen" `fastgen.stats()`, and
@@ -63,12 +59,9 @@ class ServedModel(Protocol):
 
         An empty one while there is no process.
         """
-        ...
 
     async def start(self) -> None:
         """Has it load. It is not ready yet when this returns."""
-        ...
 
     async def stop(self) -> None:
         """Ends it. What has no result yet fails with `Unavailable`."""
-        ...

@@ -120,25 +120,14 @@ def _card(model: ServedModel) -> answers.ModelCard:
 
 @dataclass(frozen=True)
 class _Run:
-    """A request that generates.
-
-    Attributes:
-        id: of the answer.
-        created: when the request has come, in seconds.
-        model: that it is for.
-        body: of the request.
-        prompts: tokens of each input.
-        decoding: how these are decoded.
-        jobs: one for each.
-        choices: what comes of them.
-        writer: of these.
-    """
+    """A request that generates, with a job for each input."""
 
     id: str
     created: int
     model: ServedModel
     body: Generation
     prompts: list[tuple[int, ...]]
+    """The tokens of each input."""
     decoding: Decoding
     jobs: list[Generate]
     choices: Choices

@@ -34,7 +34,6 @@ class Document(Protocol):
 
     def write(self, pieces: Sequence[Piece]) -> bytes:
         """The file with other pieces: as many."""
-        ...
 
 
 def read(data: bytes, ending: str) -> Document:
@@ -59,7 +58,6 @@ class TextDocument:
         self.pieces = sentences.cut(text)
 
     def write(self, pieces: Sequence[Piece]) -> bytes:
-        """See `Document`."""
         return "".join(piece.text for piece in pieces).encode()
 
 
@@ -70,7 +68,6 @@ class HtmlDocument:
         self.pieces = markup.cut(text)
 
     def write(self, pieces: Sequence[Piece]) -> bytes:
-        """See `Document`."""
         return markup.join(pieces).encode()
 
 

@@ -81,17 +81,14 @@ class ClientModel(ABC):
     # ---- a ServedModel
 
     async def generate(self, job: Generate) -> Generated:
-        """See `ServedModel`."""
         (made,) = await self.generate_all([job])
         return made
 
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
-        """See `ServedModel`."""
         with self._let_in(jobs) as admitted:
             return await together(self._whole(job, place) for job, place in admitted)
 
     async def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        """See `ServedModel`."""
         with self._let_in(jobs) as admitted:
             streams = [self._generation(job, place) for job, place in admitted]
             async with aclosing(merged(streams)) as events:
@@ -99,13 +96,11 @@ class ClientModel(ABC):
                     yield event
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
-        """See `ServedModel`."""
         self._log(jobs)
         with self._admitted([len(jobs)]):
             return await together(self._encoded(job) for job in jobs)
 
     async def stats(self) -> dict[str, Any]:
-        """See `ServedModel`."""
         if not self.is_ready:
             return {}
         pending = self._add(None)
