@@ -17,11 +17,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from fastgen_serve import prompts
 from fastgen_serve.api import openai_answers as answers
+from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
-from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
+from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Cutting, EmbeddingRequest, Generation
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
@@ -246,7 +246,7 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     def tokenise() -> list[tuple[int, ...]]:
         room = body.limit or _COMPLETION_TOKENS
         with prompts.source_language(model, body.src_lang):
-            return [prompts.tokens_of(model, each, body.cut(), "prompt", room) for each in given]
+            return [prompts.tokens_of(model, each, body, "prompt", room) for each in given]
 
     inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
     run = _run(request, model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
@@ -277,13 +277,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
 
     def tokenise() -> tuple[int, ...]:
         with prompts.source_language(model, body.src_lang):
-            return prompts.chat_tokens(
-                model,
-                messages,
-                body.template(),
-                cut=body.cut(),
-                room=body.limit or 1,
-            )
+            return prompts.chat_tokens(model, messages, body, cut=body, room=body.limit or 1)
 
     tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
     run = _run(request, model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
@@ -360,7 +354,7 @@ async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingLi
         raise BadRequest(f"dimensions is {body.dimensions}: the model's vectors have {size}", param="dimensions")
     prompt = _prompt(model, body.prompt_name)
     texts = [prompt + each if isinstance(each, str) else each for each in given]
-    inputs = await encoder_tokens(model, texts, body.cut(), "input")
+    inputs = await encoder_tokens(model, texts, body, "input")
     vectors = await model.encode([Encode(tokens) for tokens in inputs])
     write = _as_base64 if body.encoding_format == "base64" else list
     data = [
@@ -383,7 +377,7 @@ def _prompt(model: ServedModel, name: str | None) -> str:
 
 
 async def encoder_tokens(
-    model: ServedModel, texts: Sequence[str | Sequence[int]], cut: prompts.Cut, param: str
+    model: ServedModel, texts: Sequence[str | Sequence[int]], cut: Cutting, param: str
 ) -> list[tuple[int, ...]]:
     """The tokens of inputs of an encoder. Raises BadRequest, as for one that is too long."""
 
