@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,7 +22,7 @@ from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
-from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Cutting, EmbeddingRequest, Generation
+from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Cutting, EmbeddingRequest
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
@@ -125,13 +126,16 @@ class _Run:
     id: str
     created: int
     model: ServedModel
-    body: Generation
+    body: CompletionRequest | ChatRequest
     prompts: list[tuple[int, ...]]
     """The tokens of each input."""
     decoding: Decoding
     jobs: list[Generate]
     choices: Choices
-    writer: Writer
+
+    @cached_property
+    def writer(self) -> Writer:
+        return Writer(self.model.tokenizer, self.body)
 
     @property
     def head(self) -> dict[str, Any]:
@@ -206,15 +210,8 @@ def _run(
         for tokens in inputs
         for _ in range(how.results)
     ]
-    writer = Writer(
-        model.tokenizer,
-        body.wanted_logprobs is not None,
-        bool(body.return_token_ids),
-        bool(body.return_tokens_as_token_ids),
-        frozenset(body.stop_token_ids or ()),
-    )
     name = f"{'cmpl' if is_completion else 'chatcmpl'}-{uuid.uuid4().hex}"
-    return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts), writer)
+    return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts))
 
 
 def _limit(model: ServedModel, body: CompletionRequest | ChatRequest, prompt: int, most: int, param: str) -> int | None:
