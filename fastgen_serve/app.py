@@ -23,7 +23,7 @@ from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 
 # In this order: what is asked for first. The shape of an error for an unknown path is OpenAI's.
-_INTERFACES = (openai, vllm, libretranslate, page, operations)
+_INTERFACES: tuple[ModuleType, ...] = (openai, vllm, libretranslate, page, operations)
 
 
 def create_app(
@@ -54,32 +54,31 @@ def create_app(
 
     app = FastAPI(title="fastgen-serve", version=fastgen.__version__, lifespan=lifespan)
     app.state.settings, app.state.models, app.state.traffic = settings, served, Traffic()
-    interfaces = Interfaces()
-    for module in interfaces.modules:
+    for module in _INTERFACES:
         app.include_router(module.router)
 
     @app.exception_handler(ServeError)
     async def refuse(request: Request, error: ServeError) -> Response:
-        return interfaces.write_error(request.url.path, error)
+        return write_error(request.url.path, error)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_values(request: Request, error: RequestValidationError) -> Response:
-        return interfaces.write_error(request.url.path, as_bad_request(error))
+        return write_error(request.url.path, as_bad_request(error))
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         failure = ServeError(str(error.detail))
         failure.status, failure.code = error.status_code, "not_found" if error.status_code == 404 else "invalid_request"
-        response = interfaces.write_error(request.url.path, failure)
+        response = write_error(request.url.path, failure)
         response.headers.update(error.headers or {})
         return response
 
     app.add_middleware(
         Guard,
         settings=settings,
-        path_of=interfaces.path_of,
-        needs_header=interfaces.needs_header,
-        write_error=interfaces.write_error,
+        path_of=path_of,
+        needs_header=needs_header,
+        write_error=write_error,
         traffic=app.state.traffic,
     )
     if settings.cors_origins:  # around the guard, as a page is to read what that refuses, too
@@ -93,39 +92,36 @@ def create_app(
     return app
 
 
-class Interfaces:
-    """The interfaces, by the paths of their routers."""
+def _found(path: str) -> tuple[ModuleType, str] | None:
+    """The interface that has this path, and how it is declared."""
+    for module in _INTERFACES:
+        for route in module.router.routes:
+            if route.path_regex.match(path):
+                return module, route.path
+    return None
 
-    def __init__(self) -> None:
-        self.modules: tuple[ModuleType, ...] = _INTERFACES
 
-    def _found(self, path: str) -> tuple[ModuleType, str] | None:
-        """The interface that has this path, and how it is declared."""
-        for module in self.modules:
-            for route in module.router.routes:
-                if route.path_regex.match(path):
-                    return module, route.path
-        return None
+def path_of(path: str) -> str | None:
+    """How a path is declared; None for an unknown one."""
+    found = _found(path)
+    return None if found is None else found[1]
 
-    def path_of(self, path: str) -> str | None:
-        """How a path is declared; None for an unknown one."""
-        found = self._found(path)
-        return None if found is None else found[1]
 
-    def needs_header(self, path: str) -> bool:
-        """Whether a request has its key in the header: not for what the interface says (`WITHOUT_HEADER`), nor for what
-        there is not, as the documentation.
-        """
-        found = self._found(path)
-        return found is not None and found[1] not in getattr(found[0], "WITHOUT_HEADER", ())
+def needs_header(path: str) -> bool:
+    """Whether a request has its key in the header: not for what the interface says (`WITHOUT_HEADER`), nor for what
+    there is not, as the documentation.
+    """
+    found = _found(path)
+    return found is not None and found[1] not in getattr(found[0], "WITHOUT_HEADER", ())
 
-    def write_error(self, path: str, error: ServeError) -> JSONResponse:
-        """An error in the shape of the interface that the path belongs to."""
-        found = self._found(path)
-        response: JSONResponse = (openai if found is None else found[0]).write_error(error)
-        if error.retry_after is not None:
-            response.headers["Retry-After"] = str(error.retry_after)
-        return response
+
+def write_error(path: str, error: ServeError) -> JSONResponse:
+    """An error in the shape of the interface that the path belongs to."""
+    found = _found(path)
+    response: JSONResponse = (openai if found is None else found[0]).write_error(error)
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    return response
 
 
 def as_bad_request(error: RequestValidationError) -> BadRequest:

@@ -12,18 +12,20 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 import fastgen
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.loading import is_gguf
 from fastgen_serve import log, metrics
-from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, TokenLogprob
-from fastgen_serve.jobs import Sequence as Written
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
 from fastgen_serve.models import Models
 from fastgen_serve.served import ServedModel
 from fastgen_serve.settings import REDIS, ServeSettings, bytes_of
@@ -39,6 +41,9 @@ _READ = 2**20
 # Seconds between two looks at whether a model is ready.
 _LOOKS = 0.5
 _log = logging.getLogger("fastgen_serve")
+T = TypeVar("T")
+# What values are read as: anything else is none of ours, or damaged.
+_GENERATED, _VECTOR = TypeAdapter(Generated), TypeAdapter(list[float])
 
 
 class CacheDown(Exception):
@@ -50,15 +55,12 @@ class Cache(Protocol):
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values of these keys, None for one that is not there."""
-        ...
 
     async def put(self, values: Mapping[str, bytes]) -> None:
         """Keeps these values by their keys."""
-        ...
 
     async def close(self) -> None:
         """Ends connections. Harmless to repeat."""
-        ...
 
 
 class MemoryCache:
@@ -254,14 +256,9 @@ class CachedModel:
         async def make(missing: Sequence[int]) -> list[Generated]:
             return await self._model.generate_all([jobs[number] for number in missing])
 
-        return await self._filled(keys, _read_generated, make, asdict)
-
-    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
-        """The model's own."""
-        return self._model.stream(job)
+        return await self._filled(keys, _GENERATED, make)
 
     def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        """The model's own."""
         return self._model.stream_all(jobs)
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
@@ -270,10 +267,9 @@ class CachedModel:
         async def make(missing: Sequence[int]) -> list[list[float]]:
             return await self._model.encode([jobs[number] for number in missing])
 
-        return await self._filled([self._key(job) for job in jobs], _read_vector, make, list)
+        return await self._filled([self._key(job) for job in jobs], _VECTOR, make)
 
     async def stats(self) -> dict[str, Any]:
-        """The model's own."""
         return await self._model.stats()
 
     async def start(self) -> None:
@@ -321,36 +317,33 @@ class CachedModel:
     async def _filled(
         self,
         keys: Sequence[str | None],
-        read: Callable[[Any], Any],
-        make: Callable[[Sequence[int]], Awaitable[Sequence[Any]]],
-        write: Callable[[Any], Any],
-    ) -> list[Any]:
+        kind: TypeAdapter[T],
+        make: Callable[[Sequence[int]], Awaitable[Sequence[T]]],
+    ) -> list[T]:
         """What is kept under these keys, and what is made in place of the rest, which is kept then.
 
         Args:
             keys: of the responses; None for one that is not kept.
-            read: makes a response of a value.
+            kind: of the responses.
             make: the responses of these indices.
-            write: makes a value of a response.
         """
         info, known = self._model.info, [key for key in keys if key is not None]
-        kept = dict(zip(known, await self._look(known, read), strict=True)) if known else {}
+        kept = dict(zip(known, await self._look(known, kind), strict=True)) if known else {}
         found = [None if key is None else kept[key] for key in keys]
         missing = [number for number, each in enumerate(found) if each is None]
         made = dict(zip(missing, await make(missing), strict=True)) if missing else {}
         if self._model.info is info:  # otherwise a process has died, and the next one may have read other files
-            new = [(key, made[number]) for number in missing if (key := keys[number]) is not None]
-            self._keep({key: write(each) for key, each in new})
-        return [made.get(number, each) for number, each in enumerate(found)]
+            self._keep({key: made[number] for number in missing if (key := keys[number]) is not None})
+        return [made[number] if each is None else each for number, each in enumerate(found)]
 
-    async def _look(self, keys: Sequence[str], read: Callable[[Any], Any]) -> list[Any]:
+    async def _look(self, keys: Sequence[str], kind: TypeAdapter[T]) -> list[Any]:
         """What is kept under these keys; None for what is not."""
         try:
             values = await self._cache.get(keys)
         except CacheDown:
             metrics.CACHE.labels("down").inc(len(keys))
             return [None] * len(keys)
-        found = [_parsed(value, read) for value in values]
+        found = [_parsed(value, kind) for value in values]
         hits = sum(each is not None for each in found)
         metrics.CACHE.labels("hit").inc(hits)
         metrics.CACHE.labels("miss").inc(len(found) - hits)
@@ -361,7 +354,7 @@ class CachedModel:
     def _keep(self, values: Mapping[str, Any]) -> None:
         """Begins to keep values. Nobody waits for it."""
         if values:
-            self._begin(self._put({key: json.dumps(value).encode() for key, value in values.items()}))
+            self._begin(self._put({key: to_json(each, inf_nan_mode="constants") for key, each in values.items()}))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -375,36 +368,9 @@ class CachedModel:
             metrics.CACHE.labels("down").inc(len(values))
 
 
-def _parsed(value: bytes | None, read: Callable[[Any], Any]) -> Any:
+def _parsed(value: bytes | None, kind: TypeAdapter[T]) -> T | None:
     """What a value says; None where it is none of ours, or damaged."""
-    if value is None:
-        return None
     try:
-        return read(json.loads(value))
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return None if value is None else kind.validate_json(value)
+    except ValidationError:
         return None
-
-
-def _read_vector(value: Any) -> list[float]:
-    return [float(number) for number in value]
-
-
-def _read_generated(value: Any) -> Generated:
-    return Generated(tuple(_read_sequence(each) for each in value["sequences"]))
-
-
-def _read_sequence(value: Any) -> Written:
-    score, logprobs, ended_by = value["score"], value["logprobs"], value["ended_by"]
-    return Written(
-        tuple(int(token) for token in value["tokens"]),
-        str(value["finish_reason"]),
-        None if score is None else float(score),
-        None if logprobs is None else tuple(_read_logprob(each) for each in logprobs),
-        int(value["generated"]),
-        None if ended_by is None else int(ended_by),
-    )
-
-
-def _read_logprob(value: Any) -> TokenLogprob:
-    top = tuple((int(token), float(logprob)) for token, logprob in value["top"])
-    return TokenLogprob(int(value["token"]), float(value["logprob"]), top)

@@ -40,7 +40,6 @@ class ClosedStream(StreamingResponse):
     """A response whose generator is closed when it ends, also where it ends before the generator does."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `Response`."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -37,15 +37,11 @@ _GRACE = 5.0
 
 @dataclass
 class Traffic:
-    """The requests that are there.
-
-    Attributes:
-        running: so many.
-        is_draining: no more are taken, as the server is about to stop.
-    """
+    """How many requests are there."""
 
     running: int = 0
     is_draining: bool = False
+    """No more are taken, as the server is about to stop."""
 
 
 class Guard:

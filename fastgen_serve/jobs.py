@@ -89,15 +89,11 @@ class Encode:
         tokens: ids, with the special ones.
         what: "vector", or "labels".
         token_type_ids: of a pair, where the model has them.
-        normalize: the vector has the length 1. None for what the model's files say.
-        pooling: in place of what the model's files say.
     """
 
     tokens: tuple[int, ...]
     what: str = "vector"
     token_type_ids: tuple[int, ...] | None = None
-    normalize: bool | None = None
-    pooling: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from fastgen_serve import keys
-from fastgen_serve.settings import DTYPES, SCHEDULERS, WEIGHT_DTYPES, ServeSettings
+from fastgen_serve.settings import ServeSettings
 from fastgen_serve.translation.pairs import parse as read_pairs
 
 PROGRAM = "fastgen-serve"
@@ -112,64 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory, a hub name, or NAME=one of these")
 
-    def add(group: Any, option: str, about: str, **more: Any) -> None:
-        name = option.replace("-", "_")
-        shown = more.pop("metavar", None)
-        more |= {} if shown is None else {"metavar": shown}
-        group.add_argument(f"--{option}", dest=name, default=getattr(default, name, None), help=about, **more)
-
-    where = parser.add_argument_group("where")
-    add(where, "host", "address to listen at; 0.0.0.0 for all")
-    add(where, "port", "0 for a free one", type=int)
-    add(where, "served-model-name", "a name for each model", nargs="+", metavar="NAME")
-    add(where, "api-key-file", "keys that clients must have, one a line", metavar="FILE")
-    add(
-        where, "cors-origin", "a site whose pages may ask from browsers, * for any; may be repeated", action="append",
-        metavar="ORIGIN",
-    )  # fmt: skip
-    models = parser.add_argument_group("models")
-    add(models, "dtype", "of the weights", choices=DTYPES)
-    add(
-        models,
-        "weight-dtype",
-        "that linear layers multiply with: others than fp32 change results",
-        choices=WEIGHT_DTYPES,
-    )
-    add(models, "warm-up", "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
-    add(models, "slots", "rows of a decode step", type=int)
-    add(models, "threads", "of each model's process; one on each core by default", type=int)
-    add(
-        models, "cache-gib", "of K and V, for each model; by default its part of a quarter of what is free", type=float,
-        metavar="GIB",
-    )  # fmt: skip
-    add(
-        models, "scheduler", "when a batch is encoded: at once, or when it uses up half of --slo-ms", choices=SCHEDULERS
-    )
-    add(models, "slo-ms", "latency budget of a request, in milliseconds", type=float, metavar="MS")
-    add(models, "cache", 'of responses: "256MiB" in memory, or "redis://..."')
-    translation = parser.add_argument_group(
-        "translation (without these the files of the models say what they translate)"
-    )
-    add(translation, "languages", "pairs that a model translates", nargs="+", metavar="[NAME=]en:de,...")
-    add(translation, "translation-prefix", "before each sentence; {source} and {target} are names", metavar="TEXT")
-    more = parser.add_argument_group("limits")
-    add(more, "max-waiting", "sequences of a model that wait; more get 429", type=int)
-    add(more, "max-body-bytes", "of a request", type=int)
-    add(more, "max-tokens", "new tokens of a request", type=int)
-    add(more, "max-beams", "beams, or sequences, of a request", type=int)
-    add(more, "max-batch", "inputs of a request", type=int)
-    add(more, "request-timeout-s", "seconds that a request may take", type=float, metavar="SECONDS")
-    add(more, "drain-s", "seconds in which requests may end on SIGTERM", type=float, metavar="SECONDS")
-    machines = parser.add_argument_group("many machines")
-    add(
-        machines, "ray", "serve on a Ray cluster: its address, or local for one on this machine", nargs="?",
-        const="local", metavar="ADDRESS",
-    )  # fmt: skip
-    add(machines, "replicas", "of the server, on Ray", type=int)
-    add(machines, "max-replicas", "that there may be when there are many requests", type=int)
-    add(machines, "requests-per-replica", "above which there are more replicas; --slots by default", type=int)
-    log = parser.add_argument_group("log")
-    add(log, "log-texts", "write inputs to the log", action="store_true")
+    group: Any = None
+    for each in dataclasses.fields(ServeSettings):
+        about = each.metadata
+        group = parser.add_argument_group(about["group"]) if about["group"] else group
+        name = about["name"] or each.name.replace("_", "-")
+        kind: Any = {"int": {"type": int}, "float": {"type": float}}.get(str(each.type).partition(" ")[0], {})
+        dest = name.replace("-", "_")
+        group.add_argument(f"--{name}", dest=dest, default=getattr(default, dest, None), **kind, **about["parser"])
     return parser
 
 

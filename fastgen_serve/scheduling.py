@@ -271,11 +271,9 @@ class Encodes(Protocol):
 
     def run_some(self, length: int, inputs: int) -> None:
         """Runs so many inputs of one length."""
-        ...
 
     def leaves_padding_out(self) -> bool:
         """Whether batches are computed without their padding."""
-        ...
 
 
 def make_scheduler(settings: ServeSettings, encoder: Encodes, longest: int, limits: Limits) -> Scheduler[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
@@ -33,7 +33,6 @@ class ServedModel(Protocol):
         Raises:
             ServeError: what it has failed with: BadRequest, Busy, Failed, TimedOut, Unavailable.
         """
-        ...
 
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
         """The results of the jobs of one request, in order. All of them are let in, or none; if one fails, all do.
@@ -41,19 +40,11 @@ class ServedModel(Protocol):
         Raises:
             ServeError: as `generate`.
         """
-        ...
-
-    def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
-        """New tokens as they are certain, and the results at the end. It is cancelled if the iterator is closed.
-
-        Raises:
-            ServeError: as `generate`.
-        """
-        ...
 
     def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        """The streams of the jobs of one request, as it comes, with the index of the job. See `generate_all`."""
-        ...
+        """New tokens of the jobs of one request as they are certain, and the results at the end of each, with the index
+        of the job. They are cancelled if the generator is closed. See `generate_all`.
+        """
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         """A vector, or the scores of all labels, for each job, in order.
@@ -61,7 +52,6 @@ class ServedModel(Protocol):
         Raises:
             ServeError: as `generate`.
         """
-        ...
 
     async def stats(self) -> dict[str, Any]:
         """What its process has done so far: `fastgen.Engine.stats()`, under "fastgen" `fastgen.stats()`, and
@@ -69,12 +59,9 @@ class ServedModel(Protocol):
 
         An empty one while there is no process.
         """
-        ...
 
     async def start(self) -> None:
         """Has it load. It is not ready yet when this returns."""
-        ...
 
     async def stop(self) -> None:
         """Ends it. What has no result yet fails with `Unavailable`."""
-        ...

@@ -27,17 +27,14 @@ class BoundedHeaders(HttpToolsProtocol):
     _received = _body = 0
 
     def on_message_begin(self) -> None:
-        """See `HttpToolsProtocol`."""
         self._received = self._body = 0
         super().on_message_begin()
 
     def on_body(self, body: bytes) -> None:
-        """See `HttpToolsProtocol`."""
         self._body += len(body)
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
-        """See `HttpToolsProtocol`."""
         super().data_received(data)
         self._received += len(data)
         if self._received > _MOST_AROUND_BODY + _MOST_PER_BYTE * self._body and not self.transport.is_closing():
@@ -69,7 +66,6 @@ class Server(uvicorn.Server):
         self.has_given_up = self.should_exit = True
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`."""
         draining = asyncio.ensure_future(self._drain())
         try:
             await super().serve(sockets)

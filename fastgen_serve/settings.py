@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 DTYPES = ("fp32", "fp16", "bf16")
 WEIGHT_DTYPES = ("fp32", "int8", "int4", "bf16")
@@ -16,75 +18,103 @@ _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+|[a-z][a-z0-9+.-]*-extension://[^/?
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
+def _option(default: Any, help: str, group: str = "", *, repr: bool = True, **more: Any) -> Any:
+    """A field that is an option of the command line as well.
+
+    Args:
+        default: what it is where it is not given, or a function that says so.
+        group: title of the group of options that begins with this one.
+        more: `name` of the option, where it is not that of the field; bounds of a number, `least`, or `above`; and what
+            else `add_argument` takes.
+    """
+    about = {name: more.pop(name, None) for name in ("name", "least", "above")}
+    kind: Any = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, repr=repr, metadata={**about, "group": group, "parser": {"help": help, **more}})
+
+
 @dataclass(frozen=True)
 class ServeSettings:
-    """What a server does, and how much of it.
-
-    Attributes:
-        models: name under which each model is served, and its directory or hub name. The first is the default.
-        host, port: what the server listens at.
-        slots: rows of a decode step.
-        max_waiting: requests of a model that may wait for slots: more get 429.
-        slo_ms: latency budget of a request, in milliseconds: a request that finds no slots and would not be answered
-            within it gets 429, and `scheduler` "lazy" waits until half of it is used. None for no budget.
-        scheduler: when a batch of inputs to encode starts: "hungry", as soon as the model is idle, or "lazy". For
-            comparisons: "naive", batches in the order in which inputs come, and "none", no batches.
-        dtype: of the weights.
-        weight_dtype: that linear layers multiply with, as `fastgen.enable(weight_dtype=...)` takes it.
-        threads: of each model's process; None for one on each core.
-        cache_gib: GiB of K and V that the requests of a model may have stored at a time, infinity for any number; None
-            for a quarter of the memory that is free once its weights are read, divided by the number of models.
-        max_body_bytes: of a request.
-        max_tokens: new tokens that a request may ask for.
-        max_beams: beams, or sequences, of a request; at most `slots`.
-        max_batch: inputs of a request.
-        request_timeout_s: seconds that a request may take.
-        drain_s: seconds in which requests may end once the server is told to stop.
-        api_keys: with one of which clients come; none for anybody.
-        cors_origins: sites whose pages may ask the server from browsers, such as "https://example.org"; "*" for all.
-        cache: of responses: a size such as "256MiB" in memory, or "redis://..."; None for none.
-        languages: by model, the pairs of languages that it translates, where its files do not say that, or say more.
-        translation_prefix: in front of each sentence that such a model translates: {source} and {target} stand for the
-            English names of the languages.
-        log_texts: inputs are written to the log.
-        warm_up: steps are captured before a model is ready.
-        ray: address of the Ray cluster to serve on, "local" for one on this machine; None to serve without Ray.
-        replicas: of the application, on Ray.
-        max_replicas: that there may be when there are many requests; None for no more.
-        requests_per_replica: that wait or run, above which there are more replicas; None for as many as `slots`.
+    """What a server does, and how much of it: what the help of an option does not say is below it.
 
     Raises:
         ValueError: an option has a value that it cannot have.
     """
 
-    models: tuple[tuple[str, str], ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    slots: int = 64
-    max_waiting: int = 256
-    slo_ms: float | None = None
-    scheduler: str = "hungry"
-    dtype: str = "fp32"
-    weight_dtype: str = "fp32"
-    threads: int | None = None
-    cache_gib: float | None = None
-    max_body_bytes: int = 4 * 2**20
-    max_tokens: int = 4096
-    max_beams: int = 16
-    max_batch: int = 256
-    request_timeout_s: float = 600.0
-    drain_s: float = 30.0
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    cors_origins: tuple[str, ...] = ()
-    cache: str | None = field(default=None, repr=False)  # the address of a Redis server may have a password
-    languages: Mapping[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
-    translation_prefix: str = ""
-    log_texts: bool = False
-    warm_up: bool = True
-    ray: str | None = None
-    replicas: int = 1
-    max_replicas: int | None = None
-    requests_per_replica: int | None = None
+    host: str = _option("127.0.0.1", "address to listen at; 0.0.0.0 for all", "where")
+    port: int = _option(8000, "0 for a free one")
+    models: tuple[tuple[str, str], ...] = _option(
+        (), "a name for each model", name="served-model-name", nargs="+", metavar="NAME"
+    )
+    """The name under which each model is served, and its directory or hub name. The first is the default."""
+    api_keys: tuple[str, ...] = _option(
+        (), "keys that clients must have, one a line", name="api-key-file", repr=False, metavar="FILE"
+    )
+    """None for anybody."""
+    cors_origins: tuple[str, ...] = _option(
+        (),
+        "a site whose pages may ask from browsers, * for any; may be repeated",
+        name="cors-origin",
+        action="append",
+        metavar="ORIGIN",
+    )
+
+    dtype: str = _option("fp32", "of the weights", "models", choices=DTYPES)
+    weight_dtype: str = _option(
+        "fp32", "that linear layers multiply with: others than fp32 change results", choices=WEIGHT_DTYPES
+    )
+    warm_up: bool = _option(True, "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
+    slots: int = _option(64, "rows of a decode step", least=1)
+    threads: int | None = _option(None, "of each model's process; one on each core by default", least=1)
+    cache_gib: float | None = _option(
+        None,
+        "of K and V, for each model; by default its part of a quarter of what is free",
+        above=0,
+        metavar="GIB",
+    )
+    """Of the requests at a time, infinity for any number. By default a quarter of the memory that is free once the
+    weights are read, divided by the number of models."""
+    scheduler: str = _option(
+        "hungry", "when a batch is encoded: at once, or when it uses up half of --slo-ms", choices=SCHEDULERS
+    )
+    """For comparisons: "naive", batches in the order in which inputs come, and "none", no batches."""
+    slo_ms: float | None = _option(None, "latency budget of a request, in milliseconds", above=0, metavar="MS")
+    """A request that finds no slots and would not be answered within it gets 429. None for no budget."""
+    cache: str | None = _option(None, 'of responses: "256MiB" in memory, or "redis://..."', repr=False)
+
+    languages: Mapping[str, frozenset[tuple[str, str]]] = _option(
+        dict,
+        "pairs that a model translates",
+        "translation (without these the files of the models say what they translate)",
+        nargs="+",
+        metavar="[NAME=]en:de,...",
+    )
+    """By model."""
+    translation_prefix: str = _option("", "before each sentence; {source} and {target} are names", metavar="TEXT")
+    """In English."""
+
+    max_waiting: int = _option(256, "sequences of a model that wait; more get 429", "limits", least=0)
+    max_body_bytes: int = _option(4 * 2**20, "of a request", least=1)
+    max_tokens: int = _option(4096, "new tokens of a request", least=1)
+    max_beams: int = _option(16, "beams, or sequences, of a request", least=1)
+    """At most `slots`."""
+    max_batch: int = _option(256, "inputs of a request", least=1)
+    request_timeout_s: float = _option(600.0, "seconds that a request may take", above=0, metavar="SECONDS")
+    drain_s: float = _option(30.0, "seconds in which requests may end on SIGTERM", least=0, metavar="SECONDS")
+
+    ray: str | None = _option(
+        None,
+        "serve on a Ray cluster: its address, or local for one on this machine",
+        "many machines",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+    )
+    replicas: int = _option(1, "of the server, on Ray", least=1)
+    max_replicas: int | None = _option(None, "that there may be when there are many requests")
+    requests_per_replica: int | None = _option(None, "above which there are more replicas; --slots by default", least=1)
+    """Those that wait or run."""
+
+    log_texts: bool = _option(False, "write inputs to the log", "log", action="store_true")
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.models]
@@ -96,30 +126,19 @@ class ServeSettings:
         for name in self.languages:
             if name not in names:
                 raise ValueError(f"languages: no model is named {name}")
-        for option in ("slots", "max_body_bytes", "max_tokens", "max_beams", "max_batch", "replicas"):
-            _check(option, getattr(self, option), least=1)
-        for option in ("max_waiting", "drain_s"):
-            _check(option, getattr(self, option), least=0)
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name), each.metadata)
+        _check("max_replicas", self.max_replicas, {"least": self.replicas})
         if self.cache is not None and not self.cache.startswith(REDIS):
             bytes_of(self.cache)
-        for option, least in (("threads", 1), ("max_replicas", self.replicas), ("requests_per_replica", 1)):
-            if getattr(self, option) is not None:
-                _check(option, getattr(self, option), least)
         if self.ray is None and (self.replicas > 1 or self.max_replicas is not None):
             raise ValueError("replicas are Ray's: give --ray, too")
         if self.ray is not None and self.port == 0:
             raise ValueError("port is 0: give the one that Ray listens at on each machine")
-        for option in ("slo_ms", "request_timeout_s", "cache_gib"):
-            value = getattr(self, option)
-            if value is not None and not value > 0:
-                raise ValueError(f"{option} is {value}: give a positive number")
         if self.scheduler == "lazy" and self.slo_ms is None:
             raise ValueError("scheduler is lazy, which needs a latency budget: give --slo-ms, too")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}: give one from 0 to 65535")
-        for option, known in (("dtype", DTYPES), ("weight_dtype", WEIGHT_DTYPES), ("scheduler", SCHEDULERS)):
-            if getattr(self, option) not in known:
-                raise ValueError(f"{option} is {getattr(self, option)!r}; known: {', '.join(known)}")
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ValueError("api_keys: a key has characters of ASCII only, and one at least")
         for origin in self.cors_origins:
@@ -136,9 +155,14 @@ class ServeSettings:
         return dict(self.models)[name]
 
 
-def _check(option: str, value: float, least: int) -> None:
-    if not value >= least:
+def _check(option: str, value: Any, about: Mapping[str, Any]) -> None:
+    choices, least, above = about.get("parser", {}).get("choices"), about.get("least"), about.get("above")
+    if choices is not None and value not in choices:
+        raise ValueError(f"{option} is {value!r}; known: {', '.join(choices)}")
+    if value is not None and least is not None and not value >= least:
         raise ValueError(f"{option} is {value}: give {least} or more")
+    if value is not None and above is not None and not value > above:
+        raise ValueError(f"{option} is {value}: give a positive number")
 
 
 def bytes_of(cache: str) -> int:

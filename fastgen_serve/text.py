@@ -109,12 +109,7 @@ class StopStrings:
 class TextStream:
     """The text of one sequence, from its tokens, up to a stop string. In one push or in many, it is the same.
 
-    Args:
-        tokenizer: of Transformers.
-        skip_special_tokens: they have no text.
-        stop: strings that end the text.
-        keeps_stop: the text ends behind the stop string, not in front of it.
-        behind: tokens that the sequence goes on behind.
+    For its arguments see `Detokenizer` and `StopStrings`.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, str) else dumps(value)
 
 
-class Layout(ABC):
+class Layout:
     """What a record that was not skipped is in the journal and in the output.
 
     A subclass says what a result holds beside `position`, `line` and `id`, and may have formats of its own.
@@ -69,13 +68,21 @@ class Layout(ABC):
     has_id = True
     """Whether the column `id` is that of the records' ids."""
 
-    @abstractmethod
     def tokens(self, result: Result) -> int:
         """How many tokens a result counts for in the progress and in the report."""
+        return int(result["input_tokens"])
 
-    @abstractmethod
     def column_types(self) -> dict[str, Any]:
         """The type of pyarrow of each field but the id."""
+        import pyarrow
+
+        text, number, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
+        return {
+            **dict.fromkeys(("input", "text", "reference", "pair", "label"), text),
+            **dict.fromkeys(("sequences", "labels"), pyarrow.list_(text)),
+            **{"input_tokens": number, "output_tokens": pyarrow.list_(number), "truncated": pyarrow.bool_()},
+            **{"score": real, "scores": pyarrow.list_(real), "token_ids": pyarrow.list_(pyarrow.list_(number))},
+        }
 
     def written(self, result: Result) -> dict[str, Any]:
         """The fields of a record as Parquet has them."""
@@ -186,20 +193,9 @@ class Generation(Layout):
         return sum(result["output_tokens"])
 
     def column_types(self) -> dict[str, Any]:
-        import pyarrow
-
-        text, number = pyarrow.string(), pyarrow.int64()
-        return {
-            "input": text,
-            self._text: text,
-            "sequences": pyarrow.list_(text),
-            "scores": pyarrow.list_(pyarrow.float64()),
-            "input_tokens": number,
-            "output_tokens": pyarrow.list_(number),
-            "reference": text,
-            "token_ids": pyarrow.list_(pyarrow.list_(number)),
-            **{name: self._types.get(name) or text for name in self._kept},
-        }
+        types = super().column_types()
+        kept = {name: self._types.get(name) or types["text"] for name in self._kept}
+        return types | {self._text: types["text"]} | kept
 
     def look(self, results: Iterable[Result]) -> None:
         """The type of each column that is kept: the one that holds all its values, or JSON in a text."""

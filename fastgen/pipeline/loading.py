@@ -10,32 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastgen import settings as process_settings
 from fastgen.pipeline.errors import SetupError, explained, one_line
 from fastgen.pipeline.readers import quiet_hub
+from fastgen.pipeline.settings import DataOptions
 
 _ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}
-
-
-class HowToLoad(Protocol):
-    """What `read_model` asks of options: those of a run over a data set, or of a server."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def device(self) -> str | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def keep_bits(self) -> bool: ...
-    @property
-    def allow_missing_weights(self) -> bool: ...
-    @property
-    def quiet(self) -> bool: ...
 
 
 @dataclass
@@ -55,7 +37,7 @@ class Loaded(ABC):
 
 
 def read_model(
-    settings: HowToLoad,
+    settings: DataOptions,
     kind: Callable[[Any], Any],
     seed: int = 0,
     needed: Mapping[str, str] = _ALL_KINDS,
@@ -89,6 +71,7 @@ def read_model(
     with (
         explained(f"model {settings.model} cannot be loaded", why_not_loaded(settings.model)),
         process_settings.changed(keep_bits=settings.keep_bits),
+        torch.random.fork_rng([]),  # what is drawn later does not depend on this seed
     ):
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)
@@ -210,7 +193,7 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
     return values
 
 
-def _check_weights(found: Mapping[str, Any], settings: HowToLoad, needed: Mapping[str, str], unused: str) -> None:
+def _check_weights(found: Mapping[str, Any], settings: DataOptions, needed: Mapping[str, str], unused: str) -> None:
     """Raises `SetupError` where the files have too few weights, or weights that the model has no place for."""
     if settings.allow_missing_weights:
         return

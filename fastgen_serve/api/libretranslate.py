@@ -179,12 +179,11 @@ async def translate(request: Request) -> Translation:
         raise BadRequest(f"alternatives: this server gives {most} at the most", param="alternatives")
     target = translator.target(body.target)
     detected = await _languages_of(translator, texts, body.source, target)
-    is_html = body.format == "html"
-    cut, join = (markup.cut, markup.join) if is_html else (sentences.cut, _joined)
-    pieces = await asyncio.to_thread(_cut, texts, cut)
+    form = markup if body.format == "html" else sentences
+    pieces = await asyncio.to_thread(_cut, texts, form.cut)
     sources = [each.language for each in detected]
     versions = await translator.translate(pieces, sources, target, body.alternatives + 1)
-    results = await asyncio.to_thread(lambda: [list(dict.fromkeys(map(join, each))) for each in versions])
+    results = await asyncio.to_thread(lambda: [list(dict.fromkeys(map(form.join, each))) for each in versions])
     is_list, is_detected = isinstance(body.q, list), body.source == AUTO
     best, others, found = [each[0] for each in results], [each[1:] for each in results], list(map(_detection, detected))
     return Translation(
@@ -377,7 +376,3 @@ def _cut(texts: Sequence[str], cut: Callable[[str, int], list[Piece]]) -> list[l
 
 def _detection(detected: Detected) -> Detection:
     return Detection(confidence=detected.confidence, language=detected.language)
-
-
-def _joined(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)

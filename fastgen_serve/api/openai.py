@@ -11,19 +11,20 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from fastgen_serve import prompts
 from fastgen_serve.api import openai_answers as answers
+from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
-from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
+from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
+from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Cutting, EmbeddingRequest
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import ClosedStream
-from fastgen_serve.decoding import Decoding, decoding, make_job, named_by
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
 from fastgen_serve.limits import bounded
@@ -120,29 +121,21 @@ def _card(model: ServedModel) -> answers.ModelCard:
 
 @dataclass(frozen=True)
 class _Run:
-    """A request that generates.
-
-    Attributes:
-        id: of the answer.
-        created: when the request has come, in seconds.
-        model: that it is for.
-        body: of the request.
-        prompts: tokens of each input.
-        decoding: how these are decoded.
-        jobs: one for each.
-        choices: what comes of them.
-        writer: of these.
-    """
+    """A request that generates, with a job for each input."""
 
     id: str
     created: int
     model: ServedModel
-    body: Generation
+    body: CompletionRequest | ChatRequest
     prompts: list[tuple[int, ...]]
+    """The tokens of each input."""
     decoding: Decoding
     jobs: list[Generate]
     choices: Choices
-    writer: Writer
+
+    @cached_property
+    def writer(self) -> Writer:
+        return Writer(self.model.tokenizer, self.body)
 
     @property
     def head(self) -> dict[str, Any]:
@@ -194,26 +187,14 @@ def _run(
     inputs: list[tuple[int, ...]],
     limits: list[int | None],
 ) -> _Run:
-    how, logprobs = decoding(body, model.info), body.wanted_logprobs
+    how = decoding(body, model.info)
     is_completion = isinstance(body, CompletionRequest)
     options: dict[str, Any] = {}
     if body.tgt_lang is not None:
         options["forced_bos_token_id"] = prompts.language_token(model, body.tgt_lang, "tgt_lang")
     prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
     prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
-    jobs = [
-        make_job(
-            how,
-            tokens,
-            max_tokens=limit,
-            stop=body.stops,
-            logprobs=logprobs,
-            seed=body.seed,
-            options=options,
-            streams=bool(body.stream),
-        )
-        for tokens, limit in zip(inputs, limits, strict=True)
-    ]
+    jobs = [make_job(how, body, tokens, limit, options) for tokens, limit in zip(inputs, limits, strict=True)]
     with named_by(body):  # before there is anything for each result, of which the request may want any number
         jobs = [bounded(job, model.info, request.app.state.settings) for job in jobs]
     # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
@@ -229,15 +210,8 @@ def _run(
         for tokens in inputs
         for _ in range(how.results)
     ]
-    writer = Writer(
-        model.tokenizer,
-        logprobs is not None,
-        bool(body.return_token_ids),
-        bool(body.return_tokens_as_token_ids),
-        frozenset(body.stop_token_ids or ()),
-    )
     name = f"{'cmpl' if is_completion else 'chatcmpl'}-{uuid.uuid4().hex}"
-    return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts), writer)
+    return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts))
 
 
 def _limit(model: ServedModel, body: CompletionRequest | ChatRequest, prompt: int, most: int, param: str) -> int | None:
@@ -269,7 +243,7 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     def tokenise() -> list[tuple[int, ...]]:
         room = body.limit or _COMPLETION_TOKENS
         with prompts.source_language(model, body.src_lang):
-            return [prompts.tokens_of(model, each, body.cut(), "prompt", room) for each in given]
+            return [prompts.tokens_of(model, each, body, "prompt", room) for each in given]
 
     inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
     run = _run(request, model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
@@ -300,13 +274,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
 
     def tokenise() -> tuple[int, ...]:
         with prompts.source_language(model, body.src_lang):
-            return prompts.chat_tokens(
-                model,
-                messages,
-                body.template(),
-                cut=body.cut(),
-                room=body.limit or 1,
-            )
+            return prompts.chat_tokens(model, messages, body, cut=body, room=body.limit or 1)
 
     tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
     run = _run(request, model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
@@ -383,7 +351,7 @@ async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingLi
         raise BadRequest(f"dimensions is {body.dimensions}: the model's vectors have {size}", param="dimensions")
     prompt = _prompt(model, body.prompt_name)
     texts = [prompt + each if isinstance(each, str) else each for each in given]
-    inputs = await encoder_tokens(model, texts, body.cut(), "input")
+    inputs = await encoder_tokens(model, texts, body, "input")
     vectors = await model.encode([Encode(tokens) for tokens in inputs])
     write = _as_base64 if body.encoding_format == "base64" else list
     data = [
@@ -406,7 +374,7 @@ def _prompt(model: ServedModel, name: str | None) -> str:
 
 
 async def encoder_tokens(
-    model: ServedModel, texts: Sequence[str | Sequence[int]], cut: prompts.Cut, param: str
+    model: ServedModel, texts: Sequence[str | Sequence[int]], cut: Cutting, param: str
 ) -> list[tuple[int, ...]]:
     """The tokens of inputs of an encoder. Raises BadRequest, as for one that is too long."""
 

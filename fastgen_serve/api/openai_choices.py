@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen_serve.api import openai_answers as answers
+from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest
 from fastgen_serve.jobs import Delta, TokenLogprob
 from fastgen_serve.jobs import Sequence as Result
 from fastgen_serve.text import TextStream, token_bytes, token_text
@@ -124,31 +125,20 @@ class Choices:
         return made
 
 
-@dataclass(frozen=True)
 class Writer:
-    """Writes pieces in the shapes of the interface.
+    """Writes pieces in the shapes of the interface, with what the request wants of them."""
 
-    Args:
-        tokenizer: of the model.
-        logprobs: they are wanted.
-        token_ids: these are wanted.
-        names_tokens: logprobs name tokens by their ids.
-        stop_tokens: that end a result as stop strings do, and are told.
-    """
-
-    tokenizer: Any
-    logprobs: bool
-    token_ids: bool
-    names_tokens: bool
-    stop_tokens: frozenset[int] = frozenset()
+    def __init__(self, tokenizer: Any, body: CompletionRequest | ChatRequest) -> None:
+        self._tokenizer, self._body = tokenizer, body
+        self._has_logprobs = body.wanted_logprobs is not None
 
     def completion(self, piece: Piece, prompt: Sequence[int]) -> answers.CompletionChoice:
         made = answers.CompletionChoice(
             text=piece.text,
-            logprobs=self._completion_logprobs(piece) if self.logprobs else None,
+            logprobs=self._completion_logprobs(piece) if self._has_logprobs else None,
             **self._common(piece),
         )
-        if self.token_ids and piece.is_first:
+        if self._body.return_token_ids and piece.is_first:
             made.prompt_token_ids = list(prompt)
         return made
 
@@ -166,20 +156,20 @@ class Writer:
             made["score"] = piece.end.score
         if piece.stopped is not None:
             made["stop_reason"] = piece.stopped
-        elif piece.end is not None and piece.end.ended_by in self.stop_tokens:
+        elif piece.end is not None and piece.end.ended_by in (self._body.stop_token_ids or ()):
             made["stop_reason"] = piece.end.ended_by
-        if self.token_ids:
+        if self._body.return_token_ids:
             made["token_ids"] = list(piece.tokens)
         return made
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.names_tokens else token_text(self.tokenizer, token)
+        return f"token_id:{token}" if self._body.return_tokens_as_token_ids else token_text(self._tokenizer, token)
 
     def _completion_logprobs(self, piece: Piece) -> answers.CompletionLogprobs:
         offsets, offset = [], piece.offset
         for each in piece.logprobs:
             offsets.append(offset)
-            offset += len(token_text(self.tokenizer, each.token))
+            offset += len(token_text(self._tokenizer, each.token))
         return answers.CompletionLogprobs(
             text_offset=offsets,
             tokens=[self._name(each.token) for each in piece.logprobs],
@@ -191,7 +181,7 @@ class Writer:
         )
 
     def _chat_logprobs(self, piece: Piece) -> answers.ChatLogprobs | None:
-        if not self.logprobs:
+        if not self._has_logprobs:
             return None
         content = [
             answers.TokenLogprobs(
@@ -206,7 +196,7 @@ class Writer:
         return {
             "token": self._name(token),
             "logprob": _finite(logprob),
-            "bytes": list(token_bytes(self.tokenizer, token)),
+            "bytes": list(token_bytes(self._tokenizer, token)),
         }
 
 

@@ -12,7 +12,6 @@ from pydantic_core import PydanticCustomError
 
 from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
-from fastgen_serve.prompts import Cut, Template
 
 _STOPS, _STOP_LENGTH = 16, 256
 _MOST_LOGPROBS = 20
@@ -55,8 +54,10 @@ class Cutting(Body):
             raise PydanticCustomError("zero", "is 0: give a number of tokens, or -1 for as many as the model reads")
         return value
 
-    def cut(self) -> Cut:
-        return Cut(self.add_special_tokens is not False, self.truncate_prompt_tokens, self.truncation_side)
+    @property
+    def special(self) -> bool:
+        """Whether special tokens are added; where a request must not say so, they are."""
+        return self.add_special_tokens is not False
 
 
 class Generation(Cutting):
@@ -248,9 +249,6 @@ class Templating(Body):
                 "continue_final_message: give add_generation_prompt=false with it", param="continue_final_message"
             )
         return self
-
-    def template(self) -> Template:
-        return Template(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs or {})
 
 
 class ChatRequest(Templating, Generation):

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from fastgen_serve import prompts
+from fastgen_serve.api import prompts
 from fastgen_serve.api import vllm_schema as schema
 from fastgen_serve.api.openai import ERRORS, check_batch, encoder_tokens, served_model, write_error
+from fastgen_serve.api.openai_schema import Cutting
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import together
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Encode
-from fastgen_serve.prompts import Cut
 from fastgen_serve.served import ServedModel
 
 __all__ = ["router", "write_error"]
@@ -30,7 +30,7 @@ async def classify(body: schema.ClassifyRequest, request: Request) -> schema.Cla
     model = served_model(request, body.model, "labels")
     given = as_list(body.input)
     check_batch(request, given, "input")
-    inputs = await encoder_tokens(model, given, body.cut(), "input")
+    inputs = await encoder_tokens(model, given, body, "input")
     rows = await model.encode([Encode(tokens, "labels") for tokens in inputs])
     data = []
     for index, scores in enumerate(rows):
@@ -77,15 +77,10 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
 
     def tokenise() -> tuple[int, ...]:
         if not messages:
-            cut = Cut(special=body.add_special_tokens is not False)
+            cut = Cutting(add_special_tokens=body.add_special_tokens is not False)
             return prompts.tokens_of(model, body.prompt or "", cut, "prompt", any_length=True)
-        return prompts.chat_tokens(
-            model,
-            messages,
-            body.template(),
-            cut=Cut(special=bool(body.add_special_tokens)),
-            any_length=True,
-        )
+        cut = Cutting(add_special_tokens=bool(body.add_special_tokens))
+        return prompts.chat_tokens(model, messages, body, cut, any_length=True)
 
     size = len(body.prompt or "") + prompts.size_of(messages)
     tokens = list(await prompts.in_turn(model, size, tokenise))
@@ -124,7 +119,7 @@ async def _scores(
     def tokenise() -> list[Encode]:
         jobs = []
         for pair in pairs:
-            tokens, types = prompts.pair_of(model, pair, body.cut(), param)
+            tokens, types = prompts.pair_of(model, pair, body, param)
             prompts.check_length(model, len(tokens), 0, param)
             jobs.append(Encode(tokens, "labels", types))
         return jobs
@@ -143,8 +138,7 @@ async def _closeness(
         raise BadRequest("use_activation: a cosine has none, leave it out", param="use_activation")
     sides = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
     inputs = [
-        await encoder_tokens(model, [model.info.prompt + text for text in side], body.cut(), "documents")
-        for side in sides
+        await encoder_tokens(model, [model.info.prompt + text for text in side], body, "documents") for side in sides
     ]
     made = await together(model.encode([Encode(tokens) for tokens in side]) for side in inputs)
     firsts, seconds = (dict(zip(side, vectors, strict=True)) for side, vectors in zip(sides, made, strict=True))

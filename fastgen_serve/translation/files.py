@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.translation import markup, office, sentences
@@ -27,14 +27,12 @@ _CUE = re.compile(r"((?:^\d+[ \t]*\n)?^[\d:,.]+[ \t]*-->.*\n)((?:.*\S.*(?:\n|\Z)
 _DASHES = ("-", "–", "—")
 
 
-class Document(Protocol):
-    """A file whose sentences are to be replaced: its pieces, and how others are written in their place."""
+class Document(NamedTuple):
+    """A file whose sentences are to be replaced."""
 
     pieces: list[Piece]
-
-    def write(self, pieces: Sequence[Piece]) -> bytes:
-        """The file with other pieces: as many."""
-        ...
+    write: Callable[[Sequence[Piece]], bytes]
+    """Makes the file with other pieces: as many."""
 
 
 def read(data: bytes, ending: str) -> Document:
@@ -48,37 +46,15 @@ def read(data: bytes, ending: str) -> Document:
         BadRequest: it has another format, is damaged, larger than this server unpacks, or has too many sentences.
     """
     if ending in office.KINDS:
-        return office.OfficeDocument(data, office.KINDS[ending])
-    return _OF_TEXT[ending](_decoded(data))
+        document = office.OfficeDocument(data, office.KINDS[ending])
+        return Document(document.pieces, document.write)
+    cut, join = _OF_TEXT[ending]
+    return Document(cut(_decoded(data)), lambda pieces: join(pieces).encode())
 
 
-class TextDocument:
-    """Plain text."""
-
-    def __init__(self, text: str) -> None:
-        self.pieces = sentences.cut(text)
-
-    def write(self, pieces: Sequence[Piece]) -> bytes:
-        """See `Document`."""
-        return "".join(piece.text for piece in pieces).encode()
-
-
-class HtmlDocument:
-    """A page of HTML."""
-
-    def __init__(self, text: str) -> None:
-        self.pieces = markup.cut(text)
-
-    def write(self, pieces: Sequence[Piece]) -> bytes:
-        """See `Document`."""
-        return markup.join(pieces).encode()
-
-
-class Subtitles(TextDocument):
+def _subtitles(text: str) -> list[Piece]:
     """SubRip. The lines of a cue are one text, which becomes one line; those of a dialogue begin with a dash each."""
-
-    def __init__(self, text: str) -> None:
-        self.pieces = sentences.limited(_cues(text.replace("\r\n", "\n")))
+    return sentences.limited(_cues(text.replace("\r\n", "\n")))
 
 
 def _cues(text: str) -> Iterator[Piece]:
@@ -98,7 +74,12 @@ def _spoken(lines: str) -> str:
     return "".join(parts)[1:]
 
 
-_OF_TEXT: dict[str, Callable[[str], Document]] = {".txt": TextDocument, ".html": HtmlDocument, ".srt": Subtitles}
+# By ending, what makes pieces of a text, and a text of pieces.
+_OF_TEXT: dict[str, tuple[Callable[[str], list[Piece]], Callable[[Sequence[Piece]], str]]] = {
+    ".txt": (sentences.cut, sentences.join),
+    ".html": (markup.cut, markup.join),
+    ".srt": (_subtitles, sentences.join),
+}
 
 
 def _decoded(data: bytes) -> str:

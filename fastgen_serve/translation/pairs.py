@@ -12,7 +12,7 @@ from fastgen_serve.translation import languages
 _MARIAN_TARGET = re.compile(r">>(\S+)<<")
 _T5_TARGET = re.compile(r"<2(\S+)>")
 _T5_TASK = re.compile(r"translation_(\w+?)_to_(\w+)")
-_SPECIAL_CODE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}")
+_SPECIAL_CODE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,10 @@ def language_tokens(tokenizer: Any) -> dict[str, int]:
     """The token of each language, by the tokenizer's name for it; none where it does not tell languages by tokens."""
     if not hasattr(tokenizer, "src_lang"):
         return {}
-    codes = getattr(tokenizer, "lang_code_to_id", None)
-    if codes is None:
-        tokens = [token for token in tokenizer.all_special_tokens if _SPECIAL_CODE.fullmatch(token)]
-        codes = dict(zip(tokens, tokenizer.convert_tokens_to_ids(tokens), strict=True))
-    return codes
+    if codes := getattr(tokenizer, "lang_code_to_id", None):
+        return dict(codes)
+    tokens = [token for token in tokenizer.all_special_tokens if _SPECIAL_CODE.fullmatch(token)]
+    return dict(zip(tokens, tokenizer.convert_tokens_to_ids(tokens), strict=True))
 
 
 def _of_t5_tasks(tokenizer: Any, config: Any) -> Pairs | None:

@@ -45,6 +45,11 @@ def cut(text: str, most: int = MOST_PIECES) -> list[Piece]:
     return limited(_cut(text), most)
 
 
+def join(pieces: Iterable[Piece]) -> str:
+    """The text that pieces make up."""
+    return "".join(piece.text for piece in pieces)
+
+
 def limited(pieces: Iterable[Piece], most: int = MOST_PIECES) -> list[Piece]:
     """The pieces, of which no more are made than there may be.
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,23 +81,14 @@ class ClientModel(ABC):
     # ---- a ServedModel
 
     async def generate(self, job: Generate) -> Generated:
-        """See `ServedModel`."""
         (made,) = await self.generate_all([job])
         return made
 
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
-        """See `ServedModel`."""
         with self._let_in(jobs) as admitted:
             return await together(self._whole(job, place) for job, place in admitted)
 
-    async def stream(self, job: Generate) -> AsyncIterator[Delta | Generated]:
-        """See `ServedModel`."""
-        async with aclosing(self.stream_all([job])) as events:
-            async for _, event in events:
-                yield event
-
     async def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        """See `ServedModel`."""
         with self._let_in(jobs) as admitted:
             streams = [self._generation(job, place) for job, place in admitted]
             async with aclosing(merged(streams)) as events:
@@ -105,17 +96,11 @@ class ClientModel(ABC):
                     yield event
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
-        """See `ServedModel`."""
-        if len(jobs) > self._settings.max_batch:
-            raise BadRequest(
-                f"{len(jobs)} inputs: this server takes {self._settings.max_batch} at the most", param="input"
-            )
         self._log(jobs)
         with self._admitted([len(jobs)]):
             return await together(self._encoded(job) for job in jobs)
 
     async def stats(self) -> dict[str, Any]:
-        """See `ServedModel`."""
         if not self.is_ready:
             return {}
         pending = self._add(None)

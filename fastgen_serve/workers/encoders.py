@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from abc import ABC
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import fastgen
@@ -23,15 +22,15 @@ from fastgen.pipeline.encoding.loading import (
     prompt_ids,
 )
 from fastgen.pipeline.encoding.modules import read_prompts
-from fastgen.pipeline.encoding.options import POOLINGS, ClassifyOptions, EmbedOptions
+from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import ClassificationStage, EmbeddingStage, EncodingStage
-from fastgen.pipeline.errors import explained
-from fastgen.pipeline.loading import check_path, file_of, why_not_loaded
+from fastgen.pipeline.loading import file_of
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.settings import STANDARD_STREAM
 from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import MOST_TOKENS, Encode, ModelInfo
 from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.loading import read_config
 
 VECTOR, LABELS = "vector", "labels"
 
@@ -60,14 +59,10 @@ def classifies(path: str) -> bool:
     Raises:
         SetupError: its configuration cannot be read.
     """
-    from transformers import AutoConfig
-
-    check_path(path)
+    names = read_config(path).architectures or ()
     if file_of(path, "modules.json"):  # of sentence-transformers: it makes vectors
         return False
-    with explained(f"model {path} cannot be loaded", why_not_loaded(path)):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    return any(name.endswith("ForSequenceClassification") for name in names)
 
 
 class Encoder(ABC):
@@ -134,7 +129,7 @@ class Encoder(ABC):
 def _record(number: int, job: Encode, with_types: bool) -> Record:
     # A model that gets no token types takes zeros.
     types = {"token_type_ids": job.token_type_ids or (0,) * len(job.tokens)} if with_types else {}
-    return Record(number, 0, job, ids=job.tokens, others=types)
+    return Record(number, 0, number, ids=job.tokens, others=types)
 
 
 def _failed(problem: Problem) -> Failed:
@@ -158,12 +153,6 @@ class LabelEncoder(Encoder):
         labels = tuple(loaded.labels)
         self.info = ModelInfo(options.model, "encoder", (LABELS,), self.positions, labels=labels, scores=loaded.scores)
 
-    def check(self, job: Encode) -> None:
-        super().check(job)
-        for name, value in (("pooling", job.pooling), ("normalize", job.normalize)):
-            if value is not None:
-                raise BadRequest(f"{name} is for vectors, and the model makes labels: leave it out", param=name)
-
 
 class VectorEncoder(Encoder):
     """A model whose states become a vector for each text."""
@@ -172,7 +161,6 @@ class VectorEncoder(Encoder):
         loaded: LoadedEmbedder = load_embedder(options)
         super().__init__(options.model, loaded)
         prompts = read_prompts(options.model)
-        self._modules = loaded.modules
         self._stage = _Vectors(loaded, options, [*prompts.values(), loaded.prompt])
         self.info = ModelInfo(
             options.model,
@@ -185,18 +173,9 @@ class VectorEncoder(Encoder):
             lower_case=loaded.lower_case,
         )
 
-    def check(self, job: Encode) -> None:
-        super().check(job)
-        if job.pooling is None:
-            return
-        if job.pooling not in POOLINGS:
-            raise BadRequest(f"pooling is {job.pooling!r}: choose from {', '.join(POOLINGS)}", param="pooling")
-        if len(self._modules.pooling) > 1:  # vectors would have another size
-            raise BadRequest("the model joins several poolings, in whose place there cannot be one", param="pooling")
-
 
 class _Vectors(EmbeddingStage):
-    """Vectors, each made as its job says.
+    """Vectors of texts of which each may begin with another prompt.
 
     Args:
         prompts: those that texts may begin with. Their tokens take no part in vectors where the model's files say so.
@@ -204,7 +183,6 @@ class _Vectors(EmbeddingStage):
 
     def __init__(self, loaded: LoadedEmbedder, options: EmbedOptions, prompts: Sequence[str]) -> None:
         super().__init__(loaded, options)
-        self._changed = cache(loaded.modules.changed)
         skipped = [] if loaded.modules.include_prompt else list(filter(str.strip, prompts))
         # How a text with the prompt begins, and how many of its tokens count as the prompt's. A space at its end may
         # be a token by itself, and be one with the next word.
@@ -216,19 +194,8 @@ class _Vectors(EmbeddingStage):
     def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
         import torch
 
-        states, mask = self._states(inputs), inputs["attention_mask"]
-        alike: dict[tuple[str | None, bool | None, int], list[int]] = {}
-        for number, row in enumerate(rows):
-            alike.setdefault(self._how(row), []).append(number)
-        made = [
-            self._changed(pooling, normalize)(states[some], mask[some], prompt)
-            for (pooling, normalize, prompt), some in alike.items()
-        ]
-        order = torch.tensor([number for some in alike.values() for number in some])
-        return torch.cat(made)[order.argsort()]
+        prompts = torch.tensor([[self._prompt_length(row)] for row in rows])
+        return self._loaded.modules(self._states(inputs), inputs["attention_mask"], prompts)
 
-    def _how(self, row: Record) -> tuple[str | None, bool | None, int]:
-        """The pooling and the normalisation of its vector, and the tokens of its prompt."""
-        found = (count for begin, count in self._prompts if tuple(row.ids[: len(begin)]) == begin)
-        job = row.id if isinstance(row.id, Encode) else Encode(())
-        return job.pooling, job.normalize, max(found, default=0)
+    def _prompt_length(self, row: Record) -> int:
+        return max((count for begin, count in self._prompts if tuple(row.ids[: len(begin)]) == begin), default=0)

@@ -34,11 +34,9 @@ class EncodingWorker:
     def __init__(self, path: str, settings: ServeSettings) -> None:
         self._encoder = load_encoder(path, settings)
         self.info = self._encoder.info
-        self._scheduler: Scheduler[_Request] = make_scheduler(
-            settings, self._encoder, self._encoder.positions, Limits()
-        )
+        self._scheduler: Scheduler[Request] = make_scheduler(settings, self._encoder, self._encoder.positions, Limits())
         self._changed = threading.Condition()
-        self._running: list[_Request] = []
+        self._running: list[Request] = []
         self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._sizes: Counter[int] = Counter()
@@ -52,7 +50,7 @@ class EncodingWorker:
         on_done: Callable[[list[float]], object],
         on_error: Callable[[BaseException], object],
         on_delta: Callable[[Any], object] | None = None,
-    ) -> _Request:
+    ) -> Request:
         """Takes a job. The thread of the batches calls one of `on_done` and `on_error`; none once it is cancelled.
 
         Args:
@@ -64,7 +62,7 @@ class EncodingWorker:
             Unavailable: the worker is closed.
         """
         self._encoder.check(job)
-        request = _Request(job, on_done, on_error, self._cancel)
+        request = Request(job, on_done, on_error, self._cancel)
         with self._changed:
             if self._is_closed:
                 raise Unavailable("the server stops")
@@ -98,12 +96,12 @@ class EncodingWorker:
 
     # ---- inside
 
-    def _cancel(self, request: _Request) -> None:
+    def _cancel(self, request: Request) -> None:
         with self._changed:
             if self._scheduler.discard(request) or request in self._running:
                 self._give_up(request)
 
-    def _give_up(self, request: _Request) -> None:
+    def _give_up(self, request: Request) -> None:
         self._counts["cancelled"] += not request.is_cancelled
         request.is_cancelled = True
 
@@ -111,7 +109,7 @@ class EncodingWorker:
         while batch := self._next_batch():
             self._run(batch)
 
-    def _next_batch(self) -> list[_Request]:
+    def _next_batch(self) -> list[Request]:
         """The requests to run now, once there are some; none at the end."""
         with self._changed:
             while not self._is_closed:
@@ -122,7 +120,7 @@ class EncodingWorker:
                 self._changed.wait(seconds)
             return []
 
-    def _run(self, batch: list[_Request]) -> None:
+    def _run(self, batch: list[Request]) -> None:
         begin = time.perf_counter()
         results: list[Any]
         try:
@@ -134,7 +132,7 @@ class EncodingWorker:
             if not request.is_cancelled:
                 (request.on_error if isinstance(result, Exception) else request.on_done)(result)
 
-    def _count(self, batch: list[_Request], results: list[Any], seconds: float) -> None:
+    def _count(self, batch: list[Request], results: list[Any], seconds: float) -> None:
         lengths = [len(request.job.tokens) for request in batch]
         failed = [isinstance(result, Exception) for result in results]
         with self._changed:
@@ -149,13 +147,13 @@ class EncodingWorker:
 
 
 @dataclass(eq=False)
-class _Request:
+class Request:
     """A job that was taken, and who is told of it."""
 
     job: Encode
     on_done: Callable[[Any], object]
     on_error: Callable[[Any], object]
-    on_cancel: Callable[[_Request], object]
+    on_cancel: Callable[[Request], object]
     is_cancelled: bool = False
 
     def cancel(self) -> None:

@@ -5,24 +5,13 @@ Nothing of a checkpoint is executed: `trust_remote_code` is never set.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from fastgen.pipeline.errors import explained
-from fastgen.pipeline.loading import check_path, file_of, read_json_object, read_model, why_not_loaded
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """What is read of a model, and how: the options of `read_model`."""
-
-    model: str
-    dtype: str = "fp32"
-    device: str | None = "cpu"
-    trust_remote_code: bool = False
-    keep_bits: bool = False
-    allow_missing_weights: bool = False
-    quiet: bool = True
+from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.generation.loading import read
+from fastgen.pipeline.loading import check_path, file_of, why_not_loaded
+from fastgen.pipeline.settings import STANDARD_STREAM
 
 
 def read_config(path: str) -> Any:
@@ -69,14 +58,9 @@ def read_generating(path: str, dtype: str) -> tuple[Any, Any]:
     Raises:
         SetupError: any of it is damaged.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    if file := file_of(path, "generation_config.json"):
-        read_json_object(file, "the generation config")  # the library goes on without one that is damaged
-    files = ModelFiles(path, dtype)
-    return read_model(
-        files, lambda config: AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    )
+    # The command reads inputs and writes outputs, too: there are none.
+    none = STANDARD_STREAM
+    return read(RunOptions(path, none, none, dtype=dtype, device="cpu", keep_bits=False, quiet=True))
 
 
 def read_tokenizer(path: str) -> Any:

@@ -60,12 +60,10 @@ class RemoteModel(ClientModel):
     # ---- its life
 
     async def start(self) -> None:
-        """See `ServedModel`."""
         self._loop = asyncio.get_running_loop()
         self._start_process()
 
     async def stop(self) -> None:
-        """See `ServedModel`."""
         self._is_stopping, self.is_ready, self.progress = True, False, "the server stops"
         self._fail_all(Unavailable("the server stops"))
         if self._process is None or self._pipe is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -16,47 +16,15 @@ import fastgen
 from fastgen.engine.kv_budget import ExceedsBudget
 from fastgen.pipeline.errors import one_line
 from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, TooLong, Unavailable
-from fastgen_serve.jobs import ModelInfo
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading, messages
 
-
-class Handle(Protocol):
-    """A job that was taken."""
-
-    def cancel(self) -> object:
-        """Nobody wants the result any more. Harmless once there is one."""
-        ...
+if TYPE_CHECKING:
+    from fastgen_serve.workers.encoding import EncodingWorker, Request
+    from fastgen_serve.workers.generation import GenerationWorker
 
 
-class Runner(Protocol):
-    """What runs the jobs of a model, in its process. What it calls may be called from any thread."""
-
-    info: ModelInfo
-
-    def submit(
-        self,
-        job: Any,
-        on_done: Callable[[Any], object],
-        on_error: Callable[[BaseException], object],
-        on_delta: Callable[[Any], object] | None = None,
-    ) -> Handle:
-        """Takes a job. Just one of `on_done` and `on_error` is called, or none once it is cancelled.
-
-        Raises:
-            ValueError: the job cannot be run.
-            ServeError: as it says.
-        """
-        ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-    def close(self) -> None:
-        """Cancels what has no result."""
-        ...
-
-
-def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) -> Runner:
+def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) -> GenerationWorker | EncodingWorker:
     """What runs the jobs of the model at a path: one that generates, or encodes, as its configuration says.
 
     It is warmed up, unless the settings say that it need not be.
@@ -87,8 +55,9 @@ class Worker:
     def __init__(self, name: str, settings: ServeSettings, send: Callable[[Any], object]) -> None:
         self._name, self._settings, self._send = name, settings, send
         self._lock = threading.Lock()
-        self._handles: dict[int, Handle | None] = {}  # of jobs without a result; None while one is being submitted
-        self._runner: Runner | None = None
+        # Of jobs without a result; None while one is being submitted.
+        self._handles: dict[int, Future[Any] | Request | None] = {}
+        self._runner: GenerationWorker | EncodingWorker | None = None
 
     def load(self) -> None:
         """Loads the model, warms it up, and says that it is ready.

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
@@ -105,6 +106,13 @@ def test_weights_that_are_missing(copied: Path, quiet: bool, capsys: pytest.Capt
     assert "MISSING" not in capsys.readouterr().err
     loaded = [load(settings(copied, quiet=True, allow_missing_weights=True)) for _ in range(2)]
     assert content(loaded[0].model, loaded[0].tokenizer) == content(loaded[1].model, loaded[1].tokenizer)
+
+
+def test_loading_leaves_the_generator_of_random_numbers_as_it_was(gpt2: Path) -> None:
+    """Otherwise all processes of a server, which load the same model, draw the same."""
+    before = torch.get_rng_state()
+    load(settings(gpt2))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_weights_that_are_left_over(copied: Path) -> None:

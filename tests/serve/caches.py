@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastgen_serve import metrics
@@ -32,14 +32,10 @@ class Model:
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
         return [await self.generate(job) for job in jobs]
 
-    async def stream(self, job: Generate) -> AsyncIterator[Any]:
-        self.generated.append(job)
-        yield Generated(())
-
     async def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Any], None]:
         for index, job in enumerate(jobs):
-            async for each in self.stream(job):
-                yield index, each
+            self.generated.append(job)
+            yield index, Generated(())
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         self.encoded.extend(jobs)

@@ -117,8 +117,9 @@ def test_streams_are_the_models_own(counted: Callable[[], dict[str, float]]) -> 
         own = Model()
         model = await cached(MemoryCache(2**20), own)
         for _ in range(2):
-            assert [each async for each in model.stream(Generate((1, 2), GREEDY, streams=True))] == [Generated(())]
-        jobs = [Generate((1, 2), GREEDY, streams=True)] * 2
+            jobs = [Generate((1, 2), GREEDY, streams=True)]
+            assert [each async for each in model.stream_all(jobs)] == [(0, Generated(()))]
+        jobs *= 2
         assert [index async for index, _ in model.stream_all(jobs)] == [0, 1]
         assert len(own.generated) == 4
 
@@ -130,7 +131,7 @@ def test_vectors_that_are_not_known_are_made_together(counted: Callable[[], dict
     async def run() -> None:
         own = Model()
         model = await cached(MemoryCache(2**20), own)
-        one, two, three = Encode((1,)), Encode((2,)), Encode((3,), normalize=True)
+        one, two, three = Encode((1,)), Encode((2,)), Encode((3,), token_type_ids=(0,))
         await model.encode([two])
         await settled(model)
         found = await model.encode([one, two, three])

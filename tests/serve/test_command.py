@@ -153,7 +153,7 @@ def test_overload_gives_429(served: Command) -> None:
 # A thread of the server that tokenises a long text does not come to its end.
 STUCK = """
 import sys, time
-from fastgen_serve import prompts
+from fastgen_serve.api import prompts
 tokens_of = prompts.tokens_of
 
 def planted(model, text, *more, **options):

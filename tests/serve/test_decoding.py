@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fastgen_serve.api.openai_decoding import decoding, make_job
 from fastgen_serve.api.openai_schema import CompletionRequest
-from fastgen_serve.decoding import decoding, make_job
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Generated, ModelInfo, Sequence, TokenLogprob
 
@@ -110,7 +110,7 @@ def test_options_of_an_encoder() -> None:
 def test_best_of_chooses_by_mean_log_probability() -> None:
     found = asked(PLAIN, n=2, best_of=3)
     assert found.options["num_return_sequences"] == 3 and found.results == 2
-    job = make_job(found, (1,), max_tokens=5, stop=(), logprobs=None, seed=None, options={})
+    job = make_job(found, CompletionRequest(prompt="a"), (1,), 5)
     assert job.logprobs == 0, "they decide"
 
     def drawn(*logprobs: float) -> Sequence:

@@ -77,8 +77,8 @@ def tokens_of(folder: Path, text: str, pair: str | None = None) -> Any:
     return tokenizer_of(folder)(text, pair, return_tensors="pt")
 
 
-def job_of(folder: Path, text: str, **options: Any) -> Encode:
-    return Encode(tuple(tokens_of(folder, text)["input_ids"][0].tolist()), **options)
+def job_of(folder: Path, text: str) -> Encode:
+    return Encode(tuple(tokens_of(folder, text)["input_ids"][0].tolist()))
 
 
 def states_of(folder: Path, text: str) -> Any:
@@ -109,16 +109,6 @@ def test_what_a_model_for_vectors_is(bert: Path, vectors: EncodingWorker) -> Non
     info = vectors.info
     assert (info.kind, info.tasks, info.positions, info.vector_size) == ("encoder", ("vector",), 48, 32)
     assert not classifies(str(bert))
-
-
-def test_each_job_says_how_its_vector_is_made(bert: Path, vectors: EncodingWorker) -> None:
-    ways = [{}, {"normalize": False}, {"pooling": "cls"}, {"pooling": "max", "normalize": False}, {"normalize": True}]
-    futures = [ask(vectors, job_of(bert, text, **ways[number % 5])) for number, text in enumerate(TEXTS)]
-    for number, (text, future) in enumerate(zip(TEXTS, futures, strict=True)):
-        states = states_of(bert, text)
-        means = states.mean(0)
-        expected = [unit(means), means, unit(states[0]), states.amax(0), unit(means)][number % 5]
-        same(future.result(60), expected)
 
 
 def test_whether_padding_is_left_out(bert: Path) -> None:
@@ -154,7 +144,6 @@ REFUSED = [
     (Encode((3, 100_000), "vector"), "not one of the model's"),
     (Encode((3, -1), "vector"), "not one of the model's"),
     (Encode((3,), "labels"), "makes vector"),
-    (Encode((3,), "vector", pooling="median"), "choose from mean"),
     (Encode((3, 4), "vector", (0,)), "token types"),
     (Encode((3, 4), "vector", (0, 2)), "token types"),
 ]
@@ -164,13 +153,7 @@ REFUSED = [
 def test_what_the_model_cannot_do_is_refused(vectors: EncodingWorker, job: Encode, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as error:
         ask(vectors, job)
-    assert error.value.param in ("input", "model", "pooling", "token_type_ids")
-
-
-def test_labels_are_not_pooled(labels: EncodingWorker) -> None:
-    for options in ({"pooling": "mean"}, {"normalize": False}):
-        with pytest.raises(BadRequest, match="leave it out"):
-            ask(labels, Encode((3,), "labels", **options))
+    assert error.value.param in ("input", "model", "token_type_ids")
 
 
 @pytest.fixture
@@ -293,12 +276,14 @@ def test_prompts_that_are_no_part_of_a_vector(tmp_path: Path) -> None:
     tiny.sentence_files(folder, ("Pooling", {"pooling_mode": "mean", "include_prompt": False}), prompts=prompts)
     worker = started(folder)
     assert worker.info.prompt == "and the: " and dict(worker.info.prompts) == prompts["prompts"]
+    asked: list[tuple[str, int]] = []
     for prompt, tokens in (("light was ", None), ("and the: ", None), ("", 0), ("and there", 0)):
-        text = prompt + "god created heaven"
-        if tokens is None:
-            # <s>, and those of the prompt; </s> ends the text.
-            tokens = len(tokens_of(folder, prompt)["input_ids"][0]) - 1
-        same(ask(worker, job_of(folder, text)).result(60), states_of(folder, text)[tokens:].mean(0))
+        # <s>, and those of the prompt; </s> ends the text.
+        tokens = len(tokens_of(folder, prompt)["input_ids"][0]) - 1 if tokens is None else tokens
+        asked.append((prompt + "god created heaven", tokens))
+    made = worker._encoder.run([job_of(folder, text) for text, _ in asked])  # in one batch
+    for (text, tokens), vector in zip(asked, made, strict=True):
+        same(vector, states_of(folder, text)[tokens:].mean(0))
     worker.close()
 
 

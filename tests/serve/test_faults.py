@@ -71,8 +71,8 @@ async def check_what_waits_is_run_again(model: RemoteModel) -> None:
     job = Generate((5, 6, 7), LONG)
     wanted = await model.generate(job)
     waits = [asyncio.ensure_future(model.generate(job)) for _ in range(20)]
-    stream = model.stream(Generate((5, 6, 7), LONG, streams=True))
-    assert isinstance(await anext(stream), Delta)
+    stream = model.stream_all([Generate((5, 6, 7), LONG, streams=True)])
+    assert isinstance((await anext(stream))[1], Delta)
     kill(model)
     with pytest.raises(Unavailable, match="has died"):  # some of it is with the client
         async for _ in stream:

@@ -45,7 +45,7 @@ def test_what_is_done_is_counted(model: LocalModel, url: str) -> None:
     job = Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 6, "min_new_tokens": 6}, streams=True)
 
     async def work() -> None:
-        async for _ in model.stream(job):
+        async for _ in model.stream_all([job]):
             pass
         with pytest.raises(BadRequest):
             await model.generate(Generate((-1,)))

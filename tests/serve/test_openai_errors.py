@@ -11,9 +11,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from fastgen_serve.api.openai_decoding import named_by
 from fastgen_serve.api.openai_schema import ChatRequest
 from fastgen_serve.app import create_app
-from fastgen_serve.decoding import named_by
 from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import Delta, Generated, ModelInfo
 from fastgen_serve.models import Models

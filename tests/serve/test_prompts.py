@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import NllbTokenizer
 
-from fastgen_serve import prompts
+from fastgen_serve.api import prompts
+from fastgen_serve.api.openai_schema import Cutting, Templating
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.jobs import ModelInfo
-from fastgen_serve.prompts import Cut
 from tests.pipeline import tiny
 
 
@@ -31,7 +31,7 @@ def nllb() -> Any:
 
 def test_a_source_is_marked_with_its_language(nllb: Any) -> None:
     def written(text: str) -> list[str]:
-        return nllb.tokenizer.convert_ids_to_tokens(prompts.tokens_of(nllb, text, Cut(), "prompt"))
+        return nllb.tokenizer.convert_ids_to_tokens(prompts.tokens_of(nllb, text, Cutting(), "prompt"))
 
     before = written("a b")
     with prompts.source_language(nllb, "deu_Latn"):
@@ -59,15 +59,15 @@ TEXT = "in the beginning god created"
 @pytest.mark.parametrize(
     ("kind", "cut", "left"),
     [
-        ("decoder-only", Cut(truncate=2), [-2, -1]),
-        ("decoder-only", Cut(truncate=2, side="right"), [0, 1]),
-        ("encoder-decoder", Cut(truncate=2), [0, 1]),
-        ("encoder-decoder", Cut(truncate=2, side="left"), [-2, -1]),
-        ("encoder-decoder", Cut(truncate=100), None),
-        ("encoder-decoder", Cut(), None),
+        ("decoder-only", Cutting(truncate_prompt_tokens=2), [-2, -1]),
+        ("decoder-only", Cutting(truncate_prompt_tokens=2, truncation_side="right"), [0, 1]),
+        ("encoder-decoder", Cutting(truncate_prompt_tokens=2), [0, 1]),
+        ("encoder-decoder", Cutting(truncate_prompt_tokens=2, truncation_side="left"), [-2, -1]),
+        ("encoder-decoder", Cutting(truncate_prompt_tokens=100), None),
+        ("encoder-decoder", Cutting(), None),
     ],
 )
-def test_cuts(kind: str, cut: Cut, left: list[int] | None) -> None:
+def test_cuts(kind: str, cut: Cutting, left: list[int] | None) -> None:
     tokenizer = tiny.tokenizer(False)
     ids = tokenizer(TEXT)["input_ids"]
     expected = tuple(ids if left is None else [ids[index] for index in left])
@@ -80,18 +80,18 @@ def test_special_tokens_stay_when_a_text_is_cut() -> None:
     tokenizer = tiny.tokenizer(True)
     ids = tokenizer(TEXT)["input_ids"]
     model = served(tokenizer)
-    assert prompts.tokens_of(model, TEXT, Cut(truncate=4), "prompt") == (*ids[:3], ids[-1])
-    assert prompts.tokens_of(model, TEXT, Cut(special=False), "prompt") == tuple(ids[1:-1])
+    assert prompts.tokens_of(model, TEXT, Cutting(truncate_prompt_tokens=4), "prompt") == (*ids[:3], ids[-1])
+    assert prompts.tokens_of(model, TEXT, Cutting(add_special_tokens=False), "prompt") == tuple(ids[1:-1])
     with pytest.raises(BadRequest, match="give 3 or more"):
-        prompts.tokens_of(model, TEXT, Cut(truncate=2), "prompt")
+        prompts.tokens_of(model, TEXT, Cutting(truncate_prompt_tokens=2), "prompt")
 
 
 def test_as_many_tokens_as_the_model_reads() -> None:
-    tokenizer, long = tiny.tokenizer(False), [5] * 20
-    assert len(prompts.tokens_of(served(tokenizer, "decoder-only"), long, Cut(truncate=-1), "prompt", room=3)) == 5
-    assert len(prompts.tokens_of(served(tokenizer), long, Cut(truncate=-1), "prompt", room=3)) == 8
+    tokenizer, long, cut = tiny.tokenizer(False), [5] * 20, Cutting(truncate_prompt_tokens=-1)
+    assert len(prompts.tokens_of(served(tokenizer, "decoder-only"), long, cut, "prompt", room=3)) == 5
+    assert len(prompts.tokens_of(served(tokenizer), long, cut, "prompt", room=3)) == 8
     endless = served(tokenizer, positions=None)
-    assert len(prompts.tokens_of(endless, long, Cut(truncate=-1), "prompt", room=3)) == 20
+    assert len(prompts.tokens_of(endless, long, cut, "prompt", room=3)) == 20
     prompts.check_length(endless, 10**6, 10**6, "prompt")
     prompts.check_length(served(tokenizer), 5, 3, "prompt")
     with pytest.raises(
@@ -102,34 +102,36 @@ def test_as_many_tokens_as_the_model_reads() -> None:
 
 def test_lower_case_where_the_models_files_say_so() -> None:
     tokenizer = tiny.tokenizer(False)
-    lower = prompts.tokens_of(served(tokenizer, lower_case=True), "God SAW", Cut(), "input")
+    lower = prompts.tokens_of(served(tokenizer, lower_case=True), "God SAW", Cutting(), "input")
     assert lower == tuple(tokenizer("god saw")["input_ids"])
-    assert prompts.tokens_of(served(tokenizer), "God SAW", Cut(), "input") != lower
+    assert prompts.tokens_of(served(tokenizer), "God SAW", Cutting(), "input") != lower
 
 
 @pytest.mark.parametrize("prompt", ["", [], [5, -1], [10**6]])
 def test_what_is_no_prompt(prompt: Any) -> None:
     with pytest.raises(BadRequest) as refused:
-        prompts.tokens_of(served(tiny.tokenizer(False)), prompt, Cut(), "prompt")
+        prompts.tokens_of(served(tiny.tokenizer(False)), prompt, Cutting(), "prompt")
     assert refused.value.param == "prompt"
 
 
 def test_what_is_far_too_long_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = served(tiny.tokenizer(False)), "the day " * 2000
     all_tokens = tuple(model.tokenizer(text)["input_ids"])
-    assert prompts.tokens_of(model, text, Cut(), "prompt", any_length=True) == all_tokens
-    assert prompts.tokens_of(model, text, Cut(truncate=4), "prompt") == all_tokens[:4]
-    assert prompts.tokens_of(served(model.tokenizer, positions=len(all_tokens)), text, Cut(), "prompt") == all_tokens
+    assert prompts.tokens_of(model, text, Cutting(), "prompt", any_length=True) == all_tokens
+    assert prompts.tokens_of(model, text, Cutting(truncate_prompt_tokens=4), "prompt") == all_tokens[:4]
+    assert (
+        prompts.tokens_of(served(model.tokenizer, positions=len(all_tokens)), text, Cutting(), "prompt") == all_tokens
+    )
 
     def encoded(*arguments: Any) -> Any:
         raise AssertionError("it takes the tokenizer")
 
     monkeypatch.setattr(prompts, "_encoded", encoded)
     with pytest.raises(TooLong, match="context length is 8 tokens. However, the input has 16000 characters") as refused:
-        prompts.tokens_of(model, text, Cut(), "input")
+        prompts.tokens_of(model, text, Cutting(), "input")
     assert refused.value.param == "input"
     with pytest.raises(TooLong, match="the text_2 has 16001 characters"):
-        prompts.pair_of(model, (text, "a"), Cut(), "text_2")
+        prompts.pair_of(model, (text, "a"), Cutting(), "text_2")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,10 @@ def test_whatever_a_template_raises_is_the_requests(template: str, size: int) ->
     tokenizer.chat_template = template
     with pytest.raises(BadRequest, match="chat template refuses the messages: ") as refused:
         prompts.chat_tokens(
-            served(tokenizer), [{"role": "user", "content": "a"}], prompts.Template(variables={"size": size}), Cut()
+            served(tokenizer),
+            [{"role": "user", "content": "a"}],
+            Templating(chat_template_kwargs={"size": size}),
+            Cutting(),
         )
     assert refused.value.param == "messages"
 

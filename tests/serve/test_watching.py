@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest, enabled: None) -> Iterator[LocalModel]
 
 async def streamed(model: LocalModel, job: Generate) -> tuple[list[Delta], Generated]:
     """The deltas of a stream, and its result, which comes last."""
-    *deltas, result = [answer async for answer in model.stream(job)]
+    *deltas, result = [answer async for _, answer in model.stream_all([job])]
     return deltas, result
 
 

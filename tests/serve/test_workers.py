@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
+from fastgen_serve.api.openai_decoding import decoding, make_job
 from fastgen_serve.api.openai_schema import CompletionRequest
-from fastgen_serve.decoding import decoding, make_job
 from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
@@ -131,7 +131,7 @@ def test_answers_are_those_of_generate_for_each_input_alone(loop: Loop, remote: 
     async def answer(job: Generate) -> Generated:
         if not job.streams:
             return await remote.generate(job)
-        *_, last = [each async for each in remote.stream(job)]
+        *_, (_, last) = [each async for each in remote.stream_all([job])]
         assert isinstance(last, Generated)
         return last
 
@@ -188,11 +188,11 @@ def test_a_model_that_generates_makes_no_vectors(loop: Loop, remote: RemoteModel
 def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
     async def leave() -> None:
         options = {"num_beams": 1, "max_new_tokens": 150, "min_new_tokens": 150}
-        streams = [remote.stream(Generate((5, 6, 7 + i), options, streams=True)) for i in range(4)]
+        streams = [remote.stream_all([Generate((5, 6, 7 + i), options, streams=True)]) for i in range(4)]
         for stream in streams:
-            assert isinstance(await anext(stream), Delta)
+            assert isinstance((await anext(stream))[1], Delta)
         for stream in streams[:2]:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         tasks = [asyncio.ensure_future(anext(stream)) for stream in streams[2:]]
         waiting = [asyncio.ensure_future(remote.generate(Generate((5, 6), options))) for _ in range(3)]
         await asyncio.sleep(0)
@@ -200,7 +200,7 @@ def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
             task.cancel()
         await asyncio.gather(*tasks, *waiting, return_exceptions=True)
         for stream in streams[2:]:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     async def is_idle() -> None:
         while (stats := await remote.stats())["busy"] or stats["running"] or stats["waiting"]:
@@ -257,8 +257,8 @@ def test_a_model_whose_files_ask_for_several_results_gives_one(loop: Loop, tmp_p
     model = LocalModel("several", ServeSettings(models=(("several", str(path)),), slots=2))  # it warms up, too
     try:
         for fields in ({}, {"temperature": 0}, {"temperature": 1}):
-            how = decoding(CompletionRequest.model_validate({"prompt": "a", **fields}), model.info)
-            job = make_job(how, (5, 6), max_tokens=3, stop=(), logprobs=None, seed=None, options={})
+            body = CompletionRequest.model_validate({"prompt": "a", **fields})
+            job = make_job(decoding(body, model.info), body, (5, 6), 3)
             assert len(loop.run(model.generate(job)).sequences) == 1
     finally:
         model.close()

@@ -32,19 +32,11 @@ class Vectors(Layout):
 
         self._size, self._dtype = size, numpy.dtype(dtype).newbyteorder("<")
 
-    def tokens(self, result: Result) -> int:
-        return int(result["input_tokens"])
-
     def column_types(self) -> dict[str, Any]:
         import pyarrow
 
         number = pyarrow.from_numpy_dtype(self._dtype.newbyteorder("="))
-        return {
-            "input": pyarrow.string(),
-            "vector": pyarrow.list_(number),
-            "input_tokens": pyarrow.int64(),
-            "truncated": pyarrow.bool_(),
-        }
+        return super().column_types() | {"vector": pyarrow.list_(number)}
 
     def written(self, result: Result) -> dict[str, Any]:
         return super().written(result) | {"vector": self._vector(result)}
@@ -103,17 +95,6 @@ class Labels(Layout):
         pair = ("pair",) if with_pair else ()
         numbered = [(f"label_{number}", f"score_{number}") for number in range(2, count + 1)]
         self._columns = ("id", "input", *pair, "label", "score", *(name for both in numbered for name in both))
-
-    def tokens(self, result: Result) -> int:
-        return int(result["input_tokens"])
-
-    def column_types(self) -> dict[str, Any]:
-        import pyarrow
-
-        text, number = pyarrow.string(), pyarrow.float64()
-        lists = {"labels": pyarrow.list_(text), "scores": pyarrow.list_(number)}
-        counts = {"input_tokens": pyarrow.int64(), "truncated": pyarrow.bool_()}
-        return {"input": text, "pair": text, "label": text, "score": number, **lists, **counts}
 
     def written(self, result: Result) -> dict[str, Any]:
         return super().written(result | {"label": result["labels"][0], "score": result["scores"][0]})

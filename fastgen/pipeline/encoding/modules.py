@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +78,13 @@ class SentenceModules:
             _check_size(file, into, size)
             size = out or into or size
 
-    @property
-    def normalizes(self) -> bool:
-        """Whether the vectors have the length 1 because the last step sees to it."""
-        return bool(self.steps) and self.steps[-1].about["type"] == "Normalize"
-
-    def changed(self, pooling: str | None = None, normalize: bool | None = None) -> SentenceModules:
-        """The same with another pooling, and with or without a last step that normalises; None leaves it as it is."""
-        found = self if pooling is None else replace(self, pooling=(pooling,), said=True)
-        if normalize is None or normalize == self.normalizes:
-            return found
-        steps = [*self.steps, Step(_normalize, {"type": "Normalize"})] if normalize else self.steps[:-1]
-        return replace(found, steps=steps)
-
-    def __call__(self, states: Any, mask: Any, prompt_length: int = 0) -> Any:
+    def __call__(self, states: Any, mask: Any, prompt_length: Any = 0) -> Any:
         """The vectors [rows, size] of texts, in float32.
 
         Args:
             states: the last hidden states [rows, length, hidden].
             mask: 1 for tokens and 0 for padding, [rows, length]. What is at padding does not matter, not even a NaN.
-            prompt_length: tokens of the prompt, with those that the tokenizer puts before it.
+            prompt_length: tokens of the prompt, with those that the tokenizer puts before it: a number, or [rows, 1].
         """
         import torch
 
@@ -113,14 +100,14 @@ def _check_size(file: str, wanted: int | None, given: int | None) -> None:
         raise SetupError(f"{file} is for vectors of {wanted} numbers, but gets some of {given}")
 
 
-def _pool(kind: str, states: Any, mask: Any, skipped: int) -> Any:
+def _pool(kind: str, states: Any, mask: Any, skipped: Any) -> Any:
     """One vector for each text. The first `skipped` tokens of each take part in none."""
     import torch
 
     rows = torch.arange(len(states), device=states.device)
     place = mask.long().cumsum(dim=1)  # of each token in its text, from 1
     # Where a text was cut within the prompt, nothing would be left.
-    kept = mask.bool() & (place > torch.minimum(place[:, -1:] - 1, place.new_tensor(skipped)))
+    kept = mask.bool() & (place > torch.minimum(place[:, -1:] - 1, torch.as_tensor(skipped, device=place.device)))
     if kind in ("cls", "lasttoken"):
         found = kept.int() if kind == "cls" else kept.int() * place
         return states[rows, found.argmax(dim=1)].float()
@@ -147,7 +134,11 @@ def read_modules(name: str, settings: EmbedOptions) -> SentenceModules:
         found.said = True
         _read_list(name, listed, found, settings.pooling)
     found.prompt = _prompt(settings, _fields(name, _PROMPTS))
-    return found.changed(settings.pooling, settings.normalize or None)
+    if settings.pooling is not None:
+        found.pooling, found.said = (settings.pooling,), True
+    if settings.normalize and [step.about["type"] for step in found.steps[-1:]] != ["Normalize"]:
+        found.steps.append(Step(_normalize, {"type": "Normalize"}))
+    return found
 
 
 def _read_list(name: str, listed: Path, found: SentenceModules, asked: str | None) -> None:

@@ -41,6 +41,11 @@ class LoadedModel(Loaded):
 
 def load(settings: RunOptions) -> LoadedModel:
     """Load model and tokenizer and make the generation config. Raises `SetupError` where any of it is damaged."""
+    return prepare(*read(settings), settings)
+
+
+def read(settings: RunOptions) -> tuple[Any, Any]:
+    """Model and tokenizer. Raises `SetupError` where any of it is damaged."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     import fastgen.models.unilm  # noqa: F401 - makes its type known to the classes above
@@ -51,8 +56,7 @@ def load(settings: RunOptions) -> LoadedModel:
             read_json_object(file, "the generation config")
         return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
-    model, tokenizer = read_model(settings, kind, settings.seed)
-    return prepare(model, tokenizer, settings)
+    return read_model(settings, kind, settings.seed)
 
 
 def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:

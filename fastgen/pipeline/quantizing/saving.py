@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,26 +150,29 @@ def conv1d_as_linear(model: Any) -> None:
 
     for name, module in list(model.named_modules()):
         if type(module) is Conv1D:
-            layer = nn.Linear(module.nx, module.nf, device="meta")
-            layer.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
-            layer.bias = module.bias
+            layer = _put(model, name, module, lambda old: nn.Linear(old.nx, old.nf))
             vars(layer)[_MARK] = True
-            model.set_submodule(name, layer.train(module.training))
 
 
 def linear_as_conv1d(model: Any) -> None:
     """The inverse, for the layers that are still there."""
-    import torch
-    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     for name, module in list(model.named_modules()):
         if stands_for_conv1d(module):
-            with torch.device("meta"):
-                layer = Conv1D(module.out_features, module.in_features)
-            layer.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
-            layer.bias = module.bias
-            model.set_submodule(name, layer.train(module.training))
+            _put(model, name, module, lambda old: Conv1D(old.out_features, old.in_features))
+
+
+def _put(model: Any, name: str, old: Any, make: Callable[[Any], Any]) -> Any:
+    """A layer of another class in the place of one, with its weight transposed."""
+    import torch
+
+    with torch.device("meta"):
+        layer = make(old)
+    layer.weight = torch.nn.Parameter(old.weight.detach().t().contiguous(), requires_grad=False)
+    layer.bias = old.bias
+    model.set_submodule(name, layer.train(old.training))
+    return layer
 
 
 def stands_for_conv1d(layer: Any) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -16,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from fastgen.pipeline.encoding.loading import lowered
 from fastgen.pipeline.errors import one_line
+from fastgen_serve.api.openai_schema import Cutting, Templating
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
+from fastgen_serve.translation.pairs import language_tokens
 
 T = TypeVar("T")
 # Characters that take a tokenizer some milliseconds.
@@ -30,7 +30,6 @@ _NO_VARIABLES = {
     "messages",
     "conversations",
 }
-_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
 
 
 async def in_turn(model: ServedModel, size: int, work: Callable[[], T]) -> T:
@@ -63,39 +62,8 @@ def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(each["content"]) + _MESSAGE for each in messages)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a request wants its inputs tokenised.
-
-    Attributes:
-        special: with the special tokens that the model expects.
-        truncate: tokens to cut to, special ones among them; -1 for as many as the model reads, None for none.
-        side: "left" cuts the beginning off, "right" the end. None for the end that matters less: decoder-only models
-            go on behind the end.
-    """
-
-    special: bool = True
-    truncate: int | None = None
-    side: str | None = None
-
-
-@dataclass(frozen=True)
-class Template:
-    """How a request wants the model's chat template to write a conversation.
-
-    Attributes:
-        starts_answer: the template's beginning of an answer comes behind the messages.
-        continues: the last message is left open.
-        variables: what the template may read besides, such as `enable_thinking`.
-    """
-
-    starts_answer: bool = True
-    continues: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
-
-
 def tokens_of(
-    model: ServedModel, prompt: str | Sequence[int], cut: Cut, param: str, room: int = 0, any_length: bool = False
+    model: ServedModel, prompt: str | Sequence[int], cut: Cutting, param: str, room: int = 0, any_length: bool = False
 ) -> tuple[int, ...]:
     """The tokens of a text; ids are taken as they are.
 
@@ -125,7 +93,7 @@ def tokens_of(
 
 
 def pair_of(
-    model: ServedModel, texts: tuple[str, str], cut: Cut, param: str
+    model: ServedModel, texts: tuple[str, str], cut: Cutting, param: str
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """The tokens of a pair of texts, and which of the two each is of, where the model is told that.
 
@@ -141,8 +109,8 @@ def pair_of(
 def chat_tokens(
     model: ServedModel,
     messages: Sequence[Mapping[str, Any]],
-    template: Template,
-    cut: Cut,
+    template: Templating,
+    cut: Cutting,
     room: int = 0,
     any_length: bool = False,
 ) -> tuple[int, ...]:
@@ -159,13 +127,13 @@ def chat_tokens(
     Raises:
         BadRequest: the model has no template, or the template refuses the messages.
     """
-    tokenizer = model.tokenizer
+    tokenizer, variables = model.tokenizer, template.chat_template_kwargs or {}
     if not tokenizer.chat_template:
         raise BadRequest(
             f"{model.name} has no chat template: use /v1/completions, or a model that was tuned for chats",
             param="messages",
         )
-    if wrong := sorted(set(template.variables) & (_NO_VARIABLES | tokenizer.special_tokens_map.keys())):
+    if wrong := sorted(set(variables) & (_NO_VARIABLES | tokenizer.special_tokens_map.keys())):
         raise BadRequest(f"chat_template_kwargs has {wrong[0]}: leave it out", param="chat_template_kwargs")
     if "developer" not in str(tokenizer.chat_template):  # which newer clients of OpenAI's call the system
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
@@ -173,9 +141,9 @@ def chat_tokens(
         text = tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
-            add_generation_prompt=template.starts_answer,
-            continue_final_message=template.continues,
-            **template.variables,
+            add_generation_prompt=template.add_generation_prompt,
+            continue_final_message=template.continue_final_message,
+            **variables,
         )
     except Exception as error:  # the template is a program: with these variables it may raise whatever it can
         raise BadRequest(
@@ -257,28 +225,20 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
     return int(known[language])
 
 
-def language_tokens(tokenizer: Any) -> dict[str, int]:
-    """The tokens of the languages that a tokenizer tells apart, by its names for these."""
-    if found := getattr(tokenizer, "lang_code_to_id", None):
-        return dict(found)
-    names = [token for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)]
-    return dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
-
-
-def _most(model: ServedModel, cut: Cut, room: int) -> int | None:
+def _most(model: ServedModel, cut: Cutting, room: int) -> int | None:
     """Tokens to cut to; None for all of them."""
-    if cut.truncate != -1:
-        return cut.truncate
+    if cut.truncate_prompt_tokens != -1:
+        return cut.truncate_prompt_tokens
     room = room if model.info.kind == "decoder-only" else 0
     return None if model.info.positions is None else max(model.info.positions - room, 1)
 
 
-def _side(model: ServedModel, cut: Cut) -> str:
-    return cut.side or ("left" if model.info.kind == "decoder-only" else "right")
+def _side(model: ServedModel, cut: Cutting) -> str:
+    return cut.truncation_side or ("left" if model.info.kind == "decoder-only" else "right")
 
 
 def _encoded(
-    model: ServedModel, texts: tuple[str, ...], cut: Cut, most: int | None
+    model: ServedModel, texts: tuple[str, ...], cut: Cutting, most: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Token ids, and token types where the tokenizer makes them."""
     tokenizer = model.tokenizer

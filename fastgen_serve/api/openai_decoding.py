@@ -5,11 +5,12 @@ What a request does not say is what the model's own generation config says, as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
+from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Generation
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Generate, Generated, ModelInfo
 from fastgen_serve.jobs import Sequence as Result
@@ -37,33 +38,6 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Fields(Protocol):
-    """Fields of a request that say how to decode; None for what it does not say."""
-
-    n: int | None
-    best_of: int | None
-    num_return_sequences: int | None
-    num_beams: int | None
-    use_beam_search: bool
-    do_sample: bool | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    typical_p: float | None
-    length_penalty: float | None
-    early_stopping: bool | Literal["never"] | None
-    repetition_penalty: float | None
-    no_repeat_ngram_size: int | None
-    encoder_no_repeat_ngram_size: int | None
-    encoder_repetition_penalty: float | None
-    min_tokens: int | None
-    logit_bias: dict[str, float] | None
-    stop_token_ids: list[int] | None
-    ignore_eos: bool
-    seed: int | None
-
-
 @dataclass(frozen=True)
 class Decoding:
     """How the inputs of a request are decoded.
@@ -87,7 +61,7 @@ class Decoding:
         return tuple(sorted(generated.sequences, key=_mean_logprob, reverse=True)[: self.results])
 
 
-def decoding(fields: Fields, info: ModelInfo) -> Decoding:
+def decoding(fields: Generation, info: ModelInfo) -> Decoding:
     """What the fields of a request come to for a model.
 
     - Beams, if it asks for them (`num_beams`, or `use_beam_search`, with which `n` is the width).
@@ -123,14 +97,10 @@ def decoding(fields: Fields, info: ModelInfo) -> Decoding:
 
 def make_job(
     decoding: Decoding,
+    body: CompletionRequest | ChatRequest,
     tokens: tuple[int, ...],
-    *,
     max_tokens: int | None,
-    stop: Sequence[str],
-    logprobs: int | None,
-    seed: int | None,
-    options: Mapping[str, Any],
-    streams: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> Generate:
     """The job of one input.
 
@@ -138,16 +108,14 @@ def make_job(
         decoding: how it is decoded.
         tokens: of the input.
         max_tokens: new ones, at the most; None for what the model's generation config says.
-        stop: texts that end a sequence.
-        logprobs: log-probabilities are wanted, those of so many others among them.
-        seed: of what is drawn.
         options: further ones of `generate`.
-        streams: new tokens are wanted as they are certain.
     """
+    logprobs = body.wanted_logprobs
     if decoding.candidates > decoding.results and logprobs is None:
         logprobs = 0
     limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
-    return Generate(tokens, {**decoding.options, **limit, **options}, seed, tuple(stop), logprobs, streams)
+    options = {**decoding.options, **limit, **(options or {})}
+    return Generate(tokens, options, body.seed, tuple(body.stops), logprobs, bool(body.stream))
 
 
 @contextmanager
@@ -161,7 +129,7 @@ def named_by(fields: object) -> Iterator[None]:
         raise
 
 
-def _agreed(fields: Fields, *names: str) -> int | None:
+def _agreed(fields: Generation, *names: str) -> int | None:
     """The value of fields that mean the same; None if none is given."""
     given = {name: value for name in names if (value := getattr(fields, name)) is not None}
     if len(set(given.values())) > 1:
@@ -170,7 +138,7 @@ def _agreed(fields: Fields, *names: str) -> int | None:
     return next(iter(given.values()), None)
 
 
-def _beams(fields: Fields, results: int, width: int) -> Decoding:
+def _beams(fields: Generation, results: int, width: int) -> Decoding:
     if results > width:
         raise BadRequest(f"n is {results}, num_beams {width}: give as many beams as results, or more", param="n")
     if fields.do_sample:
@@ -181,7 +149,7 @@ def _beams(fields: Fields, results: int, width: int) -> Decoding:
     return Decoding({"num_beams": width, "do_sample": False}, results, results, width)
 
 
-def _left_to_model(fields: Fields, info: ModelInfo, results: int, candidates: int, own_beams: int) -> Decoding:
+def _left_to_model(fields: Generation, info: ModelInfo, results: int, candidates: int, own_beams: int) -> Decoding:
     options: dict[str, Any] = {} if fields.do_sample is None else {"do_sample": fields.do_sample}
     if info.defaults.get("do_sample") and fields.do_sample is None:
         options = _given(fields)  # a value that switches an option off may replace one of the model's files
@@ -191,7 +159,7 @@ def _left_to_model(fields: Fields, info: ModelInfo, results: int, candidates: in
     return Decoding({"num_beams": width, **options}, results, results, width)
 
 
-def _is_drawn(fields: Fields, info: ModelInfo, candidates: int, own_beams: int) -> bool:
+def _is_drawn(fields: Generation, info: ModelInfo, candidates: int, own_beams: int) -> bool:
     """Whether the request asks for sampling: not where it leaves that to the model's files."""
     if fields.temperature == 0:
         if fields.do_sample:
@@ -207,11 +175,11 @@ def _is_drawn(fields: Fields, info: ModelInfo, candidates: int, own_beams: int) 
     return bool(fields.do_sample or asked or (candidates > 1 and searches))
 
 
-def _draws(fields: Fields) -> dict[str, Any]:
+def _draws(fields: Generation) -> dict[str, Any]:
     return {"do_sample": True, **_given(fields)}
 
 
-def _given(fields: Fields) -> dict[str, Any]:
+def _given(fields: Generation) -> dict[str, Any]:
     """The options of sampling that the request gives."""
     given = {name: value for name in ("temperature", *_DRAWING) if (value := getattr(fields, name)) is not None}
     if "top_k" in given:
@@ -219,7 +187,7 @@ def _given(fields: Fields) -> dict[str, Any]:
     return given
 
 
-def _drawing(fields: Fields, info: ModelInfo) -> dict[str, Any]:
+def _drawing(fields: Generation, info: ModelInfo) -> dict[str, Any]:
     """Sampling without beams. `generate` has a top_k of 50, which clients of this interface do not expect."""
     top_k = {} if info.defaults.get("top_k") is not None else {"top_k": 0}
     return {**top_k, **_draws(fields)}
@@ -234,7 +202,7 @@ def _check_sequences(found: Decoding) -> None:
         )
 
 
-def _beam_options(fields: Fields, found: Decoding) -> dict[str, Any]:
+def _beam_options(fields: Generation, found: Decoding) -> dict[str, Any]:
     options = {}
     for name, off in _OF_BEAMS.items():
         value = getattr(fields, name)
@@ -245,7 +213,7 @@ def _beam_options(fields: Fields, found: Decoding) -> dict[str, Any]:
     return options
 
 
-def _other_options(fields: Fields, info: ModelInfo) -> dict[str, Any]:
+def _other_options(fields: Generation, info: ModelInfo) -> dict[str, Any]:
     options = {option: value for name, option in _OTHERS.items() if (value := getattr(fields, name)) is not None}
     for name in ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty"):
         if name in options and info.kind != "encoder-decoder":
