@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -34,7 +33,6 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.translation import sentences
-from fastgen_serve.workers.local import LocalModel
 from tests.serve import servers, tiny_translators
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
@@ -65,17 +63,6 @@ def settings(paths) -> ServeSettings:
         languages={"kjv-bart": frozenset({("fr", "en")}), "many": frozenset({("es", "it"), ("it", "zh")})},
         warm_up=False,
     )
-
-
-@pytest.fixture(scope="module")
-def models(settings) -> Models:
-    return Models([LocalModel(name, settings) for name, _ in settings.models])
-
-
-@pytest.fixture(scope="module")
-def url(settings, models) -> Iterator[str]:
-    with servers.in_thread(create_app(settings, models)) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +362,7 @@ def test_a_server_without_translators(settings, models):
         assert httpx.get(f"{url}/frontend/settings").status_code == 200
 
 
-def test_models_are_looked_at_in_a_thread_before_the_first_request(monkeypatch):
+async def test_models_are_looked_at_in_a_thread_before_the_first_request(monkeypatch):
     made: list[bool] = []
 
     class Translator:
@@ -384,12 +371,8 @@ def test_models_are_looked_at_in_a_thread_before_the_first_request(monkeypatch):
 
     monkeypatch.setattr(libretranslate, "Translator", Translator)
     app = create_app(ServeSettings(), Models([]))
-
-    async def start() -> None:
-        async with app.router.lifespan_context(app):
-            assert made == [False]
-
-    asyncio.run(start())
+    async with app.router.lifespan_context(app):
+        assert made == [False]
     assert made == [False]
 
 

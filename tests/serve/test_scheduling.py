@@ -20,17 +20,10 @@ from fastgen_serve.scheduling import (
     measured,
 )
 from fastgen_serve.settings import ServeSettings
+from tests.serve.servers import Clock
 
 # Without an end, so that costs decide.
 WIDE = Limits(inputs=1000, tokens=10**9)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Encoder:
@@ -208,7 +201,7 @@ def test_who_leaves_is_not_waited_for() -> None:
 
 
 def made(clock: Clock, **options: object) -> Scheduler[int]:
-    settings = ServeSettings(**options)  # type: ignore[arg-type]
+    settings = ServeSettings(**options)
     return make_scheduler(settings, Encoder(clock, padded=True), 128, Limits(8))
 
 

@@ -21,11 +21,10 @@ from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import generation
-from fastgen_serve.workers.client import ClientModel
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
 from tests.pipeline import tiny
-from tests.serve.servers import BART, GPT2, WAIT
+from tests.serve.servers import BART, GPT2, WAIT, happens
 
 MODELS = (("bart", BART), ("gpt2", GPT2))
 SETTINGS = ServeSettings(models=MODELS, slots=16, max_waiting=200, warm_up=False)
@@ -57,14 +56,6 @@ class Loop:
         self._loop.close()
 
 
-async def until_ready(model: ClientModel) -> None:
-    async def wait() -> None:
-        while not model.is_ready:
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(wait(), WAIT)
-
-
 @pytest.fixture(scope="module")
 def loop(enabled: None) -> Iterator[Loop]:
     made = Loop()
@@ -81,7 +72,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def remote(loop: Loop, forks: None, name: str) -> Iterator[RemoteModel]:
     model = RemoteModel(name, SETTINGS)
     loop.run(model.start())
-    loop.run(until_ready(model))
+    loop.run(happens(lambda: model.is_ready))
     yield model
     loop.run(model.stop())
 
@@ -192,7 +183,7 @@ def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
         for stream in streams:
             assert isinstance(await anext(stream), Delta)
         for stream in streams[:2]:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         tasks = [asyncio.ensure_future(anext(stream)) for stream in streams[2:]]
         waiting = [asyncio.ensure_future(remote.generate(Generate((5, 6), options))) for _ in range(3)]
         await asyncio.sleep(0)
@@ -200,7 +191,7 @@ def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
             task.cancel()
         await asyncio.gather(*tasks, *waiting, return_exceptions=True)
         for stream in streams[2:]:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     async def is_idle() -> None:
         while (stats := await remote.stats())["busy"] or stats["running"] or stats["waiting"]:
