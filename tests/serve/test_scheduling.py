@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +19,7 @@ from fastgen_serve.scheduling import (
     measured,
 )
 from fastgen_serve.settings import ServeSettings
+from tests.partitions import partitions
 from tests.serve.servers import Clock
 
 # Without an end, so that costs decide.
@@ -48,18 +48,6 @@ def seconds(length: int, inputs: int, fixed: float = 0.01, token: float = 0.001)
 def costs(fixed: float, longest: int = 100) -> Costs:
     """Those of `seconds`, which has straight lines: a grid of its corners says all of it."""
     return Costs({(l, n): seconds(l, n, fixed) for l in (1, longest) for n in (1, 50)})  # noqa: E741
-
-
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to put them into groups."""
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for groups in partitions(rest):
-        yield [[first], *groups]
-        for number, group in enumerate(groups):
-            yield [*groups[:number], [first, *group], *groups[number + 1 :]]
 
 
 def least(lengths: list[int], fixed: float, most: int) -> float:
