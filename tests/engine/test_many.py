@@ -12,6 +12,7 @@ import torch
 
 import fastgen
 from tests.engine.conftest import PROMPTS, WAIT, alone
+from tests.equivalence.check import in_threads
 from tests.equivalence.models import BY_NAME
 
 KINDS: list[dict[str, Any]] = [
@@ -52,7 +53,7 @@ def test_many_threads(name: str, count: int) -> None:
     engine = fastgen.Engine(model, slots=16, max_waiting=24)
     left = iter(range(count))
 
-    def user() -> None:
+    def user(_: int) -> None:
         for number in left:
             draw = random.Random(number)
             prompt, kind = draw.randrange(len(PROMPTS)), draw.randrange(len(KINDS))
@@ -70,11 +71,7 @@ def test_many_threads(name: str, count: int) -> None:
             elif not torch.equal(future.result(WAIT), expected[prompt, kind]):
                 wrong.append((number, kind, prompt))
 
-    users = [threading.Thread(target=user) for _ in range(32)]
-    for each in users:
-        each.start()
-    for each in users:
-        each.join()
+    in_threads(user, 32)
     engine.close()
     stats = engine.stats()
     assert not wrong

@@ -33,6 +33,7 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.translation import sentences
+from tests.equivalence.check import in_threads
 from tests.serve import servers, tiny_translators
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
@@ -290,11 +291,8 @@ def test_many_clients_get_what_each_would_get_alone(client, translated):
         body = {"q": text, "source": "en", "target": "de"}
         found.append((text, client.post("/translate", json=body).json()["translatedText"]))
 
-    threads = [threading.Thread(target=ask, args=(text,)) for text in list(expected) * 4]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    texts = list(expected) * 4
+    in_threads(lambda number: ask(texts[number]), len(texts))
     assert len(found) == 12
     assert all(expected[text] == answer for text, answer in found)
 

@@ -23,6 +23,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import generation
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
+from tests.equivalence.check import in_threads
 from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2, WAIT, happens
 
@@ -130,11 +131,7 @@ def test_answers_are_those_of_generate_for_each_input_alone(loop: Loop, remote: 
         for number in range(first, len(jobs), 8):
             results[number] = loop.run(answer(jobs[number]))
 
-    threads = [threading.Thread(target=client, args=(first,)) for first in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
+    in_threads(client, 8)
     for number, job in enumerate(jobs):
         check(reference, job, results[number].sequences)
 
