@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import random
@@ -127,6 +129,15 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not item.config.getoption("--device").startswith("cuda"):
         pytest.skip("needs an NVIDIA GPU: --device cuda")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
@@ -24,12 +25,12 @@ def test_a_terminated_demo_leaves_no_process() -> None:
         demo.send_signal(signal.SIGTERM)
         assert demo.wait(timeout=60) == 128 + signal.SIGTERM
         deadline = time.monotonic() + 20
-        while _is_alive(child):
+        while psutil.pid_exists(child):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
         demo.kill()
-        if _is_alive(child):
+        if psutil.pid_exists(child):
             os.kill(child, signal.SIGKILL)
 
 
@@ -52,11 +53,3 @@ def test_ctrl_c_leaves_one_line_and_nothing_else(tmp_path: Path) -> None:
     assert demo.returncode == 130 and said == ""
     lines = [line for line in errors.splitlines() if line.strip()]
     assert len(lines) == 1 and "interrupted" in lines[0], errors
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -13,7 +13,7 @@ import pytest
 from fastgen import interrupts
 from fastgen.interrupts import guarded, undoing
 from fastgen.locks import forkable_lock
-from tests.interrupted import Interrupter, in_files, points
+from tests.interrupted import Interrupter, in_files, points, signals
 
 
 def interrupted_everywhere(call: Callable[[], None], *functions: Any) -> Iterator[Interrupter]:
@@ -153,10 +153,9 @@ class _Object:
     "handler", [_limit, functools.partial(_limit, 1), _Object(), _Object().method, lambda *_: _limit()]
 )
 def test_what_a_handler_of_signals_raises_is_behind_an_error(handler: Any) -> None:
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
+    with signals(handler):
         try:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGINT)
         except TimeLimit as error:
             limit = error
         assert interrupts.behind(limit) is limit
@@ -165,8 +164,6 @@ def test_what_a_handler_of_signals_raises_is_behind_an_error(handler: Any) -> No
         assert interrupts.behind(failure) is limit
         with pytest.raises(TimeLimit):
             interrupts.pass_on(failure)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert interrupts.behind(limit) is None  # an error like any other
 
 
@@ -194,15 +191,12 @@ def test_an_undo_that_is_interrupted_is_done_again(error: type[BaseException], t
 def test_a_decorated_handler_is_told_from_what_has_the_same_decorator() -> None:
     import torch
 
-    before = signal.signal(signal.SIGUSR1, torch.no_grad()(_limit))
-    try:
+    with signals(torch.no_grad()(_limit)):
         try:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGINT)
         except TimeLimit as error:
             assert interrupts.behind(error) is error
         try:
             torch.no_grad()(int)("x")
         except ValueError as error:
             assert interrupts.behind(error) is None
-    finally:
-        signal.signal(signal.SIGUSR1, before)

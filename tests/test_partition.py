@@ -1,21 +1,10 @@
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen import partition
-
-
-def _all_cuts(size: int, most: int) -> Iterator[list[tuple[int, int]]]:
-    """Every way to cut `size` things into groups of at most `most`."""
-    for inner in itertools.product((False, True), repeat=size - 1):
-        bounds = [0, *(i + 1 for i, cut in enumerate(inner) if cut), size]
-        groups = list(itertools.pairwise(bounds))
-        if all(end - start <= most for start, end in groups):
-            yield groups
+from tests.partitions import cuts
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9), most=st.integers(1, 5), further=st.integers(0, 90))
@@ -26,10 +15,12 @@ def test_no_cut_costs_less(lengths: list[int], most: int, further: int) -> None:
         return (end - start) ** 0.5 * max(lengths[start:end]) + further
 
     total, groups = partition.cheapest(range(1, len(lengths) + 1), lambda end: range(max(0, end - most), end), cost)
-    costs = [sum(cost(*group) for group in cut) for cut in _all_cuts(len(lengths), most)]
+    every = [[(cut[0], cut[-1] + 1) for cut in found] for found in cuts(list(range(len(lengths))))]
+    allowed = [found for found in every if all(end - start <= most for start, end in found)]
+    costs = [sum(cost(*group) for group in found) for found in allowed]
     assert abs(total - min(costs)) < 1e-6
     assert abs(sum(cost(*group) for group in groups) - total) < 1e-6
-    assert groups in list(_all_cuts(len(lengths), most))
+    assert groups in allowed
 
 
 def test_the_first_of_equal_starts_counts() -> None:

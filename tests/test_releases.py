@@ -28,6 +28,7 @@ pytestmark = pytest.mark.sampled(3)
 
 ROOT = Path(__file__).parents[1]
 LLAMA = BY_NAME["llama"]
+has_two_names = pytest.mark.skipif(releases.cache_name() != "cache", reason="this release has but one name")
 _STUB = """
 import inspect, sys, warnings
 from tests import stub_release
@@ -56,6 +57,13 @@ def python(*arguments: str, program: str | Path = sys.executable, **settings: st
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed release says that it is one that nobody has tested."""
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", stub_release.VERSION)
+    monkeypatch.setattr(releases, "_has_warned", False)
+
+
 # ---- tested releases
 
 
@@ -69,12 +77,10 @@ def test_other_models_that_are_accelerated_are_known() -> None:
     assert accelerated == releases.OTHER_MODELS
 
 
-def test_a_class_of_the_users_is_known_by_those_that_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_the_users_is_known_by_those_that_it_is_made_of(unknown: None) -> None:
     class Own(transformers.Phi3ForCausalLM):
         pass
 
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", stub_release.VERSION)
-    monkeypatch.setattr(releases, "_has_warned", False)
     with pytest.warns(RuntimeWarning, match="Own.*no reason"):
         releases.note(Own.__new__(Own), "no reason")
 
@@ -164,9 +170,8 @@ def test_a_cache_of_the_users_by_both_names(name: str) -> None:
     assert fastgen.stats()["transformers.generate"]["accelerated"] == 1
 
 
+@has_two_names
 def test_a_call_that_is_repeated_warns_of_a_former_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    if releases.cache_name() != "cache":
-        pytest.skip("this release has but one name")
     model, inputs = LLAMA.build(), LLAMA.make_inputs()
     from fastgen.optimizer.transformers.cache import SharedLayer
 
@@ -179,9 +184,8 @@ def test_a_call_that_is_repeated_warns_of_a_former_name_once(monkeypatch: pytest
     assert len([each for each in messages if "ZeroDivisionError" in each]) == 1
 
 
+@has_two_names
 def test_a_warning_about_the_inputs_of_a_step_names_the_models_code() -> None:
-    if releases.cache_name() != "cache":
-        pytest.skip("this release has but one name")
 
     class OwnInputs(transformers.LlamaForCausalLM):
         def prepare_inputs_for_generation(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -266,10 +270,8 @@ def test_an_unknown_release_that_looks_the_same_is_accelerated_without_a_word(pr
     "options", [{"use_cache": False}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2}]
 )
 def test_what_any_release_leaves_to_the_original_code_is_no_reason_to_warn(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], unknown: None
 ) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", stub_release.VERSION)
-    monkeypatch.setattr(releases, "_has_warned", False)
     fastgen.reset_stats()
     with fastgen.settings.changed(captured_step="never"), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -277,12 +279,10 @@ def test_what_any_release_leaves_to_the_original_code_is_no_reason_to_warn(
     assert fastgen.stats()["transformers.generate"]["accelerated"] == 0
 
 
-def test_a_failure_on_an_unknown_release_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_an_unknown_release_is_not_tried_again(unknown: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastgen.optimizer.transformers.cache import SharedLayer
 
     model, inputs = LLAMA.build(), LLAMA.make_inputs()
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", stub_release.VERSION)
-    monkeypatch.setattr(releases, "_has_warned", False)
     monkeypatch.setattr(releases, "_failed", {})
     tried: list[None] = []
     monkeypatch.setattr(SharedLayer, "update", lambda *_, **__: (tried.append(None), 1 / 0))

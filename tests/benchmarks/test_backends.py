@@ -16,6 +16,7 @@ from benchmarks.backends import Job, Unsupported, elsewhere, generate
 from benchmarks.backends.ctranslate2 import CTranslate2
 from benchmarks.backends.llama_cpp import LlamaCpp
 from benchmarks.backends.openvino import OpenVINO
+from benchmarks.record import Record
 from benchmarks.workload import Context, Generation
 from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, opus_mt
 from fastgen import settings
@@ -51,6 +52,10 @@ def job(workload: Generation) -> Job:
     return Job(workload, model, inputs, threads=1)
 
 
+def record_of(shape, config, **changes) -> Record:
+    return run_workload(work(shape, config, **changes), Context(threads=1))
+
+
 @needs_ctranslate2
 @pytest.mark.parametrize(
     ("shape", "config", "changes"),
@@ -79,9 +84,7 @@ def test_ctranslate2_makes_the_same_tokens(shape, config, changes):
 
 @needs_ctranslate2
 def test_every_backend_in_one_record():
-    record = run_workload(
-        work(bart_base, _BART, further_backends=("ctranslate2", "ctranslate2-int8")), Context(threads=1)
-    )
+    record = record_of(bart_base, _BART, further_backends=("ctranslate2", "ctranslate2-int8"))
     assert record.errors == [] and record.notes == [] and record.skipped == {} and record.status == "ok"
     assert list(record.backends) == ["transformers", "ctranslate2", "ctranslate2-int8", "fastgen"]
     assert record.same["ctranslate2"] == 1.0 and 0 <= record.same["ctranslate2-int8"] <= 1
@@ -112,7 +115,7 @@ def test_a_backend_that_fails_costs_its_row(monkeypatch, repetition):
 
     monkeypatch.setattr(CTranslate2, "setup", backends.Backend.setup)
     monkeypatch.setattr(CTranslate2, "run", run)
-    record = run_workload(work(gpt2, _GPT2, further_backends=("ctranslate2",)), Context(threads=1))
+    record = record_of(gpt2, _GPT2, further_backends=("ctranslate2",))
     assert record.skipped == {"ctranslate2": "RuntimeError: out of luck"}
     assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok" and record.errors == []
 
@@ -120,7 +123,7 @@ def test_a_backend_that_fails_costs_its_row(monkeypatch, repetition):
 def test_a_backend_that_does_less_work_is_left_out(monkeypatch):
     monkeypatch.setattr(CTranslate2, "setup", backends.Backend.setup)
     monkeypatch.setattr(CTranslate2, "run", lambda self, new_tokens: torch.zeros(3, 2, dtype=torch.long))
-    record = run_workload(work(gpt2, _GPT2, further_backends=("ctranslate2",)), Context(threads=1))
+    record = record_of(gpt2, _GPT2, further_backends=("ctranslate2",))
     assert "shape (3, 2) instead of (3, 18)" in record.skipped["ctranslate2"] and record.status == "ok"
 
 
@@ -134,7 +137,7 @@ def test_a_main_backend_that_fails_fails_the_workload(monkeypatch, name):
         return original(self, new_tokens)
 
     monkeypatch.setattr(generate.Unpatched, "run", run)
-    record = run_workload(work(gpt2, _GPT2), Context(threads=1))
+    record = record_of(gpt2, _GPT2)
     assert record.errors == ["RuntimeError: it broke"] and record.status == "failed"
 
 
@@ -145,7 +148,7 @@ def test_other_weights_in_one_record(monkeypatch):
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     backend, before = f"fastgen-{precision}", settings.current()
-    record = run_workload(work(bart_base, _BART, further_backends=(backend,)), Context(threads=1))
+    record = record_of(bart_base, _BART, further_backends=(backend,))
     assert record.errors == [] and record.notes == [] and record.skipped == {} and record.identical is True
     assert f"transformers/{backend}" in record.ratios and settings.current() == before
     seen = []
@@ -215,7 +218,7 @@ def fake_openvino(environments, tmp_path, monkeypatch):
 
 
 def test_openvino_answers_from_its_own_process(fake_openvino):
-    record = run_workload(work(gpt2, _GPT2, further_backends=("openvino",)), Context(threads=1))
+    record = record_of(gpt2, _GPT2, further_backends=("openvino",))
     assert record.errors == [] and record.skipped == {}
     assert record.backends["openvino"]["version"] == "7" and 0 <= record.same["openvino"] <= 1
     assert "openvino/fastgen" in record.ratios
@@ -275,7 +278,7 @@ def test_the_bits_of_a_file_are_kept(tmp_path):
         return AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=smollm2.GGUF, dtype=torch.float32)
 
     further = ("fastgen-gguf", "openvino-genai")
-    record = run_workload(work(unpacked, {}, options=_GREEDY, further_backends=further), Context(threads=1))
+    record = record_of(unpacked, {}, options=_GREEDY, further_backends=further)
     assert record.errors == [] and record.same == {"fastgen-gguf": 1.0}
     assert {"transformers/fastgen-gguf", "fastgen/fastgen-gguf"} <= set(record.ratios)
     assert set(record.skipped) == {"openvino-genai"}
@@ -284,9 +287,6 @@ def test_the_bits_of_a_file_are_kept(tmp_path):
 def test_drafts_are_held_against_captured_steps(monkeypatch):
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     further = ("fastgen-captured", "fastgen-self-draft", "fastgen-lookup")
-    record = run_workload(
-        work(llama_small, _LLAMA, batch=1, options=_GREEDY, new_tokens=12, further_backends=further),
-        Context(threads=1),
-    )
+    record = record_of(llama_small, _LLAMA, batch=1, options=_GREEDY, new_tokens=12, further_backends=further)
     assert record.errors == [] and record.skipped == {} and record.identical is True
     assert {"fastgen-captured/fastgen-self-draft", "fastgen-captured/fastgen-lookup"} <= set(record.ratios)

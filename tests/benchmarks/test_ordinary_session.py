@@ -17,6 +17,7 @@ from benchmarks.__main__ import run_workload
 from benchmarks.backends import Job, Unsupported
 from benchmarks.backends.generate import CAPTURED_STEP
 from benchmarks.lockstep import Call, Session, Side
+from benchmarks.record import Record
 from benchmarks.workload import Context, Outcome
 from benchmarks.workloads import first_call
 from benchmarks.workloads import ordinary_session as sessions
@@ -201,13 +202,20 @@ def test_a_session_in_bfloat16(tiny_smollm2, at_once):
     assert record.fallbacks == {} and list(record.backends) == ["fastgen-captured"]
 
 
-def made_up(monkeypatch, seconds, tokens=None, busy=None, **stats) -> None:
-    """Sessions with these seconds by side, process and call; FastGen's second call has a captured step.
+# By side, process and call: ratios 4, 3, 2 and 3, 1/2, 3.
+_SECONDS = {
+    "transformers": [[4.0, 9.0], [6.0, 3.0], [8.0, 6.0]],
+    "fastgen": [[1.0, 3.0], [2.0, 6.0], [4.0, 2.0]],
+}
+
+
+def made_up(monkeypatch, tokens=None, busy=None, **stats) -> Record:
+    """The record of sessions that take what is in _SECONDS; FastGen's second call has a captured step.
 
     `tokens` of a side's second call are others; `busy` has the load of its calls, by process.
     """
-    runs = {name: iter(processes) for name, processes in seconds.items()}
-    loads = {name: iter((busy or {}).get(name, [[0.0, 0.1]] * len(processes))) for name, processes in seconds.items()}
+    runs = {name: iter(processes) for name, processes in _SECONDS.items()}
+    loads = {name: iter((busy or {}).get(name, [[0.0, 0.1]] * 3)) for name in _SECONDS}
 
     def outcome(name: str, number: int) -> Outcome:
         own = {"transformers.generate": {"accelerated": 1, "fallback": {}}} if name == "fastgen" else {}
@@ -226,15 +234,11 @@ def made_up(monkeypatch, seconds, tokens=None, busy=None, **stats) -> None:
         return found
 
     monkeypatch.setattr(sessions.lockstep, "run", run)
-
-
-_LIBRARY = [[4.0, 9.0], [6.0, 3.0], [8.0, 6.0]]
-_OURS = [[1.0, 3.0], [2.0, 6.0], [4.0, 2.0]]  # ratios 4, 3, 2 and 3, 1/2, 3
+    return run_workload(tiny("opus-mt", further_backends=(), repetitions=3), Context(threads=1))
 
 
 def test_ratios_are_those_of_pairs_of_calls(monkeypatch):
-    made_up(monkeypatch, {"transformers": _LIBRARY, "fastgen": _OURS})
-    record = run_workload(tiny("opus-mt", further_backends=(), repetitions=3), Context(threads=1))
+    record = made_up(monkeypatch)
     assert record.errors == [] and record.identical is True and record.accelerated is True
     # Of the medians of the calls, 6 and 6, 2 and 3; of processes as a whole, 13, 9 and 14, and 4, 8 and 6.
     assert record.metrics["ratio"] == 12 / 5 and record.metrics["ratio_min"] == 9 / 8
@@ -249,8 +253,7 @@ def test_ratios_are_those_of_pairs_of_calls(monkeypatch):
 
 def test_calls_that_were_disturbed_do_not_count(monkeypatch):
     busy = {"transformers": [[0.5, 0.5], [0, 0.5], [0, 0.5]], "fastgen": [[0, 0], [0.5, 0], [0, 0]]}
-    made_up(monkeypatch, {"transformers": _LIBRARY, "fastgen": _OURS}, busy=busy)
-    record = run_workload(tiny("opus-mt", further_backends=(), repetitions=3), Context(threads=1))
+    record = made_up(monkeypatch, busy=busy)
     first, second = record.parameters["calls"]
     # Of the first call the last two of the library, and the first and the last of ours; of the second all.
     assert first["seconds"] == {"transformers": 7.0, "fastgen": 2.5} and first["ratio"] == 2.0
@@ -260,15 +263,13 @@ def test_calls_that_were_disturbed_do_not_count(monkeypatch):
 
 
 def test_other_tokens_are_noticed(monkeypatch):
-    made_up(monkeypatch, {"transformers": _LIBRARY, "fastgen": _OURS}, tokens={"fastgen": 1})
-    record = run_workload(tiny("opus-mt", further_backends=(), repetitions=3), Context(threads=1))
+    record = made_up(monkeypatch, tokens={"fastgen": 1})
     assert record.identical is False and record.status == "different"
     assert "call 2, run 1 of fastgen: 1 of 1 sequences differ, the first at position 1" in record.notes
 
 
 def test_a_library_that_runs_fastgen_is_an_error(monkeypatch):
-    made_up(monkeypatch, {"transformers": _LIBRARY, "fastgen": _OURS}, transformers={"transformers.generate": {}})
-    record = run_workload(tiny("opus-mt", further_backends=(), repetitions=3), Context(threads=1))
+    record = made_up(monkeypatch, transformers={"transformers.generate": {}})
     assert "the unpatched backend ran FastGen's code" in record.errors[0]
 
 

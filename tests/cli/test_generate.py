@@ -21,7 +21,7 @@ from fastgen.pipeline.generation import options as generation_options
 from fastgen_cli.generate import build_parser, main, normalise, parse
 from tests import survey
 from tests.pipeline import tiny
-from tests.pipeline.children import interrupted_after
+from tests.pipeline.children import finished, in_child, interrupted_after
 
 FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4"]
 
@@ -191,11 +191,7 @@ def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, cap
     out = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastgen.pipeline.journal.Journal.remove", lambda self: os._exit(9))
-        child = os.fork()
-        if not child:
-            call(bart, inputs, out, *FAST, "--quiet")
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert finished(in_child(lambda: call(bart, inputs, out, *FAST, "--quiet"))) == 9
     whole = out.read_bytes()
     capsys.readouterr()
     assert call(bart, inputs, out, *FAST) == 2

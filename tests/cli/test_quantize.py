@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from unittest import mock
 
 import psutil
 import pytest
@@ -177,10 +178,9 @@ def test_a_folder_that_is_missing_is_no_connection_that_failed(tmp_path, one_lin
     assert "model smollm cannot be loaded: there is no such folder, and the hub cannot be reached" in one_line()
 
 
-def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, one_line, monkeypatch):
+def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, one_line):
     words = [bart, tmp_path / "out", "--calibration", pairs, "--quiet", *FAST]
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with mock.patch.object(running, "save", side_effect=KeyboardInterrupt):
         assert call(*words) == 130
     said = one_line()
     assert said.startswith("fastgen-quantize: interrupted; to continue: fastgen-quantize --resume ")

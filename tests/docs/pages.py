@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -50,6 +52,15 @@ def blocks(page: Path) -> list[Block]:
             inside.append(line)
     assert inside is None, f"{page}: the block at line {start} has no end"
     return found
+
+
+def script(name: str) -> Any:
+    """A script of `docs/`, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
 
 
 def commands(block: Block) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import fields
 from xml.etree import ElementTree
@@ -10,16 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from fastgen import settings
-from tests.docs.pages import ROOT
+from tests.docs.pages import script
 
 
 @pytest.fixture(scope="module")
 def flowchart():
-    spec = importlib.util.spec_from_file_location("make_flowchart", ROOT / "docs" / "make_flowchart.py")
-    assert spec is not None and spec.loader is not None
-    flowchart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(flowchart)
-    return flowchart
+    return script("make_flowchart")
 
 
 def test_the_picture_is_up_to_date(flowchart, monkeypatch):

@@ -6,7 +6,6 @@ Needs selenium, and chromium with its driver (`apt-get install chromium chromium
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,17 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.browser import in_browser, resize, started
 from tests.docs.pages import ROOT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-MISSING = [
-    *([] if importlib.util.find_spec("selenium") else ["the package selenium"]),
-    *([] if importlib.util.find_spec("mkdocs") else ["the package mkdocs"]),
-    *([] if CHROMIUM else ["chromium"]),
-    *([] if DRIVER else ["chromedriver"]),
+pytestmark = [
+    in_browser,
+    pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the package mkdocs is not installed"),
 ]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
 
 WIDTHS = (1280, 390)  # of a laptop, and of a telephone
 HEIGHT = 844
@@ -72,26 +67,15 @@ def site(shared_folder) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
+    with started() as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 def faults(browser: Any, page: Path, *widths: int) -> list[str]:
     """Those of a page that is opened once, and then made narrower."""
     found = []
     for number, width in enumerate(widths):
-        metrics = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": width < 500}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        resize(browser, width, HEIGHT)
         if number == 0:
             browser.get(page.as_uri())
         found += [f"at {width}: {fault}" for fault in browser.execute_script(FAULTS)]

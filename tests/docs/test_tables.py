@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import script
 
 
 @pytest.fixture(scope="module")
 def tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "make_benchmark_tables.py")
-    assert spec is not None and spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    return tables
+    return script("make_benchmark_tables")
 
 
 def test_tables_of_benchmarks_are_up_to_date(tables):

@@ -10,7 +10,6 @@ import concurrent.futures
 import copy
 import random
 import re
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from tests import near_ties
 from tests.engine.conftest import WAIT
+from tests.equivalence.check import in_threads
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, PAD, VOCABULARY, Family
 from tests.equivalence.others import OTHERS
 
@@ -233,14 +233,7 @@ def test_each_request_gets_its_own(number: int) -> None:
     kinds = [_options(draw, family) for _ in range(KINDS)]
     submissions = [_submission(draw, family, draw.choice(kinds)) for _ in range(REQUESTS)]
     with fastgen.Engine(model, slots=draw.choice([4, 8, 16, "auto"])) as engine:
-        threads = [
-            threading.Thread(target=_submit, args=(engine, submissions[first::THREADS], random.Random(number + first)))
-            for first in range(THREADS)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(lambda n: _submit(engine, submissions[n::THREADS], random.Random(number + n)), THREADS)
         concurrent.futures.wait([each.future for each in submissions], WAIT)
         stats = engine.stats()
     for each in submissions:

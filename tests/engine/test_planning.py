@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import torch
 from hypothesis import given
@@ -9,21 +8,9 @@ from hypothesis import strategies as st
 
 from fastgen.engine import planning
 from fastgen.engine.requests import Request
+from tests.partitions import partitions
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=7)
-
-
-def _partitions(items: list[int], most: int) -> Iterator[list[list[int]]]:
-    """Every way to put things into groups of at most `most`, of whatever lengths."""
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for size in range(min(most, len(items))):
-        for others in itertools.combinations(rest, size):
-            left = [item for item in rest if item not in others]
-            for further in _partitions(left, most):
-                yield [[first, *others], *further]
 
 
 @given(lengths=LENGTHS, most=st.integers(1, 4), new_tokens=st.integers(1, 60))
@@ -37,7 +24,8 @@ def test_no_other_batches_cost_less(lengths: list[int], most: int, new_tokens: i
     made = planning.batches(lengths, lambda _: most, lambda length, rows, _: costs.of(length, rows, new_tokens))
     assert sorted(itertools.chain(*made)) == list(range(len(lengths)))
     assert max(map(len, made)) <= most
-    assert total(made) <= min(map(total, _partitions(list(range(len(lengths))), most))) + 1e-9
+    others = (batches for batches in partitions(list(range(len(lengths)))) if max(map(len, batches)) <= most)
+    assert total(made) <= min(map(total, others)) + 1e-9
 
 
 def _waiting(lengths: list[int], rows: int = 1, new_tokens: int = 5) -> list[Request]:

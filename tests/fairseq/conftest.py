@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -43,6 +44,12 @@ def options_are_parsed_once() -> Iterator[None]:
 
     with mock.patch.object(OverridesParser, "parse_override", parse_once):
         yield
+
+
+@pytest.fixture(autouse=True)
+def arguments_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FairSeq's commands read them from there."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,13 @@ def task(*more: str) -> Any:
     return SimpleNamespace(source_dictionary=words, target_dictionary=words, dictionary=words)
 
 
+def checkpoint(**parts: Any) -> dict[str, Any]:
+    """What FairSeq writes to a file, with these parts of it."""
+    history = {"criterion_name": "", "optimizer_name": "", "num_updates": 1, "lr_scheduler_state": {"best": None}}
+    state = {"args": None, "cfg": None, "model": {}, "optimizer_history": [history], "last_optimizer_state": None}
+    return {**state, "extra_state": {"train_iterator": {"epoch": 1}}, **parts}
+
+
 def lively(model: Any, seed: int = 0, scale: float = 1.6) -> Any:
     """The model with weights as far from each other's as a trained one's, ready to generate.
 

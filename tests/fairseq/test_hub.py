@@ -31,9 +31,7 @@ def write_checkpoint(path: Path, model: Any, arguments: Namespace, **about: Any)
     """A checkpoint as FairSeq's published models have it: the arguments in a namespace."""
     for name, value in about.items():
         setattr(arguments, name, value)
-    history = {"criterion_name": "", "optimizer_name": "", "num_updates": 1, "lr_scheduler_state": {"best": None}}
-    state = {"args": arguments, "model": model.state_dict(), "optimizer_history": [history]}
-    torch.save({**state, "extra_state": {"train_iterator": {"epoch": 1}}, "last_optimizer_state": None}, path)
+    torch.save(models.checkpoint(args=arguments, model=model.state_dict()), path)
 
 
 def both(work: Callable[[], Any]) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -37,11 +36,6 @@ def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyP
     for left, right in zip(original, ours, strict=True):
         want, have = left[0]["positional_scores"][0].item(), right[0]["positional_scores"][0].item()
         assert want != have and abs(want - have) < most * abs(want)
-
-
-@pytest.fixture(autouse=True)
-def arguments_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
 
 
 @pytest.mark.parametrize(

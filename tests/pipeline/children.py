@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 from tqdm.std import tqdm
 
 from fastgen.pipeline.generation.model import ModelStage
@@ -45,6 +46,13 @@ def interrupted_after(batches: int, stage: type = ModelStage) -> Iterator[None]:
         return run(self, batch)
 
     with mock.patch.object(stage, "run", interrupted):
+        yield
+
+
+@contextlib.contextmanager
+def ended_at(owner: object, name: str, error: type[BaseException]) -> Iterator[None]:
+    """The run in this block ends with this error where it calls this function."""
+    with mock.patch.object(owner, name, side_effect=error), pytest.raises(error):
         yield
 
 

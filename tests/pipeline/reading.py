@@ -19,6 +19,11 @@ def read(path, **options):
     return list(inputs(path, **options))
 
 
+def rows_of(path):
+    """Those of an output in JSON lines."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
 def bad_kinds(records):
     return {record.line: record.problem.kind for record in records if record.problem}
 

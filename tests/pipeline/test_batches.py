@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from fastgen.pipeline.batches import Batch, Resumed, Rules, Window, cut, plan, split_rows
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.records import Problem, Record
+from tests.partitions import cuts
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=80)
 RULES = st.builds(Rules, st.integers(1, 9), st.none() | st.integers(1, 200), st.booleans())
@@ -105,18 +105,6 @@ def cost(lengths, batches, pass_cost):
     return sum(len(batch) * max(lengths[index] for index in batch) + pass_cost for batch in batches)
 
 
-def partitions(order):
-    """Every way to cut a list into consecutive parts."""
-    for bars in itertools.product([False, True], repeat=max(len(order) - 1, 0)):
-        parts = [[order[0]]] if order else []
-        for index, bar in zip(order[1:], bars, strict=True):
-            if bar:
-                parts.append([index])
-            else:
-                parts[-1].append(index)
-        yield parts
-
-
 @given(st.lists(st.integers(1, 12), max_size=9), st.integers(1, 5), st.none() | st.integers(1, 40), st.integers(0, 20))
 def test_batches_by_cost_are_the_cheapest_that_are_allowed(lengths, batch_size, max_tokens, pass_cost):
     rules = Rules(batch_size, max_tokens, pass_cost=pass_cost)
@@ -129,7 +117,7 @@ def test_batches_by_cost_are_the_cheapest_that_are_allowed(lengths, batch_size, 
         return len(batch) == 1 or (len(batch) <= batch_size and (max_tokens is None or tokens <= max_tokens))
 
     assert all(map(allowed, found))
-    least = min(cost(lengths, parts, pass_cost) for parts in partitions(order) if all(map(allowed, parts)))
+    least = min(cost(lengths, parts, pass_cost) for parts in cuts(order) if all(map(allowed, parts)))
     assert cost(lengths, found, pass_cost) == least
 
 

@@ -36,6 +36,14 @@ TEMPLATE = (
 )
 
 
+def run(model: Any, source: Path, target: Path, **options: Any) -> Any:
+    """Of the column `article` of a table, unless another one is given."""
+    column = None if source.suffix == ".txt" else "article"
+    return generate_dataset(
+        model, source, target, **{"input_column": column, "generation": SHORT, **OPTIONS, **options}
+    )
+
+
 def table() -> pandas.DataFrame:
     texts = tiny.sentences(len(STRANGE))
     return pandas.DataFrame({"key": STRANGE, "article": texts, "id": range(100, 100 + len(texts))})
@@ -66,7 +74,7 @@ def read(path: Path) -> pandas.DataFrame:
 def test_columns_are_kept_as_they_were(bart: Path, tmp_path: Path, given: str, written: str) -> None:
     frame = table()
     source, target = write(frame, tmp_path / f"in{given}"), tmp_path / f"out{written}"
-    report = generate_dataset(bart, source, target, input_column="article", keep=("all",), generation=SHORT, **OPTIONS)
+    report = run(bart, source, target, keep=("all",))
     assert (report.samples, report.skipped) == (len(frame), 0)
     found = read(target)
     assert list(found.columns)[:4] == ["key", "article", "id", "text"]
@@ -74,7 +82,7 @@ def test_columns_are_kept_as_they_were(bart: Path, tmp_path: Path, given: str, w
     assert found["article"].tolist() == frame["article"].tolist()
     assert [int(number) for number in found["id"]] == frame["id"].tolist()
     lines = tmp_path / "out.txt"
-    generate_dataset(bart, source, lines, input_column="article", generation=SHORT, **OPTIONS)
+    run(bart, source, lines)
     assert found["text"].tolist() == lines.read_text().splitlines()
 
 
@@ -82,9 +90,9 @@ def test_columns_are_kept_as_they_were(bart: Path, tmp_path: Path, given: str, w
 def test_a_table_without_kept_columns(bart: Path, inputs: Path, tmp_path: Path, form: str) -> None:
     references = tmp_path / "references.txt"
     references.write_text(inputs.read_text())
-    options = {**OPTIONS, "reference": str(references), "metrics": ("exact",), "token_ids": True}
-    generate_dataset(bart, inputs, tmp_path / f"out.{form}", generation=SHORT, **options)
-    generate_dataset(bart, inputs, tmp_path / "out.jsonl", generation=SHORT, **options)
+    options = {"reference": str(references), "metrics": ("exact",), "token_ids": True}
+    run(bart, inputs, tmp_path / f"out.{form}", **options)
+    run(bart, inputs, tmp_path / "out.jsonl", **options)
     with open(tmp_path / f"out.{form}", newline="") as handle:
         rows = list(csv.DictReader(handle, delimiter="\t" if form == "tsv" else ","))
     wanted = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -121,7 +129,7 @@ def test_types_of_kept_columns_in_parquet(bart: Path, tmp_path: Path, monkeypatc
     source, target = tmp_path / "in.jsonl", tmp_path / "out.parquet"
     rows = [{"article": text, **{k: v[n] for k, v in columns.items()}} for n, text in enumerate(tiny.sentences(5))]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    generate_dataset(bart, source, target, input_column="article", keep=tuple(columns), generation=SHORT, **OPTIONS)
+    run(bart, source, target, keep=tuple(columns))
     found = parquet.read_table(target)
     kinds = {name: found.schema.field(name).type for name in columns}
     assert {kinds[name] for name in ("whole", "wide")} == {pyarrow.int64()} and kinds["flag"] == pyarrow.bool_()
@@ -142,7 +150,7 @@ def test_skipped_records_stay_skipped(bart: Path, tmp_path: Path, written: str) 
     del rows[3]["key"]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = tmp_path / f"out{written}"
-    report = generate_dataset(bart, source, target, input_column="article", keep=("key",), generation=SHORT, **OPTIONS)
+    report = run(bart, source, target, keep=("key",))
     assert (report.samples, report.skipped) == (4, 2)
     found = [None if key != key or key == "" else int(key) for key in read(target)["key"]]
     assert found == [0, 1, None, 5]
@@ -165,7 +173,7 @@ def test_skipped_records_stay_skipped(bart: Path, tmp_path: Path, written: str) 
 def test_what_does_not_fit_is_one_line(bart: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
     source, target = write(table(), tmp_path / "in.csv"), tmp_path / "out.csv"
     with pytest.raises(SetupError) as refused:
-        generate_dataset(bart, source, target, input_column="article", **{**OPTIONS, **options})
+        run(bart, source, target, **options)
     assert said in str(refused.value) and "\n" not in str(refused.value)
     assert not target.exists()
 
@@ -174,22 +182,20 @@ def test_a_kept_column_named_as_one_of_the_output(bart: Path, tmp_path: Path) ->
     frame = table().rename(columns={"article": "text"})
     source, target = write(frame, tmp_path / "in.csv"), tmp_path / "out.csv"
     with pytest.raises(SetupError, match="column 'text' would be twice in the output: name it otherwise"):
-        generate_dataset(bart, source, target, input_column="text", keep=("all",), **OPTIONS)
-    generate_dataset(
-        bart, source, target, input_column="text", keep=("all",), output_column="summary", generation=SHORT, **OPTIONS
-    )
+        run(bart, source, target, input_column="text", keep=("all",))
+    run(bart, source, target, input_column="text", keep=("all",), output_column="summary")
     assert read(target)["text"].tolist() == frame["text"].tolist() and len(set(read(target)["summary"])) > 0
 
 
 def test_a_run_is_not_resumed_with_other_columns(bart: Path, tmp_path: Path) -> None:
     source, target = write(table(), tmp_path / "in.csv"), tmp_path / "out.csv"
-    options: dict[str, Any] = {**OPTIONS, "input_column": "article", "keep": ("key",), "generation": SHORT}
+    options: dict[str, Any] = {"keep": ("key",)}
     with pytest.raises(KeyboardInterrupt), interrupted_after(1):
-        generate_dataset(bart, source, target, **options)
+        run(bart, source, target, **options)
     for changed in ({"keep": ("key", "id")}, {"output_column": "other"}, {"keep": ()}):
         with pytest.raises(SetupError, match="resume"):
-            generate_dataset(bart, source, target, resume=True, **{**options, **changed})
-    generate_dataset(bart, source, target, resume=True, **options)
+            run(bart, source, target, resume=True, **{**options, **changed})
+    run(bart, source, target, resume=True, **options)
     assert read(target)["key"].tolist() == STRANGE
 
 
@@ -218,9 +224,9 @@ def test_a_chat_template(chatting: tuple[Any, Any], tmp_path: Path, form: str, s
     value = {"prompt": first, "messages": messages}[form]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"messages": value}) + "\n")
-    generate_dataset(
+    run(
         model, source, target, tokenizer=tokenizer, input_column="messages", chat=True, system_prompt=system,
-        generation={"max_new_tokens": 5, "do_sample": False}, **OPTIONS,
+        generation={"max_new_tokens": 5, "do_sample": False},
     )  # fmt: skip
     found = json.loads(target.read_text())
     conversation = [{"role": "system", "content": system}] * bool(system)
@@ -238,9 +244,9 @@ def test_what_is_no_conversation_is_skipped(chatting: tuple[Any, Any], tmp_path:
     values = [[], [{"role": "user"}], [{"role": "user", "content": 3}], [1], {"role": "user"}, 7]
     values.append([{"role": "user", "content": "x y"}])
     source.write_text("".join(json.dumps({"messages": each}) + "\n" for each in values))
-    report = generate_dataset(
+    report = run(
         model, source, target, tokenizer=tokenizer, input_column="messages", chat=True,
-        generation={"max_new_tokens": 3}, **OPTIONS,
+        generation={"max_new_tokens": 3},
     )  # fmt: skip
     assert (report.samples, report.skipped) == (1, 6)
 
@@ -249,14 +255,14 @@ def test_a_run_is_not_resumed_with_another_template(chatting: tuple[Any, Any], t
     model, tokenizer = chatting
     source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("\n".join(tiny.sentences(9)))
-    options: dict[str, Any] = {**OPTIONS, "chat": True, "generation": {"max_new_tokens": 3}}
+    options: dict[str, Any] = {"chat": True, "generation": {"max_new_tokens": 3}}
     with pytest.raises(KeyboardInterrupt), interrupted_after(2):
-        generate_dataset(model, source, target, tokenizer=tokenizer, **options)
+        run(model, source, target, tokenizer=tokenizer, **options)
     tokenizer.chat_template = TEMPLATE + "b"
     with pytest.raises(SetupError, match="resume"):
-        generate_dataset(model, source, target, tokenizer=tokenizer, resume=True, **options)
+        run(model, source, target, tokenizer=tokenizer, resume=True, **options)
     tokenizer.chat_template = TEMPLATE
-    generate_dataset(model, source, target, tokenizer=tokenizer, resume=True, **options)
+    run(model, source, target, tokenizer=tokenizer, resume=True, **options)
     assert len(target.read_text().splitlines()) == 9
 
 
@@ -276,16 +282,14 @@ def test_a_kept_value_that_is_no_text_skips_its_record(bart: Path, tmp_path: Pat
     for path, skipped in ((source, 1), (lines, 2)):
         for form in ("csv", "parquet", "jsonl"):
             target = tmp_path / f"{path.suffix[1:]}.{form}"
-            report = generate_dataset(
-                bart, path, target, input_column="article", keep=("key",), generation=SHORT, **OPTIONS
-            )
+            report = run(bart, path, target, keep=("key",))
             assert (report.samples, report.skipped) == (3 - skipped, skipped)
 
 
 def test_a_kept_column_of_ids_beside_other_ids(bart: Path, tmp_path: Path) -> None:
     source, target = write(table(), tmp_path / "in.jsonl"), tmp_path / "out.parquet"
-    options = {**OPTIONS, "input_column": "article", "id_column": "key", "generation": SHORT}
-    generate_dataset(bart, source, target, keep=("id",), **options)
+    options = {"input_column": "article", "id_column": "key"}
+    run(bart, source, target, keep=("id",), **options)
     assert parquet.read_table(target)["id"].to_pylist() == table()["id"].tolist()
 
 
@@ -294,7 +298,7 @@ def test_columns_of_late_rows_are_kept(bart: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"article": text} for text in tiny.sentences(103)]
     rows[101]["extra"] = 5
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    generate_dataset(bart, source, target, input_column="article", keep=["all"], generation=SHORT, **OPTIONS)
+    run(bart, source, target, keep=["all"])
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert found[101]["extra"] == 5 and found[0]["extra"] is None
 
@@ -307,8 +311,8 @@ def test_a_prompt_that_looks_like_messages_is_a_prompt(chatting: tuple[Any, Any]
     write(pandas.DataFrame({"prompt": [value]}), tmp_path / "in.csv")
     for name, shown in (("in.jsonl", value), ("in.csv", "x")):
         target = tmp_path / f"{name}.jsonl"
-        generate_dataset(
+        run(
             model, tmp_path / name, target, tokenizer=tokenizer, input_column="prompt", chat=True, truncation=True,
-            generation={"max_new_tokens": 3}, **OPTIONS,
+            generation={"max_new_tokens": 3},
         )  # fmt: skip
         assert json.loads(target.read_text())["input"] == shown

@@ -38,24 +38,26 @@ def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(request.getfixturevalue(request.param), tmp_path / "model"))
 
 
-def test_without_tokenizer_files(copied: Path) -> None:
-    for path in copied.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(SetupError, match=r"tokenizer"):
-        load(settings(copied))
+NO_TOKENIZER = r"^model \S+ has no tokenizer: its files, .* are missing"
+NOT_LOADED = r"^the tokenizer of model \S+ cannot be loaded: (?!'added_tokens'$)"
+# Names of files, what is in them then (None: they are gone), and what is said.
+DAMAGES = [
+    ("tokenizer*", None, "tokenizer"),
+    # What is left names a class, for which the library asks for packages that are there.
+    ("tokenizer.json", None, NO_TOKENIZER),
+    *(("tokenizer.json", text, NOT_LOADED) for text in ("{}", '{"added_tokens": []}', "{", "[]", "\0")),
+    *(
+        ("generation_config.json", text, "generation config|num_beams")
+        for text in ("{", "", "[1]", '{"num_beams": "four"}', "\0")
+    ),
+]
 
 
-def test_without_a_tokenizers_vocabulary(copied: Path) -> None:
-    """What is left names a class, for which the library asks for packages that are there."""
-    (copied / "tokenizer.json").unlink()
-    with pytest.raises(SetupError, match=r"^model \S+ has no tokenizer: its files, .* are missing"):
-        load(settings(copied))
-
-
-@pytest.mark.parametrize("text", ["{}", '{"added_tokens": []}', "{", "[]", "\0"])
-def test_a_damaged_tokenizer(copied: Path, text: str) -> None:
-    (copied / "tokenizer.json").write_text(text)
-    with pytest.raises(SetupError, match=r"^the tokenizer of model \S+ cannot be loaded: (?!'added_tokens'$)"):
+@pytest.mark.parametrize(("names", "text", "said"), DAMAGES)
+def test_a_damaged_model(copied: Path, names: str, text: str | None, said: str) -> None:
+    for path in copied.glob(names):
+        path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(SetupError, match=said):
         load(settings(copied))
 
 
@@ -82,13 +84,6 @@ def test_with_half_a_tokenizer(gpt2: Path, tmp_path: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     with pytest.raises(SetupError, match=r"merges"):
         load(settings(folder))
-
-
-@pytest.mark.parametrize("text", ["{", "", "[1]", '{"num_beams": "four"}', "\0"])
-def test_a_damaged_generation_config(copied: Path, text: str) -> None:
-    (copied / "generation_config.json").write_text(text)
-    with pytest.raises(SetupError, match=r"generation config|num_beams"):
-        load(settings(copied))
 
 
 @pytest.mark.parametrize("quiet", [True, False])

@@ -55,6 +55,7 @@ EMBEDS = (embed_dataset, load_embedder, EmbedOptions)
 RUNS = {
     "beams": Run("bart", *GENERATES, {"generation": BEAMS, "workers": 0, "token_ids": True}, 100, 3),
     "samples": Run("gpt2", *GENERATES, {"generation": SAMPLED, "workers": 0, "token_ids": True}, 100, 2),
+    "slots": Run("gpt2", *GENERATES, {"generation": BEAMS, "workers": 0, "batching": "continuous"}, 100, 2),
     "means": Run("bert", *EMBEDS, "npy", {"normalize": True, "pooling": "mean"}, 240, 4),
     "last tokens": Run("bert", *EMBEDS, "parquet", {"pooling": "lasttoken"}, 240, 3),
     "labels": Run("bert", classify_dataset, load_classifier, ClassifyOptions, "csv", {"top_k": 2}, 240, 3),
@@ -120,7 +121,7 @@ def _run(run: Run, loaded: Any, source: Path, output: Path) -> None:
     choose.kernel_for = lambda *given: used.append(1) or chosen(*given)
     given = {"tokenizer": loaded.tokenizer, "resume": True, "quiet": True, "batch_size": 4, **run.options}
     run.function(loaded.model, source, output, **given)
-    if is_new and run.function is generate_dataset:
+    if is_new and run.function is generate_dataset and "batching" not in run.options:
         assert used or choose.instruction_set() is Isa.PORTABLE, "no product of FastGen's: the weights are too small"
         captured = fastgen.stats().get("transformers.captured_step", {}).get("accelerated", 0)
         assert captured or graph.unavailable(torch.device("cpu")), "no captured step: too few batches"

@@ -14,7 +14,7 @@ import fastgen
 from fastgen import settings
 from fastgen.pipeline import SetupError, StrictError, generate_dataset, writers
 from fastgen.pipeline.journal import Journal
-from tests.pipeline.children import interrupted_after
+from tests.pipeline.children import ended_at, interrupted_after
 
 BEAMS = {"num_beams": 2, "max_new_tokens": 5}
 SAMPLED = {"do_sample": True, "max_new_tokens": 5}
@@ -197,9 +197,9 @@ def test_scores_and_report_survive_a_kill_at_the_end(bart, inputs, tmp_path, mon
 
     def replaced(source, target):
         name = Path(target).name
-        if moment == "before-scores" and name == "scores.json":
-            Path(source).unlink()
-        if (moment, name) in (("before-scores", "scores.json"), ("scores-unfinished", "scores.json")):
+        if name == "scores.json" and "scores" in moment:
+            if moment == "before-scores":
+                Path(source).unlink()
             raise Killed
         replace(source, target)
         if (moment, name) == ("report", "report.json"):
@@ -227,14 +227,11 @@ def test_scores_and_report_survive_a_kill_at_the_end(bart, inputs, tmp_path, mon
 
 def test_scores_that_the_interrupted_run_did_not_write_are_not_replaced(bart, inputs, tmp_path, monkeypatch):
     options = {"reference": str(inputs), "metrics": ("exact",), "score_path": str(tmp_path / "scores.json")}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Journal, "remove", lambda journal: (_ for _ in ()).throw(Killed()))
+    with ended_at(Journal, "remove", Killed):
         run(bart, inputs, tmp_path / "out.txt", **options)
     ours = (tmp_path / "scores.json").read_text()
-    for name, path in (
-        ("scores.json", options["score_path"]),
-        (".other.json.unfinished", str(tmp_path / "other.json")),
-    ):
+    others = {"scores.json": options["score_path"], ".other.json.unfinished": str(tmp_path / "other.json")}
+    for name, path in others.items():
         (tmp_path / name).write_text("mine")
         with pytest.raises(SetupError, match=f"{name} exists already"):
             run(bart, inputs, tmp_path / "out.txt", resume=True, **options | {"score_path": path})
@@ -262,8 +259,7 @@ def test_scores_and_report_of_standard_output_survive_a_kill(
 ):
     path, unfinished = tmp_path / "there.json", tmp_path / ".there.json.unfinished"
     options = {"reference": str(inputs), "metrics": ("exact",), "limit": 2, option: str(path)}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(writers, "sync", lambda path: (_ for _ in ()).throw(Killed()))
+    with ended_at(writers, "sync", Killed):
         run(bart, inputs, "-", **options)
     assert unfinished.stat().st_size
     if moment == "empty":
@@ -288,8 +284,7 @@ def test_a_shorter_standard_input_is_not_resumed(bart, inputs, tmp_path, monkeyp
         monkeypatch.setattr(sys, "stdin", text)
         return run(bart, "-", tmp_path / "out.txt", **options)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(writers, "sync", lambda path: (_ for _ in ()).throw(Killed()))
+    with ended_at(writers, "sync", Killed):
         given(32)
     before = (tmp_path / "out.txt.partial").read_bytes()
     for count in (0, 8, 16, 20, 31):

@@ -18,6 +18,17 @@ def run(plan, recorded, *, model=lambda item: item * 10, handed_on=lambda item: 
     return run_stages(iter(plan), model, lambda item: item + 1, recorded.append, handed_on, read_ahead=read_ahead)
 
 
+def failing(is_here, error, items, done=lambda item: item):
+    """A stage that raises at some items, if it is the one that is meant."""
+
+    def act(item):
+        if is_here and item in items:
+            raise error
+        return done(item)
+
+    return act
+
+
 @pytest.mark.parametrize("read_ahead", [True, False])
 def test_every_item_goes_through_all_stages_in_order(read_ahead):
     recorded: list[int] = []
@@ -47,24 +58,10 @@ def test_what_the_model_has_finished_is_recorded_before_an_error_is_raised(read_
     if where == "plan" and read_ahead and error is KeyboardInterrupt:
         pytest.skip("an interrupt arrives in the thread of the model")
     recorded: list[int] = []
-
-    def failing(here):
-        def act(item):
-            if here == where and item in (5, 50):
-                raise error
-            return item
-
-        return act
-
-    model = failing("model")
+    plan, model, handed_on = (failing(where == here, error, (5, 50)) for here in ("plan", "model", "handed on"))
     with pytest.raises(error):
-        run(
-            map(failing("plan"), range(100)),
-            recorded,
-            model=lambda item: model(item) * 10,
-            handed_on=failing("handed on"),
-            read_ahead=read_ahead,
-        )
+        items = map(plan, range(100))
+        run(items, recorded, model=lambda item: model(item) * 10, handed_on=handed_on, read_ahead=read_ahead)
     # What is handed on is ten times the item: 50 is that of item 5, which nothing takes back any more.
     expected = [item * 10 + 1 for item in range(6 if where == "handed on" else 5)]
     if where == "plan" and read_ahead:
@@ -115,19 +112,10 @@ def test_a_run_ends_while_its_plan_waits_for_input(where, error):
         yield from range(3)
         more.wait()
 
-    def failing(here, done=lambda item: item):
-        def act(item):
-            if here == where and item == 2:
-                raise error
-            return done(item)
-
-        return act
-
-    def work():
-        run_stages(plan(), failing("model"), failing("post"), failing("record", recorded.append))
-
+    model, post = (failing(where == here, error, (2,)) for here in ("model", "post"))
+    record = failing(where == "record", error, (2,), recorded.append)
     try:
-        assert raised_by(work) == [error]
+        assert raised_by(lambda: run_stages(plan(), model, post, record)) == [error]
     finally:
         more.set()
     # After a failure of `post`, what waits to be recorded is dropped.
@@ -162,17 +150,13 @@ def test_the_thread_of_the_plan_ends_after_a_failure(monkeypatch, where):
                 full.set()
             yield item
 
-    def failing(here):
-        def act(item):
-            if here == where:
-                full.wait(60)
-                raise ValueError
-            return item
+    def fail(item):
+        full.wait(60)
+        raise ValueError
 
-        return act
-
+    stages_of = {"model": lambda item: item, "record": lambda item: item, where: fail}
     with pytest.raises(ValueError):
-        run_stages(plan(), failing("model"), lambda item: item, failing("record"))
+        run_stages(plan(), stages_of["model"], lambda item: item, stages_of["record"])
     planners[0].join(60)
     assert not planners[0].is_alive()
 

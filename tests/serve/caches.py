@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from fastgen_serve import metrics
-from fastgen_serve.cache import Cache, CachedModel
+from fastgen_serve.cache import Cache, CachedModel, MemoryCache
 from fastgen_serve.jobs import Encode, Generate, Generated, ModelInfo, TokenLogprob
 from fastgen_serve.jobs import Sequence as Written
 
@@ -58,6 +57,12 @@ async def cached(cache: Cache, model: Model, digest: str = "d", samples: bool = 
     return found
 
 
+async def in_memory(own: Model | None = None, samples: bool = False) -> tuple[Model, CachedModel]:
+    """A model, and the same with a cache in memory."""
+    own = own or Model()
+    return own, await cached(MemoryCache(2**20), own, samples=samples)
+
+
 async def settled(model: CachedModel) -> None:
     """What is to be kept is."""
     await asyncio.gather(*model._tasks)
@@ -67,8 +72,3 @@ async def asked(model: CachedModel, job: Generate) -> Generated:
     found = await model.generate(job)
     await settled(model)
     return found
-
-
-def counts() -> dict[str, float]:
-    names = ("hit", "miss", "down")
-    return {name: metrics.REGISTRY.get_sample_value("fastgen_cache_total", {"outcome": name}) or 0 for name in names}

@@ -13,9 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen_serve.models import Models
-from fastgen_serve.settings import ServeSettings
-from fastgen_serve.workers.local import LocalModel
 from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2
 
@@ -52,12 +49,6 @@ def folders(under: Path) -> dict[str, str]:
     pooling, prompts = ("Pooling", {"pooling_mode": "mean"}), {"prompts": {"query": "day "}}
     tiny.sentence_files(Path(made["vectors"]), pooling, settings={"max_seq_length": 64}, prompts=prompts)
     return made
-
-
-def load(paths: dict[str, str], **options: Any) -> tuple[ServeSettings, Models]:
-    """The settings, and the models in this process."""
-    settings = ServeSettings(models=tuple(paths.items()), warm_up=False, **options)
-    return settings, Models([LocalModel(name, settings) for name in paths])
 
 
 @cache

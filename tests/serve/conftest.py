@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +12,12 @@ from openai import OpenAI
 import fastgen
 from fastgen.ops import gpu
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen_serve import metrics
 from fastgen_serve.app import create_app
+from fastgen_serve.models import Models
+from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import remote as remote_models
+from fastgen_serve.workers.local import LocalModel
 from tests.serve import checkpoints
 from tests.serve.servers import in_thread
 
@@ -48,11 +52,33 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def url(paths: dict[str, str], enabled: None) -> Iterator[str]:
-    """The address of a server with all of them."""
-    settings, models = checkpoints.load(paths, max_batch=8, max_beams=8, max_tokens=200)
+def settings(paths: dict[str, str]) -> ServeSettings:
+    """Those of a server with all of them."""
+    return ServeSettings(models=tuple(paths.items()), warm_up=False, max_batch=8, max_beams=8, max_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def models(settings: ServeSettings, enabled: None) -> Models:
+    return Models([LocalModel(name, settings) for name, _ in settings.models])
+
+
+@pytest.fixture(scope="module")
+def url(settings: ServeSettings, models: Models) -> Iterator[str]:
+    """Its address."""
     with in_thread(create_app(settings, models)) as address:
         yield address
+
+
+@pytest.fixture
+def lookups() -> Callable[[], dict[str, float]]:
+    """What was counted of the cache since the beginning of the test."""
+
+    def counts() -> dict[str, float]:
+        value = metrics.REGISTRY.get_sample_value
+        return {name: value("fastgen_cache_total", {"outcome": name}) or 0 for name in ("hit", "miss", "down")}
+
+    before = counts()
+    return lambda: {name: value - before[name] for name, value in counts().items()}
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,28 @@ def in_thread(app: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(WAIT)
         listening.close()
+
+
+def connected(url: str) -> socket.socket:
+    """A connection to a server, for what a client does not send."""
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=WAIT)
+
+
+def damaged(folder: Path) -> Path:
+    """A model whose weights cannot be read."""
+    shutil.copytree(GPT2, folder, dirs_exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    return folder
+
+
+class Clock:
+    """Says what time a test has made it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class SharedModels(Models):
@@ -105,6 +129,16 @@ def until(condition: Any, every: float = 0.02) -> None:
     while not condition():
         assert time.monotonic() < end, "it has not happened"
         time.sleep(every)
+
+
+async def happens(condition: Callable[[], Any]) -> None:
+    """Waits for a condition, and leaves the event loop to others meanwhile."""
+
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(wait(), WAIT)
 
 
 def _read(stream: Any, lines: list[str]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +26,18 @@ from fastgen_serve.jobs import Encode, Generate, Generated
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
-from tests.serve.caches import GREEDY, Model, asked, cached, counts, settled
+from tests.serve.caches import GREEDY, Model, asked, cached, in_memory, settled
 from tests.serve.servers import BART, in_thread, until
-
-
-@pytest.fixture
-def counted() -> Callable[[], dict[str, float]]:
-    """What was counted since the beginning of the test."""
-    before = counts()
-    return lambda: {name: value - before[name] for name, value in counts().items()}
-
 
 # ---- what is kept
 
 
-def test_a_response_is_kept_as_it_is(counted: Callable[[], dict[str, float]]) -> None:
-    async def run() -> None:
-        own = Model()
-        model = await cached(MemoryCache(2**20), own)
-        job = Generate((1, 2), GREEDY, logprobs=2)
-        first, second = await asked(model, job), await asked(model, job)
-        assert first == second and second is not first and len(own.generated) == 1
-
-    asyncio.run(run())
-    assert counted() == {"hit": 1, "miss": 1, "down": 0}
+async def test_a_response_is_kept_as_it_is(lookups: Any) -> None:
+    own, model = await in_memory()
+    job = Generate((1, 2), GREEDY, logprobs=2)
+    first, second = await asked(model, job), await asked(model, job)
+    assert first == second and second is not first and len(own.generated) == 1
+    assert lookups() == {"hit": 1, "miss": 1, "down": 0}
 
 
 OTHERS = [
@@ -63,28 +50,19 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_request_has_another_response(other: Generate) -> None:
-    async def run() -> None:
-        own = Model()
-        model = await cached(MemoryCache(2**20), own)
-        await asked(model, Generate((1, 2), GREEDY))
-        await asked(model, other)
-        assert len(own.generated) == 2
-
-    asyncio.run(run())
+async def test_another_request_has_another_response(other: Generate) -> None:
+    own, model = await in_memory()
+    await asked(model, Generate((1, 2), GREEDY))
+    await asked(model, other)
+    assert len(own.generated) == 2
 
 
-def test_another_model_has_other_responses() -> None:
-    async def run() -> None:
-        cache, own = MemoryCache(2**20), Model()
-        renamed = Model()
-        renamed.name = "n"
-        job = Generate((1, 2), GREEDY)
-        for model in (await cached(cache, own), await cached(cache, own, digest="e"), await cached(cache, renamed)):
-            await asked(model, job)
-        assert len(own.generated) == 2 and len(renamed.generated) == 1
-
-    asyncio.run(run())
+async def test_another_model_has_other_responses() -> None:
+    cache, own, renamed = MemoryCache(2**20), Model(), Model()
+    renamed.name = "n"
+    for model, digest in ((own, "d"), (own, "e"), (renamed, "d")):
+        await asked(await cached(cache, model, digest), Generate((1, 2), GREEDY))
+    assert len(own.generated) == 2 and len(renamed.generated) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,95 +77,73 @@ def test_another_model_has_other_responses() -> None:
         ({}, 7, True, True),
     ],
 )
-def test_only_what_is_determined_is_kept(
+async def test_only_what_is_determined_is_kept(
     options: dict[str, Any], seed: int | None, samples: bool, is_kept: bool
 ) -> None:
-    async def run() -> None:
-        own = Model()
-        model = await cached(MemoryCache(2**20), own, samples=samples)
-        for _ in range(2):
-            await asked(model, Generate((1, 2), options, seed=seed))
-        assert len(own.generated) == (1 if is_kept else 2)
-
-    asyncio.run(run())
+    own, model = await in_memory(samples=samples)
+    for _ in range(2):
+        await asked(model, Generate((1, 2), options, seed=seed))
+    assert len(own.generated) == (1 if is_kept else 2)
 
 
-def test_streams_are_the_models_own(counted: Callable[[], dict[str, float]]) -> None:
-    async def run() -> None:
-        own = Model()
-        model = await cached(MemoryCache(2**20), own)
-        for _ in range(2):
-            jobs = [Generate((1, 2), GREEDY, streams=True)]
-            assert [each async for each in model.stream_all(jobs)] == [(0, Generated(()))]
-        jobs *= 2
-        assert [index async for index, _ in model.stream_all(jobs)] == [0, 1]
-        assert len(own.generated) == 4
-
-    asyncio.run(run())
-    assert not any(counted().values())
+async def test_streams_are_the_models_own(lookups: Any) -> None:
+    own, model = await in_memory()
+    jobs = [Generate((1, 2), GREEDY, streams=True)]
+    for _ in range(2):
+        assert [each async for each in model.stream_all(jobs)] == [(0, Generated(()))]
+    jobs *= 2
+    assert [index async for index, _ in model.stream_all(jobs)] == [0, 1]
+    assert len(own.generated) == 4
+    assert not any(lookups().values())
 
 
-def test_vectors_that_are_not_known_are_made_together(counted: Callable[[], dict[str, float]]) -> None:
-    async def run() -> None:
-        own = Model()
-        model = await cached(MemoryCache(2**20), own)
-        one, two, three = Encode((1,)), Encode((2,)), Encode((3,), token_type_ids=(0,))
-        await model.encode([two])
+async def test_vectors_that_are_not_known_are_made_together(lookups: Any) -> None:
+    own, model = await in_memory()
+    one, two, three = Encode((1,)), Encode((2,)), Encode((3,), token_type_ids=(0,))
+    await model.encode([two])
+    await settled(model)
+    found = await model.encode([one, two, three])
+    await settled(model)
+    assert own.encoded == [two, one, three]
+    assert found == [[0.1, -1e-30], [0.2, -1e-30], [0.1 * 3, -1e-30]]
+    assert await model.encode([three, one, two]) == [found[2], found[0], found[1]]
+    assert len(own.encoded) == 3
+    assert lookups() == {"hit": 4, "miss": 3, "down": 0}
+
+
+async def test_of_several_inputs_those_that_are_not_known_are_generated(
+    lookups: Any,
+) -> None:
+    own, model = await in_memory()
+    known, new, drawn = Generate((1,), GREEDY), Generate((2,), GREEDY), Generate((3,), {"do_sample": True})
+    await asked(model, known)
+    for _ in range(2):
+        assert len(set(await model.generate_all([drawn, known, new]))) == 1
         await settled(model)
-        found = await model.encode([one, two, three])
-        await settled(model)
-        assert own.encoded == [two, one, three]
-        assert found == [[0.1, -1e-30], [0.2, -1e-30], [0.1 * 3, -1e-30]]
-        assert await model.encode([three, one, two]) == [found[2], found[0], found[1]]
-        assert len(own.encoded) == 3
-
-    asyncio.run(run())
-    assert counted() == {"hit": 4, "miss": 3, "down": 0}
+    assert own.generated == [known, drawn, new, drawn]
+    assert lookups() == {"hit": 3, "miss": 2, "down": 0}
 
 
-def test_of_several_inputs_those_that_are_not_known_are_generated(counted: Callable[[], dict[str, float]]) -> None:
-    async def run() -> None:
-        own = Model()
-        model = await cached(MemoryCache(2**20), own)
-        known, new, drawn = Generate((1,), GREEDY), Generate((2,), GREEDY), Generate((3,), {"do_sample": True})
-        await asked(model, known)
-        for _ in range(2):
-            assert len(set(await model.generate_all([drawn, known, new]))) == 1
-            await settled(model)
-        assert own.generated == [known, drawn, new, drawn]
-
-    asyncio.run(run())
-    assert counted() == {"hit": 3, "miss": 2, "down": 0}
-
-
-def test_what_fails_is_not_kept() -> None:
+async def test_what_fails_is_not_kept() -> None:
     class Fails(Model):
         async def generate(self, job: Generate) -> Generated:
             await super().generate(job)
             raise RuntimeError("no")
 
-    async def run() -> None:
-        own = Fails()
-        model = await cached(MemoryCache(2**20), own)
-        for _ in range(2):
-            with pytest.raises(RuntimeError):
-                await model.generate(Generate((1, 2), GREEDY))
-        assert len(own.generated) == 2
-
-    asyncio.run(run())
+    own, model = await in_memory(Fails())
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            await model.generate(Generate((1, 2), GREEDY))
+    assert len(own.generated) == 2
 
 
-def test_the_rest_is_the_models_own() -> None:
-    async def run() -> None:
-        own = Model()
-        model = await cached(MemoryCache(2**20), own)
-        assert (model.name, model.info, model.tokenizer, model.is_ready) == ("m", own.info, "its tokenizer", True)
-        await model.start()
-        assert await model.stats() == {"waiting": 0}
-        await model.stop()
-        assert own.events == ["start", "stop"]
-
-    asyncio.run(run())
+async def test_the_rest_is_the_models_own() -> None:
+    own, model = await in_memory()
+    assert (model.name, model.info, model.tokenizer, model.is_ready) == ("m", own.info, "its tokenizer", True)
+    await model.start()
+    assert await model.stats() == {"waiting": 0}
+    await model.stop()
+    assert own.events == ["start", "stop"]
 
 
 def test_nothing_is_kept_before_the_model_is_known(caplog: pytest.LogCaptureFixture) -> None:
@@ -219,56 +175,47 @@ def test_nothing_is_kept_before_the_model_is_known(caplog: pytest.LogCaptureFixt
     asyncio.run(fails())
 
 
-def test_the_files_are_read_again_for_each_process() -> None:
-    async def run() -> None:
-        own, job, digests = Model(), Generate((1, 2), GREEDY), iter("de")
-        cache = MemoryCache(2**20)
-        model = CachedModel(own, cache, lambda: next(digests))
-        await model.identify()
-        for _ in range(2):
-            await asked(model, job)
-        assert len(own.generated) == 1
-        own.info = dataclasses.replace(own.info)  # as another process says it
-        for _ in range(3):
-            await asked(model, job)
-        # While the files are read nothing is kept, and then there is nothing under the new name.
-        assert len(own.generated) == 3 and next(digests, None) is None
-
-    asyncio.run(run())
+async def test_the_files_are_read_again_for_each_process() -> None:
+    own, job, digests = Model(), Generate((1, 2), GREEDY), iter("de")
+    cache = MemoryCache(2**20)
+    model = CachedModel(own, cache, lambda: next(digests))
+    await model.identify()
+    for _ in range(2):
+        await asked(model, job)
+    assert len(own.generated) == 1
+    own.info = dataclasses.replace(own.info)  # as another process says it
+    for _ in range(3):
+        await asked(model, job)
+    # While the files are read nothing is kept, and then there is nothing under the new name.
+    assert len(own.generated) == 3 and next(digests, None) is None
 
 
-def test_a_response_of_a_process_that_began_meanwhile_is_not_kept() -> None:
+async def test_a_response_of_a_process_that_began_meanwhile_is_not_kept() -> None:
     class Restarts(Model):
         async def generate(self, job: Generate) -> Generated:
             self.info = dataclasses.replace(self.info)
             return await super().generate(job)
 
-    async def run() -> None:
-        cache = MemoryCache(2**20)
-        await asked(await cached(cache, Restarts()), Generate((1, 2), GREEDY))
-        assert not cache.bytes
-
-    asyncio.run(run())
+    cache = MemoryCache(2**20)
+    await asked(await cached(cache, Restarts()), Generate((1, 2), GREEDY))
+    assert not cache.bytes
 
 
 # ---- in memory
 
 
-def test_memory_is_bounded_and_what_is_old_goes_first() -> None:
-    async def run() -> None:
-        cache = MemoryCache(1000)
-        for key in "abc":
-            await cache.put({key: b"x" * 100})
-        assert cache.bytes == 3 * 301
-        assert await cache.get(["a"]) == [b"x" * 100]  # which is used now
-        await cache.put({"d": b"y" * 100})
-        assert [value is not None for value in await cache.get(list("abcd"))] == [True, False, True, True]
-        await cache.put({"d": b"z"})
-        assert cache.bytes == 2 * 301 + 202 and await cache.get(["d"]) == [b"z"]
-        await cache.put({"e": b"x" * 1000})  # which has no room at all
-        assert cache.bytes == 2 * 301 + 202 and await cache.get(["e"]) == [None]
-
-    asyncio.run(run())
+async def test_memory_is_bounded_and_what_is_old_goes_first() -> None:
+    cache = MemoryCache(1000)
+    for key in "abc":
+        await cache.put({key: b"x" * 100})
+    assert cache.bytes == 3 * 301
+    assert await cache.get(["a"]) == [b"x" * 100]  # which is used now
+    await cache.put({"d": b"y" * 100})
+    assert [value is not None for value in await cache.get(list("abcd"))] == [True, False, True, True]
+    await cache.put({"d": b"z"})
+    assert cache.bytes == 2 * 301 + 202 and await cache.get(["d"]) == [b"z"]
+    await cache.put({"e": b"x" * 1000})  # which has no room at all
+    assert cache.bytes == 2 * 301 + 202 and await cache.get(["e"]) == [None]
 
 
 def test_the_cache_of_an_option() -> None:
@@ -319,24 +266,21 @@ DAMAGED = [b"", b"{", b"null", b"[]", b"3", b'{"sequences": 1}', b'{"sequences":
 
 
 @pytest.mark.parametrize("value", [*DAMAGED, json.dumps([[]] * 9).encode(), b"[" * 100_000])
-def test_a_value_that_is_none_of_ours_is_no_response(value: bytes) -> None:
-    async def run() -> None:
-        cache, own = MemoryCache(2**30), Model()
-        model = await cached(cache, own)
-        key = model._key(JOB)
-        assert key is not None
-        await cache.put({key: value})
-        expected = await asked(model, JOB)
-        assert len(own.generated) == 1
-        assert await asked(model, JOB) == expected and len(own.generated) == 1  # it is replaced
-
-    asyncio.run(run())
+async def test_a_value_that_is_none_of_ours_is_no_response(value: bytes) -> None:
+    cache, own = MemoryCache(2**30), Model()
+    model = await cached(cache, own)
+    key = model._key(JOB)
+    assert key is not None
+    await cache.put({key: value})
+    expected = await asked(model, JOB)
+    assert len(own.generated) == 1
+    assert await asked(model, JOB) == expected and len(own.generated) == 1  # it is replaced
 
 
 # ---- in a server
 
 
-def test_a_server_answers_from_its_cache(counted: Callable[[], dict[str, float]]) -> None:
+def test_a_server_answers_from_its_cache(lookups: Any) -> None:
     settings = ServeSettings(models=(("bart", BART),), cache="1MiB", warm_up=False, slots=4)
     model = LocalModel("bart", settings)
     request = {"model": "bart", "prompt": "fear not for i am with thee", "num_beams": 2, "max_tokens": 8}
@@ -349,7 +293,7 @@ def test_a_server_answers_from_its_cache(counted: Callable[[], dict[str, float]]
 
         def hits() -> float:
             ask()
-            return counted()["hit"]
+            return lookups()["hit"]
 
         first = ask()
         until(hits)  # its files have been read, and a response has been kept

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastgen_serve.cache import CacheDown, RedisCache
 from fastgen_serve.jobs import Encode, Generate
-from tests.serve.caches import GREEDY, Model, asked, cached, counts, settled
-
-
-@pytest.fixture
-def counted() -> Callable[[], dict[str, float]]:
-    """What was counted since the beginning of the test."""
-    before = counts()
-    return lambda: {name: value - before[name] for name, value in counts().items()}
+from tests.serve.caches import GREEDY, Model, asked, cached, settled
 
 
 class Redis:
@@ -70,88 +63,73 @@ def redis(tmp_path: Path) -> Iterator[Redis]:
 JOB = Generate((1, 2), GREEDY)
 
 
-def test_servers_share_what_redis_keeps(redis: Redis) -> None:
-    async def run() -> None:
-        one, two = Model(), Model()
-        first, second = [await cached(RedisCache(redis.url, 5.0), own) for own in (one, two)]
-        assert await asked(first, JOB) == await asked(second, JOB)
-        assert (len(one.generated), len(two.generated)) == (1, 0)
-        await first.encode([Encode((1,)), Encode((2,))])
-        await settled(first)
-        assert await second.encode([Encode((2,)), Encode((3,))]) == [[0.2, -1e-30], [0.1 * 3, -1e-30]]
-        assert two.encoded == [Encode((3,))]
-        await first.stop()
-        await second.stop()
-
-    asyncio.run(run())
+async def test_servers_share_what_redis_keeps(redis: Redis) -> None:
+    one, two = Model(), Model()
+    first, second = [await cached(RedisCache(redis.url, 5.0), own) for own in (one, two)]
+    assert await asked(first, JOB) == await asked(second, JOB)
+    assert (len(one.generated), len(two.generated)) == (1, 0)
+    await first.encode([Encode((1,)), Encode((2,))])
+    await settled(first)
+    assert await second.encode([Encode((2,)), Encode((3,))]) == [[0.2, -1e-30], [0.1 * 3, -1e-30]]
+    assert two.encoded == [Encode((3,))]
+    await first.stop()
+    await second.stop()
 
 
-def test_redis_stops_in_the_middle(redis: Redis, counted: Callable[[], dict[str, float]]) -> None:
-    async def run() -> None:
-        now, own = [0.0], Model()
-        cache = RedisCache(redis.url, 5.0, lambda: now[0])
-        model = await cached(cache, own)
-        expected = await asked(model, JOB)
-        assert await asked(model, JOB) == expected and len(own.generated) == 1
-        redis.stop()
-        for number in range(4):
-            assert await asked(model, JOB) == expected and len(own.generated) == 2 + number
-        redis.start()
-        assert await asked(model, JOB) == expected  # it is not asked again yet
-        assert len(own.generated) == 6
-        now[0] += 60
-        await asked(model, JOB)  # and has forgotten
-        await asked(model, JOB)
-        assert len(own.generated) == 7
-        await model.stop()
-
-    asyncio.run(run())
-    found = counted()
+async def test_redis_stops_in_the_middle(redis: Redis, lookups: Any) -> None:
+    now, own = [0.0], Model()
+    cache = RedisCache(redis.url, 5.0, lambda: now[0])
+    model = await cached(cache, own)
+    expected = await asked(model, JOB)
+    assert await asked(model, JOB) == expected and len(own.generated) == 1
+    redis.stop()
+    for number in range(4):
+        assert await asked(model, JOB) == expected and len(own.generated) == 2 + number
+    redis.start()
+    assert await asked(model, JOB) == expected  # it is not asked again yet
+    assert len(own.generated) == 6
+    now[0] += 60
+    await asked(model, JOB)  # and has forgotten
+    await asked(model, JOB)
+    assert len(own.generated) == 7
+    await model.stop()
+    found = lookups()
     # Of each of five responses that could not be looked up, it could not be kept either.
     assert found == {"hit": 2, "miss": 2, "down": 10}
 
 
-def test_redis_that_hangs_is_not_waited_for(redis: Redis) -> None:
-    async def run() -> None:
-        cache = RedisCache(redis.url, 0.3)
-        await cache.put({"a": b"1"})
-        redis.process.send_signal(signal.SIGSTOP)
+async def test_redis_that_hangs_is_not_waited_for(redis: Redis) -> None:
+    cache = RedisCache(redis.url, 0.3)
+    await cache.put({"a": b"1"})
+    redis.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(CacheDown):
+        await cache.get(["a"])
+    with pytest.raises(CacheDown, match="some seconds ago"):
+        await cache.get(["a"])
+    redis.process.send_signal(signal.SIGCONT)
+    cache._asks_from = 0.0
+    assert await cache.get(["b", "a"]) == [None, b"1"]  # not the answer to an earlier question
+    await cache.close()
+
+
+async def test_the_pause_grows_while_redis_is_down(redis: Redis) -> None:
+    now = [0.0]
+    cache = RedisCache(redis.url, 5.0, lambda: now[0])
+    redis.stop()
+    pauses = []
+    for _ in range(9):
         with pytest.raises(CacheDown):
             await cache.get(["a"])
-        with pytest.raises(CacheDown, match="some seconds ago"):
-            await cache.get(["a"])
-        redis.process.send_signal(signal.SIGCONT)
-        cache._asks_from = 0.0
-        assert await cache.get(["b", "a"]) == [None, b"1"]  # not the answer to an earlier question
-        await cache.close()
-
-    asyncio.run(run())
+        pauses.append(cache._asks_from - now[0])
+        now[0] = cache._asks_from
+    assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-1] == 30.0
 
 
-def test_the_pause_grows_while_redis_is_down(redis: Redis) -> None:
-    async def run() -> None:
-        now = [0.0]
-        cache = RedisCache(redis.url, 5.0, lambda: now[0])
-        redis.stop()
-        pauses = []
-        for _ in range(9):
-            with pytest.raises(CacheDown):
-                await cache.get(["a"])
-            pauses.append(cache._asks_from - now[0])
-            now[0] = cache._asks_from
-        assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-1] == 30.0
-
-    asyncio.run(run())
-
-
-def test_redis_that_is_full_is_asked_all_the_same(redis: Redis) -> None:
-    async def run() -> None:
-        cache = RedisCache(redis.url, 5.0)
-        await cache.put({"a": b"1"})
-        await cache._client.config_set("maxmemory", "1")
-        with pytest.raises(CacheDown):
-            await cache.put({"b": b"2"})
-        assert await cache.get(["a", "b"]) == [b"1", None]
-        await cache.close()
-
-    asyncio.run(run())
+async def test_redis_that_is_full_is_asked_all_the_same(redis: Redis) -> None:
+    cache = RedisCache(redis.url, 5.0)
+    await cache.put({"a": b"1"})
+    await cache._client.config_set("maxmemory", "1")
+    with pytest.raises(CacheDown):
+        await cache.put({"b": b"2"})
+    assert await cache.get(["a", "b"]) == [b"1", None]
+    await cache.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -21,7 +20,7 @@ from fastgen_serve.main import listen, main
 from fastgen_serve.models import Models
 from fastgen_serve.server import Server
 from fastgen_serve.settings import ServeSettings
-from tests.serve.servers import BART, GPT2, WAIT, Command, command, until
+from tests.serve.servers import BART, GPT2, WAIT, Command, command, connected, damaged, until
 
 LONG = {"prompt": "in the beginning", "max_tokens": 400, "min_tokens": 400, "num_beams": 1, "temperature": 0}
 SHORT = {"prompt": "in the beginning", "max_tokens": 5, "num_beams": 1, "temperature": 0}
@@ -76,10 +75,7 @@ def test_it_says_where_it_is_and_how_its_models_are_loaded(served: Command) -> N
 
 
 def test_models_have_processes_of_their_own(served: Command) -> None:
-    found = [
-        child for child in psutil.Process(served.process.pid).children() if "spawn_main" in " ".join(child.cmdline())
-    ]
-    assert len(found) == 2
+    assert len(processes_of_models(served)) == 2
     for name in ("kjv-gpt2", "translator"):
         answer = ask(served, model=name, **SHORT)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
@@ -96,18 +92,11 @@ def test_each_request_has_a_line_of_json(served: Command) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_leaves_no_slot(served: Command, stream: bool) -> None:
-    host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({**LONG, "stream": stream}).encode()
-    lines = [
-        "POST /v1/completions HTTP/1.1",
-        "Host: x",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-    ]
-    head = "".join(f"{line}\r\n" for line in [*lines, ""])
-    clients = [socket.create_connection((host, int(port))) for _ in range(12)]
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    clients = [connected(served.url) for _ in range(12)]
     for client in clients:
-        client.sendall(head.encode() + body)
+        client.sendall(f"{head}\r\n\r\n".encode() + body)
     until(lambda: running(served) == 12)
     for client in clients:
         client.close()
@@ -118,12 +107,10 @@ def test_a_client_that_leaves_leaves_no_slot(served: Command, stream: bool) -> N
 
 def test_a_process_of_a_model_that_is_killed_is_started_again(served: Command) -> None:
     expected = ask(served, **LONG).json()["choices"][0]["text"]
-    [found] = [
-        child for child in psutil.Process(served.process.pid).children() if child.pid == process_of(served, "kjv-gpt2")
-    ]
+    victim = psutil.Process(process_of(served, "kjv-gpt2"))
     threads, answers = in_background(4, served, **LONG)
     until(lambda: running(served) == 4)
-    found.send_signal(signal.SIGKILL)
+    victim.send_signal(signal.SIGKILL)
     until(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
     refused = ask(served, **SHORT)
     assert refused.status_code == 503 and "Retry-After" in refused.headers
@@ -133,9 +120,13 @@ def test_a_process_of_a_model_that_is_killed_is_started_again(served: Command) -
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [expected] * 4
 
 
+def processes_of_models(server: Command) -> list[psutil.Process]:
+    return [each for each in psutil.Process(server.process.pid).children() if "spawn_main" in " ".join(each.cmdline())]
+
+
 def process_of(server: Command, name: str) -> int:
     """The process of a model: that of the two which decodes when it is asked to."""
-    children = [c for c in psutil.Process(server.process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+    children = processes_of_models(server)
     before = {child.pid: sum(child.cpu_times()[:2]) for child in children}
     ask(server, model=name, **LONG)
     return max(children, key=lambda child: sum(child.cpu_times()[:2]) - before[child.pid]).pid
@@ -184,24 +175,17 @@ def test_what_takes_longer_than_it_may_is_refused_at_the_end() -> None:
         assert not psutil.wait_procs(children, WAIT)[1]
 
 
-def test_a_second_signal_ends_a_server_at_once() -> None:
+async def test_a_second_signal_ends_a_server_at_once() -> None:
     settings = ServeSettings()
-
-    async def work() -> None:
-        server = Server(create_app(settings, Models([])), settings)
-        server.handle_exit(signal.SIGINT, None)
-        assert not server.should_exit
-        server.handle_exit(signal.SIGINT, None)
-        assert server.should_exit and server.force_exit
-
-    asyncio.run(work())
+    server = Server(create_app(settings, Models([])), settings)
+    server.handle_exit(signal.SIGINT, None)
+    assert not server.should_exit
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and server.force_exit
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path, programs: Path) -> None:
-    for file in Path(GPT2).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with command(f"broken={tmp_path}", python=programs / "python") as server:
+    with command(f"broken={damaged(tmp_path)}", python=programs / "python") as server:
         assert server.wait() == 2
     [reason] = [line for line in server.lines if "cannot be loaded" in line]
     assert str(tmp_path) in reason and "Traceback" not in "\n".join(server.lines)
@@ -227,8 +211,7 @@ def test_no_such_folder_and_no_such_port_are_told_before_anything_is_loaded(caps
 
 def test_headers_without_end_are_refused(served: Command) -> None:
     """No key, no body and no queue is looked at before they are complete."""
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT) as client:
+    with connected(served.url) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nX-Long: ")
         with pytest.raises(OSError):
             for _ in range(200):

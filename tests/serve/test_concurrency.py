@@ -52,16 +52,12 @@ def test_a_stream_that_fails_closes_the_others() -> None:
     assert sorted(asyncio.run(run())) == [(0, 0), (1, 0), (1, 1)]
 
 
-def test_streams_are_closed_with_what_merges_them() -> None:
+async def test_streams_are_closed_with_what_merges_them() -> None:
     streams = [Stream(1, waits=True), Stream(1, waits=True)]
-
-    async def run() -> None:
-        made = merged([stream.items() for stream in streams])
-        await anext(made)
-        await made.aclose()
-        assert all(stream.is_closed for stream in streams)
-
-    asyncio.run(run())
+    made = merged([stream.items() for stream in streams])
+    await anext(made)
+    await made.aclose()
+    assert all(stream.is_closed for stream in streams)
 
 
 def test_results_are_in_order_and_end_with_the_first_failure() -> None:

@@ -95,16 +95,6 @@ def same(found: list[float], expected: Any) -> None:
     assert found == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_vectors_are_those_of_each_text_alone(bert: Path, vectors: EncodingWorker) -> None:
-    before = vectors.stats()
-    futures = [ask(vectors, job_of(bert, text)) for text in TEXTS]
-    for text, future in zip(TEXTS, futures, strict=True):
-        same(future.result(60), unit(states_of(bert, text).mean(0)))
-    now = vectors.stats()
-    assert now["finished"] - before["finished"] == now["rows"] - before["rows"] == len(TEXTS)
-    assert now["waiting"] == now["running"] == 0 and sum(now["batch_sizes"].values()) == now["batches"]
-
-
 def test_what_a_model_for_vectors_is(bert: Path, vectors: EncodingWorker) -> None:
     info = vectors.info
     assert (info.kind, info.tasks, info.positions, info.vector_size) == ("encoder", ("vector",), 48, 32)
@@ -293,18 +283,4 @@ def test_warm_up_measures_and_lazy_waits(bert: Path) -> None:
     for future in futures:
         assert len(future.result(60)) == 32
     assert worker.stats()["finished"] == 3  # what warm-up runs is not counted
-    worker.close()
-
-
-def test_a_trained_model_gives_what_sentence_transformers_gives(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentence_transformers", minversion="6")
-    from benchmarks import minilm
-
-    folder = minilm.unpacked(tmp_path) or pytest.skip(minilm.MISSING)
-    worker = started(folder)
-    futures = [ask(worker, job_of(folder, text)) for text in TEXTS]
-    expected = library.SentenceTransformer(str(folder), device="cpu").encode(TEXTS, show_progress_bar=False)
-    for future, vector in zip(futures, expected, strict=True):
-        assert future.result(60) == pytest.approx(vector.tolist(), abs=1e-5)
-    assert worker.info.vector_size == 384 and worker.info.positions == 256
     worker.close()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from fastgen_serve.workers.encoding import EncodingWorker
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
 from tests.pipeline import tiny
-from tests.serve.servers import BART, GPT2, WAIT
+from tests.serve.servers import BART, GPT2, WAIT, damaged, happens
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -44,27 +44,16 @@ async def running(settings: ServeSettings = SETTINGS) -> AsyncIterator[RemoteMod
         await model.stop()
 
 
-async def happens(condition: Callable[[], Any]) -> None:
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(wait(), WAIT)
-
-
 def kill(model: RemoteModel) -> None:
     assert model._process is not None and model._process.pid is not None
     os.kill(model._process.pid, signal.SIGKILL)
 
 
-def test_a_process_that_dies_is_started_again_and_its_requests_are_run_again() -> None:
-    async def work() -> None:
-        async with running() as model:
-            await check_what_waits_is_run_again(model)
-            await check_what_kills_each_process_is_not_run_for_ever(model)
-            await check_what_has_no_result_at_the_end_is_unavailable(model)
-
-    asyncio.run(work())
+async def test_a_process_that_dies_is_started_again_and_its_requests_are_run_again() -> None:
+    async with running() as model:
+        await check_what_waits_is_run_again(model)
+        await check_what_kills_each_process_is_not_run_for_ever(model)
+        await check_what_has_no_result_at_the_end_is_unavailable(model)
 
 
 async def check_what_waits_is_run_again(model: RemoteModel) -> None:
@@ -104,24 +93,16 @@ async def check_what_has_no_result_at_the_end_is_unavailable(model: RemoteModel)
     assert ended is not None and ended.exitcode == 0
 
 
-def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_again(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in Path(GPT2).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "model.safetensors").write_bytes(b"no weights")
-
-    async def work() -> None:
-        reasons: list[str] = []
-        model = RemoteModel("gpt2", ServeSettings(models=(("gpt2", str(folder)),)), reasons.append)
-        await model.start()
-        await happens(lambda: reasons)
-        assert "cannot be loaded" in reasons[0] and "\n" not in reasons[0]
-        with pytest.raises(Unavailable, match="cannot be loaded"):
-            await model.generate(Generate((5,)))
-        await model.stop()
-
-    asyncio.run(work())
+async def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_again(tmp_path: Path) -> None:
+    folder = damaged(tmp_path)
+    reasons: list[str] = []
+    model = RemoteModel("gpt2", ServeSettings(models=(("gpt2", str(folder)),)), reasons.append)
+    await model.start()
+    await happens(lambda: reasons)
+    assert "cannot be loaded" in reasons[0] and "\n" not in reasons[0]
+    with pytest.raises(Unavailable, match="cannot be loaded"):
+        await model.generate(Generate((5,)))
+    await model.stop()
 
 
 @pytest.fixture(scope="module")
@@ -161,21 +142,18 @@ def test_a_request_that_fails_fails_alone(
     assert isinstance(second, Failed) and said in second.message
 
 
-def test_a_model_whose_processes_die_while_they_load_is_given_up() -> None:
-    async def work() -> None:
-        reasons: list[str] = []
-        model = RemoteModel("gpt2", SETTINGS, reasons.append)
-        await model.start()
-        killed: set[int | None] = set()
-        while not reasons:
-            if model._process is not None and model._process.pid not in killed:
-                killed.add(model._process.pid)
-                kill(model)
-            await asyncio.sleep(0.02)
-        assert len(killed) == 3 and "gpt2 dies while it is loaded" in reasons[0]
-        await model.stop()
-
-    asyncio.run(work())
+async def test_a_model_whose_processes_die_while_they_load_is_given_up() -> None:
+    reasons: list[str] = []
+    model = RemoteModel("gpt2", SETTINGS, reasons.append)
+    await model.start()
+    killed: set[int | None] = set()
+    while not reasons:
+        if model._process is not None and model._process.pid not in killed:
+            killed.add(model._process.pid)
+            kill(model)
+        await asyncio.sleep(0.02)
+    assert len(killed) == 3 and "gpt2 dies while it is loaded" in reasons[0]
+    await model.stop()
 
 
 # ---- threads that die
@@ -193,7 +171,7 @@ def dying(connection: Connection, name: str, settings: ServeSettings) -> None:
             raise LookupError("planted")
         return choose(batches, waiting)
 
-    ContinuousBatches.choose = planted  # type: ignore[method-assign]
+    ContinuousBatches.choose = planted
     process.run(connection, name, settings)
 
 
@@ -201,7 +179,7 @@ def restarts() -> float:
     return metrics.REGISTRY.get_sample_value("fastgen_restarts_total", {"model": "gpt2"}) or 0.0
 
 
-def test_a_thread_that_dies_ends_the_process_which_is_started_again(
+async def test_a_thread_that_dies_ends_the_process_which_is_started_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That of the engine, in the process; and here, that which reads what the process sends."""
@@ -213,23 +191,20 @@ def test_a_thread_that_dies_ends_the_process_which_is_started_again(
             raise LookupError("planted")
         receive(model, message)
 
-    async def work() -> None:
-        job = Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 5})
-        with monkeypatch.context() as patch:
-            patch.setattr(process, "run", dying)
-            async with running() as model:
-                patch.undo()
-                wanted = await model.generate(job)
-                # It is told that it has failed, or it is run again in the process that is started then.
-                (found,) = await asyncio.gather(model.generate(Generate(POISON, job.options)), return_exceptions=True)
-                assert isinstance(found, (Unavailable, Generated))
-                await happens(lambda: restarts() == before + 1 and model.is_ready)
-                fails[0] = True
-                assert await model.generate(job) == wanted
-                assert restarts() == before + 2 and model.is_ready and not model._pending
-
     monkeypatch.setattr(RemoteModel, "receive", planted)
-    asyncio.run(work())
+    job = Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 5})
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "run", dying)
+        async with running() as model:
+            patch.undo()
+            wanted = await model.generate(job)
+            # It is told that it has failed, or it is run again in the process that is started then.
+            (found,) = await asyncio.gather(model.generate(Generate(POISON, job.options)), return_exceptions=True)
+            assert isinstance(found, (Unavailable, Generated))
+            await happens(lambda: restarts() == before + 1 and model.is_ready)
+            fails[0] = True
+            assert await model.generate(job) == wanted
+            assert restarts() == before + 2 and model.is_ready and not model._pending
     assert "has died (3)" in caplog.text and "the pipe between" in caplog.text
 
 
@@ -249,7 +224,7 @@ def test_what_an_encoder_dies_of_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
 def test_numbers_that_cannot_be_told_leave_the_thread_that_reads() -> None:
     sent: list[Any] = []
     made = worker.Worker("gpt2", SETTINGS, sent.append)
-    made._runner = SimpleNamespace(stats=lambda: {}[1])  # type: ignore[assignment]
+    made._runner = SimpleNamespace(stats=lambda: {}[1])
     made.receive(messages.AskStats(7))
     assert [(type(each), each.number) for each in sent] == [(messages.Failure, 7)]
 
@@ -267,7 +242,7 @@ def test_what_a_request_has_failed_with_has_a_status() -> None:
         on_error(ValueError("probabilities to draw from are not numbers"))
 
     for submit in (refuse, fail):
-        made._runner = SimpleNamespace(submit=submit)  # type: ignore[assignment]
+        made._runner = SimpleNamespace(submit=submit)
         made.receive(messages.Submit(1, Generate((5,), {"top_k": 3})))
     first, second = (each.error for each in sent)
     assert isinstance(first, BadRequest) and first.param == "top_k"

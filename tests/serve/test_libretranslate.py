@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -34,7 +33,7 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.translation import sentences
-from fastgen_serve.workers.local import LocalModel
+from tests.equivalence.check import in_threads
 from tests.serve import servers, tiny_translators
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
@@ -65,17 +64,6 @@ def settings(paths) -> ServeSettings:
         languages={"kjv-bart": frozenset({("fr", "en")}), "many": frozenset({("es", "it"), ("it", "zh")})},
         warm_up=False,
     )
-
-
-@pytest.fixture(scope="module")
-def models(settings) -> Models:
-    return Models([LocalModel(name, settings) for name, _ in settings.models])
-
-
-@pytest.fixture(scope="module")
-def url(settings, models) -> Iterator[str]:
-    with servers.in_thread(create_app(settings, models)) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -303,11 +291,8 @@ def test_many_clients_get_what_each_would_get_alone(client, translated):
         body = {"q": text, "source": "en", "target": "de"}
         found.append((text, client.post("/translate", json=body).json()["translatedText"]))
 
-    threads = [threading.Thread(target=ask, args=(text,)) for text in list(expected) * 4]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    texts = list(expected) * 4
+    in_threads(lambda number: ask(texts[number]), len(texts))
     assert len(found) == 12
     assert all(expected[text] == answer for text, answer in found)
 
@@ -375,7 +360,7 @@ def test_a_server_without_translators(settings, models):
         assert httpx.get(f"{url}/frontend/settings").status_code == 200
 
 
-def test_models_are_looked_at_in_a_thread_before_the_first_request(monkeypatch):
+async def test_models_are_looked_at_in_a_thread_before_the_first_request(monkeypatch):
     made: list[bool] = []
 
     class Translator:
@@ -384,12 +369,8 @@ def test_models_are_looked_at_in_a_thread_before_the_first_request(monkeypatch):
 
     monkeypatch.setattr(libretranslate, "Translator", Translator)
     app = create_app(ServeSettings(), Models([]))
-
-    async def start() -> None:
-        async with app.router.lifespan_context(app):
-            assert made == [False]
-
-    asyncio.run(start())
+    async with app.router.lifespan_context(app):
+        assert made == [False]
     assert made == [False]
 
 

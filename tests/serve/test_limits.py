@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -21,18 +20,10 @@ from fastgen_serve.jobs import Generate, ModelInfo
 from fastgen_serve.limits import Admission
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
-from tests.serve.servers import WAIT, in_thread, until
+from tests.serve.servers import Clock, connected, in_thread, until
 
 SETTINGS = ServeSettings(max_body_bytes=1000, api_keys=("key",))
 KEY = {"Authorization": "Bearer key"}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # ---- requests
@@ -240,16 +231,14 @@ def test_a_body_is_as_large_as_it_may_be_and_no_larger(url: str) -> None:
 
 
 def test_a_large_body_is_refused_before_it_comes(url: str) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as client:
+    with connected(url) as client:
         client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_a_client_that_leaves_ends_what_runs_for_it(url: str, probe: Probe) -> None:
-    host, port = url.removeprefix("http://").split(":")
     before = probe.began, probe.cancelled
-    with socket.create_connection((host, int(port))) as client:
+    with connected(url) as client:
         client.sendall(b"POST /wait HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
         until(lambda: probe.began == before[0] + 1)
         assert probe.cancelled == before[1]
@@ -266,19 +255,16 @@ def short(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_a_body_that_never_comes_is_not_waited_for(url: str, probe: Probe) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as client:
+    with connected(url) as client:
         client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
-        client.settimeout(WAIT)
         assert client.recv(100).startswith(b"HTTP/1.1 504")
     assert httpx.post(f"{url}/wait", content=b"{}").json()["error"]["message"] == "the request took longer than 0.3 s"
 
 
 @pytest.mark.usefixtures("short")
 def test_a_client_that_does_not_read_its_response_holds_nothing(url: str, probe: Probe) -> None:
-    host, port = url.removeprefix("http://").split(":")
     before = probe.cancelled
-    with socket.create_connection((host, int(port))) as client:
+    with connected(url) as client:
         client.sendall(b"POST /flood HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
         until(lambda: probe.cancelled == before + 1)
         until(lambda: probe.app.state.traffic.running == 0)

@@ -21,6 +21,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
+from tests.equivalence.check import in_threads
 from tests.serve.checkpoints import texts
 from tests.serve.servers import BART, GPT2, WAIT, Command, command, until
 from tests.serve.test_command import process_of
@@ -87,14 +88,9 @@ class Load:
         self._left, self._lock = iter(range(count)), threading.Lock()
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._client) for _ in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT)
-        assert not any(thread.is_alive() for thread in threads)
+        in_threads(self._client, CLIENTS)
 
-    def _client(self) -> None:
+    def _client(self, _: int) -> None:
         with httpx.Client(timeout=WAIT) as client:
             while True:
                 with self._lock:

@@ -41,17 +41,13 @@ def samples(url: str) -> dict[tuple[str, ...], float]:
     return {(each.name, *sorted(each.labels.values())): each.value for family in families for each in family.samples}
 
 
-def test_what_is_done_is_counted(model: LocalModel, url: str) -> None:
+async def test_what_is_done_is_counted(model: LocalModel, url: str) -> None:
     job = Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 6, "min_new_tokens": 6}, streams=True)
-
-    async def work() -> None:
-        async for _ in model.stream_all([job]):
-            pass
-        with pytest.raises(BadRequest):
-            await model.generate(Generate((-1,)))
-
     before = samples(url)
-    asyncio.run(work())
+    async for _ in model.stream_all([job]):
+        pass
+    with pytest.raises(BadRequest):
+        await model.generate(Generate((-1,)))
     after = samples(url)
 
     def more(*name: str) -> float:
@@ -71,19 +67,15 @@ def test_what_is_done_is_counted(model: LocalModel, url: str) -> None:
 
 
 @pytest.mark.parametrize("log_texts", [False, True])
-def test_texts_are_logged_only_if_asked_for(
+async def test_texts_are_logged_only_if_asked_for(
     model: LocalModel, log_texts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "_settings", dataclasses.replace(SETTINGS, log_texts=log_texts))
     tokens = tuple(model.tokenizer("fear not").input_ids)
     job = Generate(tokens, {"num_beams": 1, "max_new_tokens": 3, "min_new_tokens": 3})
     entry = log.Entry("id", "POST", "/path")
-
-    async def work() -> None:
-        log.current.set(entry)
-        await asyncio.gather(model.generate(job), model.generate(job))
-
-    asyncio.run(work())
+    log.current.set(entry)
+    await asyncio.gather(model.generate(job), model.generate(job))
     texts = {"texts": [model.tokenizer.decode(tokens)] * 2} if log_texts else {}
     assert entry.more == {"model": "counted", "prompt_tokens": 2 * len(tokens), "tokens": 6, **texts}
 

@@ -19,7 +19,7 @@ from fastgen_serve import on_ray
 from fastgen_serve.main import UsageError, main, read
 from fastgen_serve.settings import ServeSettings
 from tests.serve import checkpoints
-from tests.serve.servers import GPT2, WAIT, Command, command, until
+from tests.serve.servers import GPT2, WAIT, Command, command, damaged, until
 
 KEY = {"Authorization": "Bearer secret"}
 PROMPT, TOKENS = checkpoints.PROMPT, 200
@@ -146,10 +146,7 @@ def test_sigterm_finishes_what_runs_and_ends_the_cluster(served: Command) -> Non
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_command(ray: Any, tmp_path: Path) -> None:
-    for file in Path(GPT2).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with command(f"broken={tmp_path}", "--ray", "--port", free_port()) as server:
+    with command(f"broken={damaged(tmp_path)}", "--ray", "--port", free_port()) as server:
         assert server.wait() == 2
     assert "cannot be loaded" in server.lines[-1] and "Traceback" not in server.lines[-1]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from tests.serve import checkpoints
 from tests.serve.checkpoints import GREEDY, OTHER, PROMPT, SOURCE, complete, generated, texts
@@ -21,14 +19,14 @@ from tests.serve.servers import BART, GPT2
 def test_models(client: OpenAI, paths: dict[str, str]) -> None:
     assert [model.id for model in client.models.list()] == list(paths)
     card = client.models.retrieve("gpt2")
-    assert (card.id, card.object, card.max_model_len) == ("gpt2", "model", 512)  # type: ignore[attr-defined]
+    assert (card.id, card.object, card.max_model_len) == ("gpt2", "model", 512)
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("another/one")
     assert refused.value.code == "model_not_found"
 
 
 def test_the_first_model_is_the_default(url: str) -> None:
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": SOURCE}).json()["model"] == "bart"
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": SOURCE}, timeout=60).json()["model"] == "bart"
 
 
 def test_a_source_becomes_the_target_that_the_generation_config_asks_for(client: OpenAI) -> None:
@@ -231,29 +229,3 @@ def test_a_stream_of_events(url: str) -> None:
     assert events[-2:] == ["data: [DONE]", ""]
     parsed = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     assert all("usage" not in each and len(each["choices"]) == 1 for each in parsed)
-
-
-def test_many_clients_at_once(url: str) -> None:
-    lines = (Path("examples/data/heldout.src.txt").read_text().splitlines())[:6]
-    sources = [" ".join(line.split()[: 3 + 2 * number]) for number, line in enumerate(lines)]
-
-    async def ask() -> list[Any]:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            works = [client.completions.create(model="bart", prompt=source, max_tokens=20) for source in sources]
-            works += [client.completions.create(model="gpt2", prompt=source, **GREEDY) for source in sources]  # type: ignore[call-overload]
-            streams = [
-                client.completions.create(model="bart", prompt=each, max_tokens=20, stream=True) for each in sources
-            ]
-
-            async def read(stream: Any) -> str:
-                return "".join([chunk.choices[0].text async for chunk in await stream])
-
-            return await asyncio.gather(*works, *map(read, streams))
-
-    answers = asyncio.run(ask())
-    targets = [texts(BART, source, max_new_tokens=20)[0] for source in sources]
-    assert [answer.choices[0].text for answer in answers[:6]] == targets
-    assert [answer.choices[0].text for answer in answers[6:12]] == [
-        texts(GPT2, source, num_beams=1, max_new_tokens=12)[0] for source in sources
-    ]
-    assert answers[12:] == targets

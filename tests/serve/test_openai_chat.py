@@ -24,9 +24,9 @@ def test_a_chat_is_written_by_the_models_template(client: OpenAI, paths: dict[st
         messages=messages,
         temperature=0,
         max_tokens=8,
-        extra_body={"return_token_ids": True},  # type: ignore[arg-type]
+        extra_body={"return_token_ids": True},
     )
-    assert answer.prompt_token_ids == tokenizer(prompt)["input_ids"]  # type: ignore[attr-defined]
+    assert answer.prompt_token_ids == tokenizer(prompt)["input_ids"]
     assert answer.choices[0].message.role == "assistant" and answer.object == "chat.completion"
     expected = texts(GPT2, prompt, num_beams=1, max_new_tokens=8)[0]
     assert answer.choices[0].message.content == expected.removeprefix(" "), "an answer begins a text"
@@ -52,7 +52,7 @@ def test_variables_of_a_template(client: OpenAI, paths: dict[str, str]) -> None:
 
     def ask(variables: dict[str, Any]) -> Any:
         extra = {"return_token_ids": True, "chat_template_kwargs": variables}
-        return client.chat.completions.create(model="chat", messages=[USER], max_tokens=1, extra_body=extra)  # type: ignore[list-item]
+        return client.chat.completions.create(model="chat", messages=[USER], max_tokens=1, extra_body=extra)
 
     text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, brief=True)
     assert text.startswith("be brief")
@@ -69,10 +69,10 @@ def test_the_last_message_is_continued(client: OpenAI, paths: dict[str, str]) ->
     tokenizer = checkpoints.loaded(paths["chat"])[1]
     messages = [USER, {"role": "assistant", "content": "the law is"}]
     answer = client.chat.completions.create(
-        model="chat", messages=messages, temperature=0, max_tokens=2,  # type: ignore[arg-type]
+        model="chat", messages=messages, temperature=0, max_tokens=2,
         extra_body={"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True},
     )  # fmt: skip
-    assert tokenizer.decode(answer.prompt_token_ids).endswith("assistant said the law is")  # type: ignore[attr-defined]
+    assert tokenizer.decode(answer.prompt_token_ids).endswith("assistant said the law is")
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1, "seed": 3, "n": 2}, {}], ids=str)
@@ -91,13 +91,13 @@ def test_chunks_of_a_chat(client: OpenAI, fields: dict[str, Any]) -> None:
 def test_each_chunk_of_a_chat_has_the_usage_until_then(client: OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = client.chat.completions.create(
-        model="chat", messages=[USER], max_tokens=8, temperature=0, stream=True, stream_options=options,  # type: ignore[list-item]
+        model="chat", messages=[USER], max_tokens=8, temperature=0, stream=True, stream_options=options,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
-    counts = [chunk.usage.completion_tokens for chunk in chunks]  # type: ignore[union-attr]
-    assert (counts[0], counts[-1], last.usage.completion_tokens) == (0, 8, 8)  # type: ignore[union-attr]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert (counts[0], counts[-1], last.usage.completion_tokens) == (0, 8, 8)
     assert counts == sorted(counts) and len(set(counts)) > 2
-    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}  # type: ignore[union-attr]
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
 
 
 def test_a_chat_has_as_many_tokens_as_the_model_says_or_as_fit(client: OpenAI) -> None:
@@ -106,7 +106,7 @@ def test_a_chat_has_as_many_tokens_as_the_model_says_or_as_fit(client: OpenAI) -
     )
     assert answer.usage.completion_tokens == 64, "its generation config's max_new_tokens"
     long = [{"role": "user", "content": "the law " * 240}]
-    answer = client.chat.completions.create(model="chat", messages=long, temperature=0, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="chat", messages=long, temperature=0, extra_body={"ignore_eos": True})
     assert answer.usage.total_tokens == 512, "what is left"
 
 
@@ -153,7 +153,7 @@ def test_logprobs_of_chats(client: OpenAI, paths: dict[str, str]) -> None:
         extra_body={"no_repeat_ngram_size": 0, "return_token_ids": True},
     )  # fmt: skip
     choice: Any = answer.choices[0]
-    expected = log_probabilities(choice.token_ids, answer.prompt_token_ids)  # type: ignore[attr-defined]
+    expected = log_probabilities(choice.token_ids, answer.prompt_token_ids)
     assert [each.logprob for each in choice.logprobs.content] == pytest.approx(
         [row[token].item() for row, token in zip(expected, choice.token_ids, strict=True)], abs=1e-4
     )

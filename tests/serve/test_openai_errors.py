@@ -18,6 +18,7 @@ from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import Delta, Generated, ModelInfo
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.local import LocalModel
 from tests.serve import checkpoints
 from tests.serve.checkpoints import PROMPT, USER, complete
 from tests.serve.servers import BART, GPT2, in_thread
@@ -153,7 +154,7 @@ NOTHING_OF_VLLM = {
 def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="chat",
-        messages=[USER],  # type: ignore[list-item]
+        messages=[USER],
         max_tokens=1,
         temperature=0,
         presence_penalty=0,
@@ -177,7 +178,7 @@ def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         complete(client, prompt=[5] * 500, max_tokens=13)
     assert refused.value.code == "context_length_exceeded" and refused.value.param == "prompt"
-    assert str(refused.value.body["message"]).startswith(  # type: ignore[index]
+    assert str(refused.value.body["message"]).startswith(
         "This model's maximum context length is 512 tokens. However, you requested 513 tokens (500 in the prompt, "
         "13 in the completion)."
     )
@@ -191,8 +192,8 @@ def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
 
 
 def test_what_the_engine_refuses_has_the_name_of_the_field() -> None:
-    settings, models = checkpoints.load({"bart": BART})
-    with in_thread(create_app(settings, models)) as url:
+    settings = ServeSettings(models=(("bart", BART),), warm_up=False)
+    with in_thread(create_app(settings, Models([LocalModel("bart", settings)]))) as url:
         for stream in (False, True):
             body = {"prompt": "fear not", "max_tokens": 300, "stream": stream}
             response = httpx.post(f"{url}/v1/completions", json=body)
@@ -254,7 +255,7 @@ class _Fails:
 
 
 def post(model: _Fails, **fields: Any) -> httpx.Response:
-    app = create_app(ServeSettings(models=(("fails", GPT2),)), Models([model]))  # type: ignore[list-item]
+    app = create_app(ServeSettings(models=(("fails", GPT2),)), Models([model]))
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:

@@ -6,12 +6,8 @@ Needs selenium, and chromium with its driver (`apt-get install chromium chromium
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,23 +17,12 @@ import pytest
 from fastgen_serve.api import page as page_api
 from fastgen_serve.app import create_app
 from fastgen_serve.jobs import ModelInfo
-from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
-from fastgen_serve.workers.local import LocalModel
+from tests.browser import in_browser, resize, started
 from tests.serve import servers
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-MISSING = [
-    *([] if importlib.util.find_spec("selenium") else ["the package selenium"]),
-    *([] if CHROMIUM else ["chromium"]),
-    *([] if DRIVER else ["chromedriver"]),
-]
-in_browser = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
 TEXT = "fear not for i am with thee"
 VERSE = "and god said let there be light and there was light and god saw the light that it was good"
-# A folder for pictures of what the tests see, for those who want to look.
-PICTURES = os.environ.get("FASTGEN_PICTURES")
 
 
 @pytest.fixture(scope="module")
@@ -52,32 +37,10 @@ def settings() -> ServeSettings:
 
 
 @pytest.fixture(scope="module")
-def models(settings) -> Models:
-    return Models([LocalModel(name, settings) for name, _ in settings.models])
-
-
-@pytest.fixture(scope="module")
-def url(settings, models) -> Iterator[str]:
-    with servers.in_thread(create_app(settings, models)) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_script_timeout(servers.WAIT)
-    try:
+    with started() as driver:
+        driver.set_script_timeout(servers.WAIT)
         yield driver
-    finally:
-        driver.quit()
 
 
 class Page:
@@ -85,8 +48,7 @@ class Page:
 
     def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 860, scheme: str = "light") -> None:
         self.browser = browser
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        resize(browser, width, height)
         features = [
             {"name": "prefers-color-scheme", "value": scheme},
             {"name": "prefers-reduced-motion", "value": "reduce"},
@@ -102,10 +64,18 @@ class Page:
     def find(self, selector: str) -> list[Any]:
         return self.browser.find_elements("css selector", selector)
 
-    def write(self, name: str, value: object) -> None:
-        field = self.browser.find_element("id", name)
-        field.clear()
-        field.send_keys(str(value))
+    def write(self, **values: object) -> None:
+        """Into fields, by their names."""
+        for name, value in values.items():
+            field = self.browser.find_element("id", name)
+            field.clear()
+            field.send_keys(str(value))
+
+    def run(self, **values: object) -> None:
+        """Writes into fields, and asks for results until they are there."""
+        self.write(**values)
+        self.click("run")
+        self.wait_until_done()
 
     def choose(self, name: str, value: str) -> None:
         from selenium.webdriver.support.select import Select
@@ -149,10 +119,6 @@ class Page:
             """
         )
 
-    def picture(self, name: str) -> None:
-        if PICTURES:
-            self.browser.save_screenshot(str(Path(PICTURES) / f"{name}.png"))
-
 
 @in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -165,20 +131,14 @@ def test_first_view(browser, url, scheme):
     assert page.of("failure", "hidden") and page.of("key-field", "hidden")
     assert page.focused() == "text"
     assert not page.complaints() and not page.is_cut()
-    page.picture(f"first-{scheme}")
 
 
 @in_browser
 def test_the_n_best_are_side_by_side_with_their_scores(browser, url):
     page = Page(browser, url, height=720)
-    page.write("text", VERSE)
-    page.write("beams", 4)
+    page.write(text=VERSE, beams=4)
     assert page.of("results", "value") == "4"  # as many as beams, unless somebody says another number
-    page.write("results", 3)
-    page.write("most", 40)
-    page.write("penalty", 0.8)
-    page.click("run")
-    page.wait_until_done()
+    page.run(results=3, most=40, penalty=0.8)
     body = {"prompt": VERSE, "num_beams": 4, "n": 3, "max_tokens": 40, "length_penalty": 0.8}
     expected = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     assert page.results() == [choice["text"] for choice in expected["choices"]]
@@ -195,16 +155,13 @@ def test_the_n_best_are_side_by_side_with_their_scores(browser, url):
         assert best.startswith(shared) and other.startswith(shared)
         assert best[len(shared) :][:1] != other[len(shared) :][:1]
     assert not page.complaints() and not page.is_cut()
-    page.picture("n-best")
 
 
 @in_browser
 def test_tokens_come_as_they_are_certain(browser, url):
     page = Page(browser, url, height=720, scheme="dark")
     page.choose("model", "kjv-gpt2")
-    page.write("beams", 1)
-    page.write("text", "and it came to pass")
-    page.write("most", 60)
+    page.write(beams=1, text="and it came to pass", most=60)
     page.click("run")
     # More than one picture of the text: each one goes on where the last one has ended.
     seen: list[str] = []
@@ -213,8 +170,6 @@ def test_tokens_come_as_they_are_certain(browser, url):
         text = "".join(page.results())
         if text and text not in seen:
             seen.append(text)
-            if len(text) > 60 and not Path(PICTURES or "", "streaming.png").exists():
-                page.picture("streaming")
         return page.of("list", "ariaBusy") == "false" and page.of("state") != "Generating."
 
     servers.until(look, every=0)
@@ -232,10 +187,7 @@ def test_tokens_come_as_they_are_certain(browser, url):
 def test_stopping_frees_the_slots(browser, url, models):
     page = Page(browser, url)
     page.choose("model", "kjv-gpt2")
-    page.write("beams", 1)
-    page.write("text", "and it came to pass")
-    page.write("most", 60)
-    page.write("least", 60)
+    page.write(beams=1, text="and it came to pass", most=60, least=60)
     page.click("run")
     servers.until(lambda: page.results() and page.results()[0])
     page.press("\ue00c")  # Escape
@@ -248,19 +200,13 @@ def test_stopping_frees_the_slots(browser, url, models):
 @in_browser
 def test_errors_are_shown_and_go(browser, url):
     page = Page(browser, url)
-    page.write("text", TEXT)
-    page.write("least", 50)
-    page.write("most", 20)
-    page.click("run")
-    page.wait_until_done()
+    page.run(text=TEXT, least=50, most=20)
     assert "min_tokens" in page.of("failure") and not page.of("failure", "hidden")
     assert page.of("failure", "role") == "alert"
-    page.picture("error")
     page.browser.find_element("id", "least").clear()
-    page.click("run")
-    page.wait_until_done()
+    page.run()
     assert page.of("failure", "hidden") and page.results()
-    page.write("beams", 100)
+    page.write(beams=100)
     page.click("run")  # the browser says what is wrong, and nothing is sent
     assert page.browser.execute_script("return document.getElementById('beams').validity.rangeOverflow")
 
@@ -277,9 +223,7 @@ def test_what_a_model_writes_is_text(browser, url):
             path.startsWith("v1/") ? new Response(answer) : ask(path, options);
         """
     )
-    page.write("text", TEXT)
-    page.click("run")
-    page.wait_until_done()
+    page.run(text=TEXT)
     assert page.results() == ["<img src=x onerror=alert(1)>"]
     assert not page.find(".words img")
 
@@ -312,9 +256,7 @@ def test_languages_are_chosen_where_a_model_is_told_them(browser, url):
     servers.until(is_shown, every=0.1)
     page.choose("source", "eng_Latn")
     page.choose("target", "deu_Latn")
-    page.write("text", TEXT)
-    page.click("run")
-    page.wait_until_done()
+    page.run(text=TEXT)
     sent = page.browser.execute_script("return window.sent")
     assert (sent["src_lang"], sent["tgt_lang"], sent["model"]) == ("eng_Latn", "deu_Latn", "kjv-gpt2")
 
@@ -363,17 +305,12 @@ def test_each_field_has_a_name_and_the_focus_is_seen(browser, url):
 def test_narrow_windows(browser, url, width):
     page = Page(browser, url, width=width, height=740)
     assert not page.is_cut()
-    page.write("text", TEXT)
-    page.write("beams", 3)
-    page.write("most", 24)
-    page.click("run")
-    page.wait_until_done()
+    page.run(text=TEXT, beams=3, most=24)
     assert len(page.results()) == 3
     assert not page.is_cut()
     assert page.browser.execute_script(
         "return document.getElementById('results-title').getBoundingClientRect().bottom <= innerHeight"
     )
-    page.picture(f"wide-{width}")
     if width < 500:
         assert len({each.rect["x"] for each in page.find(".result")}) == 1
         for control in page.find("button, input, select"):
@@ -389,12 +326,10 @@ def test_a_key_is_asked_for_where_one_is_needed(browser, settings, models):
         assert page.of("metrics", "hidden") is True  # a link has no key
         page.press("wrong", "\ue004")
         servers.until(lambda: "API key" in page.of("failure"))
-        page.write("key", "right")
+        page.write(key="right")
         page.press("\ue004")
         servers.until(lambda: page.of("run", "disabled") is False)
-        page.write("text", TEXT)
-        page.click("run")
-        page.wait_until_done()
+        page.run(text=TEXT)
         assert page.results()
         assert page.browser.execute_script("return localStorage.length + document.cookie.length") == 0
 

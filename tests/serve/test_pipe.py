@@ -19,7 +19,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged, whatever libraries of other tests have done to loggers."""
     lines: list[str] = []
     logger, handler = logging.Logger("of the test"), logging.Handler()
-    handler.emit = lambda record: lines.append(handler.format(record))  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(handler.format(record))
     logger.addHandler(handler)
     monkeypatch.setattr(pipe, "_log", logger)
     return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,17 +19,11 @@ from fastgen_serve.scheduling import (
     measured,
 )
 from fastgen_serve.settings import ServeSettings
+from tests.partitions import partitions
+from tests.serve.servers import Clock
 
 # Without an end, so that costs decide.
 WIDE = Limits(inputs=1000, tokens=10**9)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Encoder:
@@ -55,18 +48,6 @@ def seconds(length: int, inputs: int, fixed: float = 0.01, token: float = 0.001)
 def costs(fixed: float, longest: int = 100) -> Costs:
     """Those of `seconds`, which has straight lines: a grid of its corners says all of it."""
     return Costs({(l, n): seconds(l, n, fixed) for l in (1, longest) for n in (1, 50)})  # noqa: E741
-
-
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to put them into groups."""
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for groups in partitions(rest):
-        yield [[first], *groups]
-        for number, group in enumerate(groups):
-            yield [*groups[:number], [first, *group], *groups[number + 1 :]]
 
 
 def least(lengths: list[int], fixed: float, most: int) -> float:
@@ -208,7 +189,7 @@ def test_who_leaves_is_not_waited_for() -> None:
 
 
 def made(clock: Clock, **options: object) -> Scheduler[int]:
-    settings = ServeSettings(**options)  # type: ignore[arg-type]
+    settings = ServeSettings(**options)
     return make_scheduler(settings, Encoder(clock, padded=True), 128, Limits(8))
 
 

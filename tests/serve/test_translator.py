@@ -95,7 +95,7 @@ def test_a_model_whose_files_are_damaged_leaves_the_others(tmp_path, caplog):
         models=(("bad", str(tmp_path)), ("echo", servers.BART)), languages={"echo": frozenset({("en", "de")})}
     )
     with caplog.at_level(logging.WARNING, "fastgen_serve"):
-        found = Translator(Models([Echo(name="bad"), Echo()]), settings)  # type: ignore[list-item]
+        found = Translator(Models([Echo(name="bad"), Echo()]), settings)
     assert found.languages == {"en": ["de"]}
     assert "model bad" in caplog.text
 

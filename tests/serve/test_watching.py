@@ -147,7 +147,7 @@ def test_a_stop_text_ends_sequences_where_the_librarys_does(
 
 def librarys(model: LocalModel, job: Generate) -> list[tuple[int, ...]]:
     """The new tokens that `generate` gives with its own `stop_strings`."""
-    reference: Any = model._worker._runner._model  # type: ignore[union-attr]
+    reference: Any = model._worker._runner._model
     with torch.random.fork_rng():
         torch.manual_seed(job.seed or 0)
         options = {**job.options, "stop_strings": list(job.stop), "tokenizer": model.tokenizer}

@@ -21,11 +21,11 @@ from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import generation
-from fastgen_serve.workers.client import ClientModel
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
+from tests.equivalence.check import in_threads
 from tests.pipeline import tiny
-from tests.serve.servers import BART, GPT2, WAIT
+from tests.serve.servers import BART, GPT2, WAIT, happens
 
 MODELS = (("bart", BART), ("gpt2", GPT2))
 SETTINGS = ServeSettings(models=MODELS, slots=16, max_waiting=200, warm_up=False)
@@ -57,14 +57,6 @@ class Loop:
         self._loop.close()
 
 
-async def until_ready(model: ClientModel) -> None:
-    async def wait() -> None:
-        while not model.is_ready:
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(wait(), WAIT)
-
-
 @pytest.fixture(scope="module")
 def loop(enabled: None) -> Iterator[Loop]:
     made = Loop()
@@ -81,7 +73,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def remote(loop: Loop, forks: None, name: str) -> Iterator[RemoteModel]:
     model = RemoteModel(name, SETTINGS)
     loop.run(model.start())
-    loop.run(until_ready(model))
+    loop.run(happens(lambda: model.is_ready))
     yield model
     loop.run(model.stop())
 
@@ -139,11 +131,7 @@ def test_answers_are_those_of_generate_for_each_input_alone(loop: Loop, remote: 
         for number in range(first, len(jobs), 8):
             results[number] = loop.run(answer(jobs[number]))
 
-    threads = [threading.Thread(target=client, args=(first,)) for first in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
+    in_threads(client, 8)
     for number, job in enumerate(jobs):
         check(reference, job, results[number].sequences)
 

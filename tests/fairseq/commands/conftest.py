@@ -9,24 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
+
+from tests.pipeline.conftest import one_thread
 
 if TYPE_CHECKING:  # without FairSeq this file is loaded, and no test beside it
     from tests.fairseq.commands.world import World
 
-
-@pytest.fixture(autouse=True)
-def arguments_as_before(monkeypatch):
-    """FairSeq's commands read them from there."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,11 @@ import torch
 from fastgen.pipeline import SetupError
 from fastgen.pipeline.encoding import classify_dataset
 from tests.pipeline import tiny
+from tests.pipeline.reading import rows_of
 
 
 def run(model, source, output, **options):
     return classify_dataset(model, source, output, **({"device": "cpu", "quiet": True, "batch_size": 4} | options))
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def logits_of(model: Path, texts, pairs=None):

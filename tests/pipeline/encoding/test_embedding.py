@@ -12,10 +12,11 @@ import torch
 
 import fastgen
 from fastgen.pipeline import SetupError, StrictError
-from fastgen.pipeline.encoding import embed_dataset
+from fastgen.pipeline.encoding import embed_dataset, modules
 from fastgen.pipeline.encoding.run import EmbeddingStage, EncodingStage
 from tests.pipeline import tiny
 from tests.pipeline.children import interrupted_after
+from tests.pipeline.reading import rows_of
 
 TOLERANCE = dict(rtol=1e-4, atol=1e-5)
 
@@ -75,8 +76,8 @@ def test_padding_is_left_out(bert, inputs, tmp_path):
 def test_the_side_of_the_padding_is_the_tokenizers(fresh, inputs, tmp_path, side, monkeypatch):
     config = json.loads((fresh / "tokenizer_config.json").read_text())
     (fresh / "tokenizer_config.json").write_text(json.dumps(config | {"padding_side": side}))
-    seen = []
-    monkeypatch.setattr("fastgen.pipeline.encoding.modules._pool", spy(seen))
+    seen, pool = [], modules._pool
+    monkeypatch.setattr(modules, "_pool", lambda *given: seen.append(given[2]) or pool(*given))  # the mask
     run(fresh, inputs, tmp_path / "out.npy", pooling="max", batch_size=64, max_tokens=100000)
     # With padding in front, positions are others than those of the text alone: the library counts columns.
     texts = inputs.read_text().splitlines()
@@ -85,16 +86,6 @@ def test_the_side_of_the_padding_is_the_tokenizers(fresh, inputs, tmp_path, side
         np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, **TOLERANCE)
     padded = [mask for mask in seen if not mask.all()]
     assert padded and all((mask[:, 0] == 1).all() == (side == "right") for mask in padded)
-
-
-def spy(seen):
-    from fastgen.pipeline.encoding.modules import _pool
-
-    def pool(kind, states, mask, skipped):
-        seen.append(mask)
-        return _pool(kind, states, mask, skipped)
-
-    return pool
 
 
 def test_every_format_has_the_same_vectors(bert, tmp_path):
@@ -110,7 +101,7 @@ def test_every_format_has_the_same_vectors(bert, tmp_path):
         assert (error["line"], error["id"], error["error"]) == (2, "b", "empty")
     array = np.load(tmp_path / "out.npy")
     assert np.isnan(array[1]).all() and np.isfinite(array[[0, 2]]).all()
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]]
+    lines = rows_of(tmp_path / "out.jsonl")
     table = parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert lines == table
     assert [row["id"] for row in lines] == ["a", "c"] and [row["input"] for row in lines] == [
@@ -149,7 +140,7 @@ def test_long_texts_are_cut_and_counted(bert, tmp_path):
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
     report = run(bert, tmp_path / "in.txt", tmp_path / "out.jsonl")
     assert (report.truncated, report.skipped) == (2, 0)
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]]
+    rows = rows_of(tmp_path / "out.jsonl")
     assert [row["truncated"] for row in rows] == [False, True, False, True]
     assert [row["input_tokens"] for row in rows] == [64, 64, rows[2]["input_tokens"], 64]
     report = run(bert, tmp_path / "in.txt", tmp_path / "out.npy", max_length=10)
@@ -236,7 +227,7 @@ def test_positions_that_begin_after_the_padding(inputs, tmp_path):
     tokens.save_pretrained(tmp_path / "m")
     (tmp_path / "in.txt").write_text("A" * 100 + "\nlight\n")
     report = run(tmp_path / "m", tmp_path / "in.txt", tmp_path / "out.jsonl", pooling="cls")
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]]
+    rows = rows_of(tmp_path / "out.jsonl")
     assert rows[0]["input_tokens"] == 32 and report.skipped == 0
 
 
@@ -283,7 +274,7 @@ def test_relative_positions_have_no_end(inputs, tmp_path):
     (tmp_path / "in.txt").write_text("A" * 700 + "\nlight\n")
     for options, longest in (({}, 702), ({"max_length": 600}, 600), ({"max_length": 10**30}, 702)):
         run(tmp_path / "m", tmp_path / "in.txt", tmp_path / "out.jsonl", pooling="mean", overwrite=True, **options)
-        rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]]
+        rows = rows_of(tmp_path / "out.jsonl")
         assert rows[0]["input_tokens"] == longest
     tiny.sentence_files(tmp_path / "m", ("Pooling", {"pooling_mode": "mean"}), settings={"max_seq_length": 10**30})
     report = run(tmp_path / "m", tmp_path / "in.txt", tmp_path / "out.jsonl", overwrite=True)

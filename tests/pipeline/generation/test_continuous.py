@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.records import Record
 from tests.pipeline import tiny
-from tests.pipeline.children import finished, in_child
 
 RECORDS = 24
 # Many tokens that end an output, so that lengths differ much.
@@ -103,25 +99,6 @@ def test_an_interrupted_run_ends_in_the_same_file(
     report = run(bart, inputs, output, generation=generation, resume=True)
     assert report.resumed_samples in (8, 16)
     assert output.read_bytes() == (tmp_path / f"whole.{form}").read_bytes()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_run_ends_in_the_same_file(gpt2: Path, inputs: Path, tmp_path: Path) -> None:
-    loaded = load(RunOptions(model=str(gpt2), input="-", output="-", device="cpu", quiet=True))
-    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-
-    def again() -> None:
-        run(loaded.model, inputs, output, tokenizer=loaded.tokenizer, resume=True)
-
-    child = in_child(again)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (partial.exists() and b'{"batch"' in partial.read_bytes()):
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    assert finished(child) == -signal.SIGKILL
-    assert finished(in_child(again)) == 0
-    assert finished(in_child(lambda: run(loaded.model, inputs, tmp_path / "w.jsonl", tokenizer=loaded.tokenizer))) == 0
-    assert output.read_bytes() == (tmp_path / "w.jsonl").read_bytes()
 
 
 def test_a_sample_does_not_depend_on_the_batch(gpt2: Path, inputs: Path, tmp_path: Path) -> None:

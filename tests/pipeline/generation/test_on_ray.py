@@ -15,9 +15,9 @@ import pytest
 import fastgen
 from fastgen.pipeline import RunOptions, SetupError, generate_dataset
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.generation.model import ModelStage
 from fastgen.pipeline.writers import FileOutput
 from tests.pipeline import tiny
+from tests.pipeline.children import interrupted_after
 
 RECORDS = 300
 GENERATION = {"num_beams": 2, "max_new_tokens": 12}
@@ -79,18 +79,19 @@ def workers_of_ray() -> list[psutil.Process]:
     return found
 
 
-def lose_a_worker(cluster: Any, partial: Path) -> None:
-    """Once it has done something: the process of a worker, or a node with all that is on it."""
-    before, deadline = partial.stat().st_size, time.monotonic() + 120
-    while partial.stat().st_size == before and time.monotonic() < deadline:
-        time.sleep(0.01)
+def wait_for_more_than(size: float, partial: Path) -> None:
+    """Outputs of that many bytes."""
+    deadline = time.monotonic() + 240
+    while not (partial.exists() and partial.stat().st_size > size) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def lose_a_worker(cluster: Any) -> None:
     workers_of_ray()[0].kill()
 
 
-def lose_a_node(cluster: Any, partial: Path) -> None:
-    before, deadline = partial.stat().st_size, time.monotonic() + 120
-    while partial.stat().st_size == before and time.monotonic() < deadline:
-        time.sleep(0.01)
+def lose_a_node(cluster: Any) -> None:
+    """With all that is on it."""
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
 
 
@@ -99,25 +100,20 @@ def test_a_worker_that_is_lost(bart: Path, source: Path, tmp_path: Path, cluster
     """Its batches run again, also in a run that was interrupted before."""
     one, several = tmp_path / "one.jsonl", tmp_path / "several.jsonl"
     run(bart, source, one, workers=0)
-    batches, original = 0, ModelStage.run
-
-    def interrupted(stage: ModelStage, batch: Any) -> Any:
-        nonlocal batches
-        batches += 1
-        if batches > 5:
-            raise KeyboardInterrupt
-        return original(stage, batch)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ModelStage, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(5):
         run(bart, source, several, workers=0)
-    unfinished, recorded = [], FileOutput.batch
+    unfinished, recorded, partial = [], FileOutput.batch, tmp_path / "several.jsonl.partial"
+    before = partial.stat().st_size
+
+    def lose_once_it_has_done_something() -> None:
+        wait_for_more_than(before, partial)
+        lose(cluster)
 
     def counted(output: FileOutput, *given: Any) -> None:
         unfinished.append(killer.is_alive())
         recorded(output, *given)
 
-    killer = Thread(target=lose, args=(cluster, tmp_path / "several.jsonl.partial"))
+    killer = Thread(target=lose_once_it_has_done_something)
     killer.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileOutput, "batch", counted)
@@ -138,15 +134,9 @@ def test_a_worker_is_killed_at_a_random_moment(
     part, left = random.Random(seed).uniform(0.05, 0.8), list[int]()
 
     def lose() -> None:
-        partial, deadline = tmp_path / "several.jsonl.partial", time.monotonic() + 240
-        while time.monotonic() < deadline and not (
-            partial.exists() and partial.stat().st_size > part * one.stat().st_size
-        ):
-            time.sleep(0.005)
-        workers = [
-            each for each in psutil.process_iter(["cmdline"]) if "MapBatches(Worker)" in str(each.info["cmdline"])
-        ]
-        random.Random(seed).choice(workers).kill()
+        partial = tmp_path / "several.jsonl.partial"
+        wait_for_more_than(part * one.stat().st_size, partial)
+        random.Random(seed).choice(workers_of_ray()).kill()
         left.append(RECORDS - len(partial.read_bytes().splitlines()))
 
     killer = Thread(target=lose)

@@ -24,6 +24,11 @@ def settings(model, output="out.jsonl", **options):
     return RunOptions(model=str(model), input="-", output=output, device="cpu", generation=generation, **options)
 
 
+def loaded_for(model, **options):
+    asked = settings(model, **options)
+    return load(asked), asked
+
+
 def batch(loaded, asked, texts):
     records = [Record(position, position + 1, position, text) for position, text in enumerate(texts)]
     rows = [row for row in Encoder(loaded, asked)(records) if not row.problem]
@@ -39,9 +44,8 @@ def outputs(loaded, asked, generated):
 @pytest.mark.parametrize("kind", ["bart", "gpt2"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_batch_gives_what_each_text_gives_alone(kind, beams, request):
-    asked = settings(request.getfixturevalue(kind), generation={"num_beams": beams, "num_return_sequences": beams})
-    asked = settings(asked.model, token_ids=True, generation=dict(asked.generation))
-    loaded = load(asked)
+    generation = {"num_beams": beams, "num_return_sequences": beams}
+    loaded, asked = loaded_for(request.getfixturevalue(kind), token_ids=True, generation=generation)
     texts = tiny.sentences(7)
     found = outputs(loaded, asked, ModelStage(loaded, asked).run(batch(loaded, asked, texts)))
     assert sorted(found) == list(range(7))
@@ -69,16 +73,9 @@ def test_a_batch_gives_what_each_text_gives_alone(kind, beams, request):
 
 
 def test_prompts_are_padded_on_the_left(gpt2, monkeypatch):
-    asked = settings(gpt2)
-    loaded = load(asked)
+    loaded, asked = loaded_for(gpt2)
     seen = {}
-    generate = loaded.model.generate
-
-    def spy(**options):
-        seen.update(options)
-        return generate(**options)
-
-    monkeypatch.setattr(loaded.model, "generate", spy)
+    failing(loaded, monkeypatch, seen.update)  # it fails for nothing
     rows = batch(loaded, asked, ["god", "in the beginning god created"])
     ModelStage(loaded, asked).run(rows)
     width = len(rows.rows[0].ids)
@@ -88,8 +85,7 @@ def test_prompts_are_padded_on_the_left(gpt2, monkeypatch):
 
 
 def test_the_prompt_can_be_kept(gpt2):
-    asked = settings(gpt2, include_prompt=True)
-    loaded = load(asked)
+    loaded, asked = loaded_for(gpt2, include_prompt=True)
     plain = settings(gpt2)
     rows = batch(loaded, asked, ["in the beginning", "god"])
     kept = outputs(loaded, asked, ModelStage(loaded, asked).run(rows))
@@ -99,29 +95,31 @@ def test_the_prompt_can_be_kept(gpt2):
         assert new[position][0][0] in kept[position][0][0]
 
 
-def fails_above(loaded, monkeypatch, rows_that_fit, error):
-    """Make generate fail for batches with more rows; returns the row counts that it was called with."""
-    calls = []
-    generate = loaded.model.generate
+def failing(loaded, monkeypatch, error_for):
+    """Has `generate` raise the error for its options, if there is one; returns the row counts of its calls."""
+    calls, generate = [], loaded.model.generate
 
-    def limited(**options):
+    def fails(**options):
         calls.append(len(options["input_ids"]))
-        if calls[-1] > rows_that_fit:
+        error = error_for(options)
+        if error is not None:
             raise error
         return generate(**options)
 
-    monkeypatch.setattr(loaded.model, "generate", limited)
+    monkeypatch.setattr(loaded.model, "generate", fails)
     return calls
 
 
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_a_batch_that_does_not_fit_is_split_and_the_size_remembered(bart, monkeypatch):
-    asked = settings(bart)
-    loaded = load(asked)
+    loaded, asked = loaded_for(bart)
     texts = [text + " and" for text in tiny.sentences(13)]
     rows = batch(loaded, asked, texts)
     expected = outputs(loaded, asked, ModelStage(loaded, asked).run(rows))
     stage = ModelStage(loaded, asked)
-    calls = fails_above(loaded, monkeypatch, 3, torch.OutOfMemoryError("CUDA out of memory"))
+    calls = failing(loaded, monkeypatch, lambda options: NO_MEMORY if len(options["input_ids"]) > 3 else None)
     first = outputs(loaded, asked, stage.run(rows))
     assert {p: texts for p, (texts, _) in first.items()} == {p: texts for p, (texts, _) in expected.items()}
     assert stage.out_of_memory > 0
@@ -135,20 +133,11 @@ def test_a_batch_that_does_not_fit_is_split_and_the_size_remembered(bart, monkey
 @pytest.mark.parametrize(("first_failures", "tried"), [(1, [4, 4]), (2, [4, 4, 2, 2])])
 def test_captured_steps_that_are_kept_are_dropped_first(bart, monkeypatch, first_failures, tried):
     """What earlier batches have left on the GPU is given back, and the batch is tried again as it is, once."""
-    asked = settings(bart)
-    loaded = load(asked)
+    loaded, asked = loaded_for(bart)
     rows = batch(loaded, asked, tiny.sentences(4))
-    failures = [torch.OutOfMemoryError("CUDA out of memory")] * first_failures
+    failures = [NO_MEMORY] * first_failures
     monkeypatch.setattr("fastgen.pipeline.batches.free_captured_steps", lambda device: True)
-    generate, calls = loaded.model.generate, []
-
-    def limited(**options):
-        calls.append(len(options["input_ids"]))
-        if failures:
-            raise failures.pop()
-        return generate(**options)
-
-    monkeypatch.setattr(loaded.model, "generate", limited)
+    calls = failing(loaded, monkeypatch, lambda options: failures.pop() if failures else None)
     stage = ModelStage(loaded, asked)
     done = stage.run(rows)
     assert calls == tried and (stage.limit is None) == (first_failures == 1) and not done.failures
@@ -168,39 +157,22 @@ def test_freeing_captured_steps(monkeypatch):
 
 
 def test_a_single_record_that_does_not_fit_is_a_bad_one(bart, monkeypatch):
-    asked = settings(bart)
-    loaded = load(asked)
+    loaded, asked = loaded_for(bart)
     rows = batch(loaded, asked, ["god said " * 8, "light", "day"])
-    generate = loaded.model.generate
-
-    def limited(**options):
-        if options["input_ids"].shape[1] > 20:
-            raise torch.OutOfMemoryError("out of memory")
-        return generate(**options)
-
-    monkeypatch.setattr(loaded.model, "generate", limited)
+    failing(loaded, monkeypatch, lambda options: NO_MEMORY if options["input_ids"].shape[1] > 20 else None)
     done = ModelStage(loaded, asked).run(rows)
     assert [(row.position, problem.kind) for row, problem in done.failures] == [(0, "out-of-memory")]
     assert sorted(outputs(loaded, asked, done)) == [1, 2]
 
 
-def poisoned(loaded, monkeypatch, token):
-    """Make generate fail for batches that hold a token."""
-    generate = loaded.model.generate
-
-    def refuses(**options):
-        if token is None or (options["input_ids"] == token).any():
-            raise ValueError("a record the model refuses")
-        return generate(**options)
-
-    monkeypatch.setattr(loaded.model, "generate", refuses)
+REFUSED = ValueError("a record the model refuses")
 
 
 def test_a_record_the_model_refuses_costs_only_itself(bart, monkeypatch):
-    asked = settings(bart)
-    loaded = load(asked)
+    loaded, asked = loaded_for(bart)
     rows = batch(loaded, asked, ["light", "light Z", "day", "night"])
-    poisoned(loaded, monkeypatch, loaded.tokenizer.convert_tokens_to_ids("Z"))
+    bad = loaded.tokenizer.convert_tokens_to_ids("Z")
+    failing(loaded, monkeypatch, lambda options: REFUSED if (options["input_ids"] == bad).any() else None)
     stage = ModelStage(loaded, asked)
     done = stage.run(rows)
     stage.finish()
@@ -210,9 +182,8 @@ def test_a_record_the_model_refuses_costs_only_itself(bart, monkeypatch):
 
 @pytest.mark.parametrize("count", [2, MOST_FAILURES + 3])
 def test_a_model_that_refuses_everything_is_no_matter_of_records(bart, monkeypatch, count):
-    asked = settings(bart)
-    loaded = load(asked)
-    poisoned(loaded, monkeypatch, None)
+    loaded, asked = loaded_for(bart)
+    failing(loaded, monkeypatch, lambda options: REFUSED)
     stage = ModelStage(loaded, asked)
     with pytest.raises(SetupError, match="every record: a record the model refuses"):
         stage.run(batch(loaded, asked, tiny.sentences(count)))
@@ -246,8 +217,7 @@ def test_a_lack_of_memory_on_the_cpu_is_known():
     ],
 )
 def test_inputs_longer_than_the_model_takes(kind, generation, limit, request):
-    asked = settings(request.getfixturevalue(kind), generation=generation)
-    loaded = load(asked)
+    loaded, asked = loaded_for(request.getfixturevalue(kind), generation=generation)
     assert loaded.positions == limit
     extra = 0 if kind == "gpt2" else 2
     fits = Record(0, 1, 0, "A" * (limit - extra))
@@ -275,8 +245,7 @@ def test_truncation(bart, gpt2):
     text = "A" * 70 + "B"
     for model, keeps in ((bart, "A"), (gpt2, "B")):
         for options, length in (({"truncation": True}, 64 if model is bart else 58), ({"max_source_length": 9}, 9)):
-            asked = settings(model, **options)
-            loaded = load(asked)
+            loaded, asked = loaded_for(model, **options)
             row = Encoder(loaded, asked)([Record(0, 1, 0, text)])[0]
             assert len(row.ids) == length
             decoded = loaded.tokenizer.decode(row.ids, skip_special_tokens=True)

@@ -18,6 +18,7 @@ from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import calibration
 from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.writing import load_block
+from tests.pipeline.children import ended_at
 from tests.pipeline.quantizing.runs import Stop, run
 
 pytestmark = pytest.mark.sampled(5)
@@ -56,10 +57,8 @@ def test_an_interrupted_run_ends_in_the_same_weights(llama, text, tmp_path, monk
 
 
 def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "_quantise", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(llama, tmp_path / "out", text)
+    with ended_at(running, "_quantise", KeyboardInterrupt):
+        run(llama, tmp_path / "out", text)
     with pytest.raises(SetupError, match="is left from an interrupted run"):
         run(llama, tmp_path / "out", text)
     for changes, message in (({"group_size": 32}, "group_size was 16 and is now 32"), ({"bits": 8}, "bits was 4")):
@@ -83,10 +82,8 @@ def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monk
 def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path, monkeypatch):
     from fastgen.pipeline.quantizing.work import Work
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Work, "_drop", lambda self: (_ for _ in ()).throw(Stop))
-        with pytest.raises(Stop):
-            run(llama, tmp_path / "out", text)
+    with ended_at(Work, "_drop", Stop):
+        run(llama, tmp_path / "out", text)
     assert (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
     assert run(llama, tmp_path / "out", text, resume=True) is None
     assert not (tmp_path / "out.partial").exists()
@@ -130,10 +127,8 @@ def test_a_full_disk(llama, text, tmp_path):
 
 
 def test_a_damaged_block_is_told(llama, text, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "save", lambda *_: (_ for _ in ()).throw(Stop))
-        with pytest.raises(Stop):
-            run(llama, tmp_path / "out", text)
+    with ended_at(running, "save", Stop):
+        run(llama, tmp_path / "out", text)
     block = tmp_path / "out.partial" / "block-0001.safetensors"
     assert all(dequantized(layer.weight, torch.float32).isfinite().all() for layer in load_block(block).values())
     os.truncate(block, 100)
@@ -145,10 +140,8 @@ def test_a_damaged_block_is_told(llama, text, tmp_path, monkeypatch):
 @pytest.mark.parametrize("killed_at", [1, 2, 4, 7])
 def test_a_kill_while_the_directory_is_removed(killed_at, again, llama, text, tmp_path, monkeypatch):
     """Whatever is left says whose it is: the next run takes it over, or drops it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "_write", lambda *_: (_ for _ in ()).throw(Stop))
-        with pytest.raises(Stop):
-            run(llama, tmp_path / "out", text)
+    with ended_at(running, "_write", Stop):
+        run(llama, tmp_path / "out", text)
     removed = itertools.count(1)
 
     def until(remove):
