@@ -17,7 +17,6 @@ import fastgen
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
-from tests.decoding.speculation.markov import chi_square
 from tests.equivalence.models import Weights, enliven
 from tests.equivalence.speculation import DRAFTS, assert_speculates, counts, draft_of
 
@@ -99,6 +98,21 @@ def frequencies(model: Any, method: str, options: dict[str, Any]) -> torch.Tenso
     assert_speculates(DRAWS // ROWS)
     assert 0 < counts()["accepted"] < counts()["drafted"]
     return found
+
+
+def chi_square(observed: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """How probable counts are that are as far or farther from what is expected (Pearson). 0 for what cannot be."""
+    expected = probabilities * observed.sum()
+    if (observed[probabilities == 0] > 0).any():
+        return 0.0
+    # Cells of which less than five are expected are one.
+    rare = expected < 5
+    observed = torch.cat([observed[~rare].double(), observed[rare].sum().double().view(1)])
+    expected = torch.cat([expected[~rare], expected[rare].sum().view(1)])
+    counted = expected > 0
+    statistic = ((observed - expected)[counted] ** 2 / expected[counted]).sum()
+    freedom = counted.sum().double() - 1
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2)) if freedom > 0 else 1.0
 
 
 def probability(model: Any, method: str, options: dict[str, Any]) -> float:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.beam_search import BeamSearch
+from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import StepState
 from fastgen.ops.best_candidates import reference
 
@@ -155,12 +156,15 @@ def test_drawn_beams(device, spare):
     assert not state.has_nan
 
 
-def test_drawn_beams_of_what_is_no_probability(device):
-    state = BeamSearch(2, 2, 1, 4, device, samples=True)
-    state.begin(torch.zeros(1, 1, dtype=torch.int64, device=device), 4)
-    scores = torch.zeros(4, VOCABULARY, device=device)
-    scores[3, 3] = torch.nan  # of an input that only fills the batch up
+@pytest.mark.parametrize(("kind", "beams"), [(Search, 1), (BeamSearch, 2)])
+def test_samples_of_what_is_no_probability(device, kind, beams):
+    state, prompt = kind(2, beams, 1, 4, device, samples=True), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    state.begin(prompt, 4)
+    scores = torch.zeros(2 * beams, VOCABULARY, device=device)
+    scores[-1, 3] = torch.nan  # of an input that only fills the batch up
     state.choose(scores, normalise=True)
     assert not state.has_nan and not state.done
     state.choose(scores.flip(0), normalise=True)
     assert state.has_nan and state.done
+    state.begin(prompt, 4)
+    assert not state.has_nan and not state.done

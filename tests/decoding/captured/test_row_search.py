@@ -69,16 +69,3 @@ def test_samples(device):
     drawn = torch.bincount(state.tokens, minlength=5) / count
     assert drawn[0] == 0
     assert ((drawn - probabilities).abs() < 5 * (probabilities * (1 - probabilities) / count).sqrt() + 1e-9).all()
-
-
-def test_samples_of_what_is_no_probability(device):
-    state = Search(2, 1, 1, 4, device, samples=True)
-    state.begin(torch.zeros(1, 1, dtype=torch.int64, device=device), 4)
-    scores = torch.zeros(2, VOCABULARY, device=device)
-    scores[1, 3] = torch.nan  # of a row that only fills the batch up
-    state.choose(scores, normalise=True)
-    assert not state.has_nan and not state.done
-    state.choose(scores.flip(0), normalise=True)
-    assert state.has_nan and state.done
-    state.begin(torch.zeros(1, 1, dtype=torch.int64, device=device), 4)
-    assert not state.has_nan and not state.done

@@ -1,4 +1,7 @@
-"""Which drafted tokens are kept: against definitions that spell it out, and the distribution of what comes out."""
+"""Which drafted tokens are kept: against definitions that spell it out.
+
+The distribution of what comes out is tested with models, in tests/equivalence/test_speculation_sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,6 @@ from hypothesis import strategies as st
 
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.speculation.acceptance import accept_greedy, accept_sampled, confident, draw, random_numbers
-from tests.decoding.speculation.markov import Markov, chi_square, continuations
-
-DRAWS = 40_000
-SIGNIFICANT = 0.001
 
 
 @given(st.data(), st.integers(0, 5), st.integers(1, 6))
@@ -159,100 +158,6 @@ def test_confident():
     assert confident(probabilities, counts, 0.4).tolist() == [2, 1, 3, 3, 1]
     assert confident(probabilities, torch.zeros_like(counts), 0.4).tolist() == [0, 0, 0, 0, 0]
     assert confident(probabilities[:, :0], torch.zeros_like(counts), 0.4).tolist() == [0, 0, 0, 0, 0]
-
-
-# ---- the distribution of what comes out
-
-
-def as_it_is(last, scores):
-    return scores
-
-
-def temperature(last, scores):
-    return scores / 0.6
-
-
-def top_k(last, scores):
-    return scores.masked_fill(scores < scores.topk(2, dim=-1).values[..., -1:], -torch.inf)
-
-
-def top_p(last, scores):
-    ordered, order = (scores / 1.3).sort(dim=-1)
-    removed = ordered.softmax(-1).cumsum(-1) <= 0.2
-    return (scores / 1.3).masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), -torch.inf)
-
-
-def no_repetition(last, scores):
-    """Depends on the tokens so far, as a penalty does: another set of tokens is banned at each position."""
-    return scores.scatter(-1, last, scores.gather(-1, last) - 1.5).scatter(-1, last[:, 1:], -torch.inf)
-
-
-WARPS = [as_it_is, temperature, top_k, top_p, no_repetition]
-
-
-def tables(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of a model, and those of a draft that is near to it."""
-    logits, noise = torch.randn(2, *3 * [vocabulary], generator=torch.Generator().manual_seed(0))
-    return 1.5 * logits, 1.5 * logits + noise
-
-
-def models(warp, vocabulary: int) -> tuple[Markov, Markov]:
-    return tuple(Markov(logits, warp) for logits in tables(vocabulary))
-
-
-def probability_of(model, draft, method, length, k, seed=1, rows=DRAWS) -> float:
-    return chi_square(
-        continuations(model, draft, method, (0, 1), length, k, rows, seed), model.distribution((0, 1), length)
-    )
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("method", ["sampled", "greedy", "lookup", "coupled"])
-@pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize(("vocabulary", "length", "k"), [(5, 2, 1), (4, 3, 4)])
-def test_distribution(method, warp, vocabulary, length, k):
-    model, draft = models(warp, vocabulary)
-    assert probability_of(model, draft, method, length, k) > SIGNIFICANT
-
-
-@pytest.mark.parametrize("method", ["sampled", "greedy", "coupled"])
-@pytest.mark.parametrize("shared", [0, 1])
-def test_distribution_without_common_tokens(method, shared):
-    """The draft gives nothing to tokens that the model gives something to, and the other way round."""
-    logits, drafted = tables(5)
-    logits[..., 3:] = -torch.inf
-    drafted[..., : 3 - shared] = -torch.inf
-    model, draft = Markov(logits, as_it_is), Markov(drafted, as_it_is)
-    assert probability_of(model, draft, method, 3, 3) > SIGNIFICANT
-
-
-@pytest.mark.parametrize("differently", [(temperature, as_it_is), (top_k, top_p), (as_it_is, top_k)])
-def test_distribution_of_a_draft_with_other_options(differently):
-    model, draft = (models(warp, 4)[place] for place, warp in enumerate(differently))
-    assert probability_of(model, draft, "sampled", 3, 3) > SIGNIFICANT
-
-
-@pytest.mark.parametrize("bug", ["soft", "raw", "unadjusted"])
-def test_that_the_test_finds_errors(bug):
-    """Mistakes of this kind are in the field's code: the test above must not pass with them."""
-    model, draft = models(temperature, 4)
-    assert probability_of(model, draft, bug, 3, 3) < 1e-9
-
-
-def test_a_near_draft_is_accepted_often():
-    """As often as both distributions agree: 1 less half of their distance (Leviathan et al., Theorem 3.5)."""
-    model, draft = models(temperature, 4)
-    last = torch.tensor([[0, 1]]).expand(DRAWS, -1)
-    generator = torch.Generator().manual_seed(3)
-    p, q = model.of(model.warped, last), draft.of(draft.warped, last)
-    drafted = torch.multinomial(q, 1, generator=generator)
-    numbers = random_numbers(DRAWS, 1, p.device, generator)
-    accepted, _ = accept_sampled(
-        drafted, q[:, None], torch.stack([p, p], 1), torch.ones(DRAWS, dtype=torch.int64), *numbers
-    )
-    wanted = float(torch.minimum(p[0], q[0]).sum())
-    assert 0.1 < wanted < 0.95
-    assert abs(float(accepted.double().mean()) - wanted) < 5 * (wanted * (1 - wanted) / DRAWS) ** 0.5
 
 
 # ---- in a captured step
