@@ -52,7 +52,7 @@ def test_many_threads(name: str, count: int) -> None:
     engine = fastgen.Engine(model, slots=16, max_waiting=24)
     left = iter(range(count))
 
-    def user(_: int) -> None:
+    def user() -> None:
         for number in left:
             draw = random.Random(number)
             prompt, kind = draw.randrange(len(PROMPTS)), draw.randrange(len(KINDS))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tarfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fairseq
@@ -31,12 +33,42 @@ from tests.fairseq import models
 
 pytestmark = pytest.mark.sampled(2)
 
-# What FairSeq evaluates while it builds models.
-FIELDS = set(
-    """adaptive_softmax_cutoff adaptive_input_cutoff character_filters encoder_layers decoder_layers encoder_attention
-    decoder_attention self_attention pretrained project_input gated_attention downsample conv_feature_layers
-    conv_aggregator_layers encoder_conv_feature_layers xformers_att_config""".split()
-)
+# What FairSeq evaluates while it builds a model: (architecture, field, what else the configuration says).
+CHARACTERS = {"character_embeddings": True, "char_embedder_highway_layers": 1}
+ADAPTIVE = {"adaptive_input": True}
+LOSS = {"criterion": "adaptive_loss"}
+CONVOLUTION = {"encoder_conv_type": "dynamic", "decoder_conv_type": "dynamic", "weight_softmax": True}
+CONVOLUTION |= dict.fromkeys(["dropout", "attention_dropout", "relu_dropout", "input_dropout", "weight_dropout"], 0.0)
+FIELDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("transformer_iwslt_de_en", "adaptive_softmax_cutoff", {}),
+    ("transformer", "adaptive_softmax_cutoff", {}),
+    ("bart_base", "adaptive_softmax_cutoff", {}),
+    ("lightconv", "adaptive_softmax_cutoff", CONVOLUTION),
+    ("lstm", "adaptive_softmax_cutoff", LOSS),
+    ("lstm", "decoder_attention", {}),
+    ("fconv", "encoder_layers", {}),
+    ("fconv", "decoder_layers", {}),
+    ("fconv", "decoder_attention", {}),
+    *(
+        ("fconv_self_att", field, {})
+        for field in (
+            "pretrained encoder_layers encoder_attention decoder_layers decoder_attention self_attention project_input "
+            "gated_attention downsample"
+        ).split()
+    ),
+    ("fconv_lm", "decoder_layers", {}),
+    ("fconv_lm", "decoder_attention", {}),
+    ("fconv_lm", "adaptive_softmax_cutoff", LOSS),
+    ("lstm_lm", "adaptive_softmax_cutoff", LOSS),
+    ("transformer_lm", "adaptive_softmax_cutoff", {}),
+    ("transformer_lm", "adaptive_input_cutoff", ADAPTIVE),
+    ("transformer_lm", "character_filters", CHARACTERS),
+    ("lightconv_lm", "adaptive_input_cutoff", {**CONVOLUTION, **ADAPTIVE}),
+    ("lightconv_lm", "character_filters", {**CONVOLUTION, **CHARACTERS}),
+    ("wav2vec", "conv_feature_layers", {}),
+    ("wav2vec", "conv_aggregator_layers", {}),
+    ("wav2vec2", "conv_feature_layers", {}),
+]
 
 
 @pytest.fixture
@@ -70,8 +102,14 @@ def write(folder: Path, layout: str, arch: str, **fields: Any) -> str:
     """A checkpoint whose configuration is a Namespace, as FairSeq wrote it once, or one of omegaconf."""
     known = {"arch": arch, "task": task_name(arch), "criterion": "cross_entropy", "data": str(folder)}
     arguments = Namespace(source_lang="de", target_lang="en", tokens_per_sample=64, **{**known, **fields})
-    written = convert_namespace_to_omegaconf(arguments) if layout == "cfg" else arguments
-    torch.save(models.checkpoint(**{layout: written}), folder / "model.pt")
+    history = {"criterion_name": "", "optimizer_name": "", "num_updates": 1, "lr_scheduler_state": {"best": None}}
+    state: dict[str, Any] = {"args": None, "cfg": None, "model": {}, "optimizer_history": [history]}
+    state["extra_state"] = {"train_iterator": {"epoch": 1}}
+    if layout == "cfg":
+        state["cfg"] = convert_namespace_to_omegaconf(arguments)
+    else:
+        state["args"] = arguments
+    torch.save({**state, "last_optimizer_state": None}, folder / "model.pt")
     return str(folder / "model.pt")
 
 
@@ -79,6 +117,27 @@ def test_the_trap_springs(tmp_path):
     made = Trap(tmp_path)
     eval(made.code)
     assert made.has_sprung
+
+
+def build(arch: str, **fields: Any) -> Any:
+    """A model of an architecture with FairSeq's defaults, without memory for its weights."""
+    words = models.dictionary("<mask>")
+    names = "source_dictionary target_dictionary dictionary output_dictionary".split()
+    task = SimpleNamespace(**dict.fromkeys(names, words), cfg=SimpleNamespace(sample_rate=16000))
+    positions = {name: 64 for name in ("max_source_positions", "max_target_positions", "tokens_per_sample")}
+    arguments = Namespace(**{"arch": arch, "criterion": "", "data": "", **positions, **fields})
+    if arch in ARCH_CONFIG_REGISTRY:
+        ARCH_CONFIG_REGISTRY[arch](arguments)
+    with torch.device("meta"):
+        return fairseq.models.build_model(arguments, task)
+
+
+@pytest.mark.parametrize(("arch", "field", "more"), FIELDS, ids=lambda value: value if type(value) is str else "")
+def test_no_field_of_a_model_runs_code(trap, arch, field, more):
+    with pytest.raises(RefusedValue) as refused:
+        build(arch, **{**more, field: trap.code})
+    message = str(refused.value)
+    assert message.startswith(f'{field} is "{trap.code[:20]}') and "\n" not in message, message
 
 
 # One architecture of each family, with the field that it evaluates first.
@@ -98,6 +157,12 @@ def task_name(arch: str) -> str:
     return "language_modeling" if arch.endswith("_lm") else "translation"
 
 
+@pytest.fixture
+def arguments_as_before(monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+@pytest.mark.usefixtures("arguments_as_before")
 @pytest.mark.parametrize(
     ("command", "layout", "arch"),
     [
@@ -166,6 +231,7 @@ def test_a_checkpoint_does_not_say_what_is_imported(folder, trap, layout):
 
 def test_every_architecture_has_values_that_are_read_as_before():
     """Those of all architectures and configurations that FairSeq registers, in fields that it evaluates."""
+    fields = {field for _, field, _ in FIELDS} | {"encoder_conv_feature_layers", "xformers_att_config"}
     texts = set()
     for arch, model in ARCH_MODEL_REGISTRY.items():
         arguments = Namespace(arch=arch)
@@ -174,7 +240,7 @@ def test_every_architecture_has_values_that_are_read_as_before():
         elif arch in ARCH_CONFIG_REGISTRY:
             with contextlib.suppress(AttributeError):  # a few need what a command line says
                 ARCH_CONFIG_REGISTRY[arch](arguments)
-        texts |= {value for name, value in vars(arguments).items() if name in FIELDS and type(value) is str}
+        texts |= {value for name, value in vars(arguments).items() if name in fields and type(value) is str}
     assert len(texts) > 12
     for text in texts:
         assert evaluate(text) == eval(text), text

@@ -104,8 +104,9 @@ def test_beams(
     for step in range(steps):
         if later is not None and step == later[1]:  # an input begins while the others go on
             for search in (ours, torchs):
-                one = slice(later[0] % batch, later[0] % batch + 1)
-                search.begin(prompt[:1], max(new_tokens - 1, 1), inputs=one, length_penalty=0.5)
+                alone = pair_of(BeamSearch, 1, per_input, new_tokens, spare, **options)[0]
+                alone.begin(prompt[:1], max(new_tokens - 1, 1), length_penalty=0.5)
+                search.insert(alone, slice(1), slice(later[0] % batch, later[0] % batch + 1))
         if samples and seed % 5 == 0 and step == 2:
             for search in (ours, torchs):
                 search.has_nan.fill_(True)
@@ -126,7 +127,9 @@ def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps
     for step in range(steps):
         if later is not None and step == later[1]:
             for search in (ours, torchs):
-                search.begin(prompt[:1], new_tokens, inputs=slice(later[0] % batch, later[0] % batch + 1))
+                alone = pair_of(Search, 1, per_input, new_tokens, spare, eos=eos, samples=samples)[0]
+                alone.begin(prompt[:1], new_tokens)
+                search.insert(alone, slice(1), slice(later[0] % batch, later[0] % batch + 1))
         tokens = torch.randint(VOCABULARY, (batch * per_input,), generator=generator)
         stops = torch.rand(len(tokens), generator=generator) < stopping if stopping is not None else None
         take_both(ours, torchs, (tokens,), stops)
