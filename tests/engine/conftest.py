@@ -61,6 +61,17 @@ def assert_alone(model: Any, inputs: list[Any], results: list[Any], **options: A
         assert torch.equal(expected, result), f"{each}: {expected.tolist()}, and not {result.tolist()}"
 
 
+class StopsAt:
+    """A criterion that stops each sequence behind so many new tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.first = count, None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.first = self.first or input_ids.shape[1]
+        return torch.full((len(input_ids),), input_ids.shape[1] % 11 == self.count)
+
+
 class Gate:
     """A logits processor at which a request waits, in its first step, until the test lets it go on."""
 

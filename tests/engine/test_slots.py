@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import releases
 from fastgen.decoding.captured.part import CapturedPart
 from fastgen.decoding.kv.fixed import FixedKV
-from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
-from fastgen.optimizer.transformers.captured import any_batch, graph_cache
+from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.slots import Slots
@@ -25,7 +22,7 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import (
     PROMPTS,
     WAIT,
-    Gate,
+    StopsAt,
     alone,
     assert_as_alone,
     both_kinds,
@@ -39,6 +36,8 @@ MUST = [
     "llama", "gpt2", "qwen2", "qwen3", "mistral-long-window", "gemma", "gemma2", "phi", "opt", "gpt-neox", "bloom",
     "bart", "mbart", "marian", "pegasus", "m2m100", "nllb", "t5", "mt5", "blenderbot",
 ]  # fmt: skip
+
+
 # Their sliding windows are shorter than what the tests ask for.
 WINDOWED = ("mistral-long-window", "gemma2")
 
@@ -66,17 +65,6 @@ def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:
     assert executor.has_slots and not executor.busy
     if name not in WINDOWED:
         assert executor.counts["busy_row_steps"] and not (executor.alone or executor.counts["repeated"])
-
-
-def test_one_beyond_a_sliding_window_says_nothing_of_others() -> None:
-    """It runs in a call of its own, and those that fit in slots, whoever came first."""
-    model = BY_NAME["mistral-long-window"].build()
-    prompts = [[10 + n % 100 for n in range(model.config.sliding_window - 30)], *PROMPTS[:3]]
-    executor, requests = ContinuousBatches(model, 8), requests_for(model, prompts, max_new_tokens=4)
-    for request in requests:
-        run(executor, [request])
-    assert_as_alone(model, requests, prompts)
-    assert executor.counts["steps"] and list(executor.alone.values()) == [1]
 
 
 def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
@@ -122,54 +110,6 @@ def test_a_step_that_memory_runs_out_for_does_not_go_on(
     run(executor, requests)
     assert_as_alone(llama, requests, prompts)
     assert len(admitted) == len(prompts), "all of them have run in slots"
-
-
-def test_one_that_is_over_has_its_result_whatever_becomes_of_the_step(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*given: Any) -> None:
-        raise MemoryError("cannot allocate memory")
-
-    executor = ContinuousBatches(llama, 16)
-    requests = requests_for(llama, PROMPTS[:1])
-    with monkeypatch.context() as without_memory:
-        without_memory.setattr(graph_cache, "give_back", fails)
-        run(executor, requests)
-    assert_as_alone(llama, requests, PROMPTS[:1])
-    requests = requests_for(llama, PROMPTS)
-    run(executor, requests)
-    assert_as_alone(llama, requests, PROMPTS)
-    assert not executor.busy
-
-
-@pytest.mark.parametrize("fate", ["is cancelled", "is over", "begins again"])
-def test_one_whose_slots_cannot_be_freed_leaves_the_others(
-    llama: Any, fate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step may be half written: the others begin again, and have what they would have had."""
-    remove, verify, failed = Slots.remove, DecodeStep.verify, list[str]()
-
-    def fails_once(step: Slots, slot: Any) -> None:
-        remove(step, slot)
-        if not failed and step.taken:
-            failed.append(fate)
-            raise MemoryError("cannot allocate memory")
-
-    def does_not_go_on(step: DecodeStep, *given: Any) -> None:
-        if fate == "begins again" and not failed:
-            raise RuntimeError("the step")
-        verify(step, *given)
-
-    monkeypatch.setattr(Slots, "remove", fails_once)
-    monkeypatch.setattr(DecodeStep, "verify", does_not_go_on)
-    executor, requests = ContinuousBatches(llama, 16), requests_for(llama, PROMPTS)
-    left = list(requests)
-    for _ in executor.steps(lambda: executor.choose(left) if left else []):
-        if fate == "is cancelled" and executor.counts["steps"] == 2:
-            requests[0].future.cancel()
-    done = [number for number, request in enumerate(requests) if not request.future.cancelled()]
-    assert_as_alone(llama, [requests[number] for number in done], [PROMPTS[number] for number in done])
-    assert failed and executor.counts["repeated"] and not executor.busy
 
 
 @both_kinds
@@ -238,17 +178,6 @@ def test_numbers_of_processors_are_each_requests_own(
     assert kinds == {1} and not executor.alone
 
 
-class _StopsAt:
-    """A criterion that stops each sequence behind so many new tokens."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.first = count, None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.first = self.first or input_ids.shape[1]
-        return torch.full((len(input_ids),), input_ids.shape[1] % 11 == self.count)
-
-
 class _Releases:
     """Lets scores go, and so FastGen need not make them: what `fastgen-generate` does for the scores of sequences."""
 
@@ -263,8 +192,8 @@ RETURNED: list[dict[str, Any]] = [
     {}, {"output_logits": True}, {"num_beams": 3, "num_return_sequences": 2, "output_scores": True},
     {"num_beams": 2, "stopping_criteria": [_Releases()], "output_scores": True},
     {"do_sample": True, "output_scores": True, "num_return_sequences": 2},
-    {"stopping_criteria": [_StopsAt(4)], "output_scores": True},
-    {"num_beams": 2, "stopping_criteria": [_Releases(), _StopsAt(3)], "output_scores": True},
+    {"stopping_criteria": [StopsAt(4)], "output_scores": True},
+    {"num_beams": 2, "stopping_criteria": [_Releases(), StopsAt(3)], "output_scores": True},
 ]  # fmt: skip
 
 
@@ -296,196 +225,6 @@ def test_what_is_returned_beside_the_sequences(model: Any, options: dict[str, An
                 own, others = torch.stack(own)[goes_on], torch.stack(others)[goes_on]
             if own is not None:
                 torch.testing.assert_close(own, others, atol=1e-4, rtol=1e-4)
-
-
-@both_kinds
-@pytest.mark.parametrize("captured", [False, True])
-def test_what_others_ask_for_leaves_a_request_alone(
-    model: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Criteria, scores and draws of some requests are in the step of all."""
-    if captured:
-        monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
-    dicts: dict[str, Any] = {"return_dict_in_generate": True}
-    options: list[dict[str, Any]] = [
-        {}, {"stopping_criteria": [_StopsAt(4)]}, {"do_sample": True, "top_k": 0}, {**dicts, "output_scores": True},
-        {**dicts, "output_logits": True}, {**dicts, "do_sample": True, "top_p": 0.7, "output_scores": True},
-    ]  # fmt: skip
-    executor, prompts, requests, most = ContinuousBatches(model, 16), PROMPTS * 4, [], 0
-    prompts = prompts[: 3 * len(options)]
-    for number, prompt in enumerate(prompts):
-        given = {"max_new_tokens": 9 + 3 * (number % 4), "eos_token_id": None, **options[number % len(options)]}
-        requests.append(make(model, prompt, None, given, number if given.get("do_sample") else None, 16))
-    enter = ContinuousBatches._enter
-
-    def enters(executor: ContinuousBatches, *given: Any) -> None:
-        nonlocal most
-        enter(executor, *given)
-        most = max(most, len(executor._in_use))
-
-    monkeypatch.setattr(ContinuousBatches, "_enter", enters)
-    run(executor, requests, at_once=4)
-    assert most == 1 and not executor.alone
-    for request, prompt in zip(requests, prompts, strict=True):
-        torch.manual_seed(request.seed or 0)
-        found, expected = request.future.result(0), alone(model, prompt, **request.options)
-        if isinstance(found, torch.Tensor):
-            assert torch.equal(found, expected)
-            continue
-        assert torch.equal(found.sequences, expected.sequences)
-        for name in ("scores", "logits"):
-            own, others = getattr(found, name), getattr(expected, name)
-            assert (own is None) == (others is None)
-            if own is not None:
-                torch.testing.assert_close(torch.stack(own), torch.stack(others), atol=1e-4, rtol=1e-4)
-
-
-class _Bans:
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, self.token] = -torch.inf
-        return scores
-
-
-def _doubled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A processor whose scores are of a type that only the library's loop serves."""
-    return scores.double()
-
-
-def test_a_step_outlives_a_first_input_that_cannot_enter(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was captured of it serves those that come later."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
-    for processor in (_Bans(40), _doubled):
-        requests = requests_for(llama, PROMPTS[:1], logits_processor=[processor], max_new_tokens=20)
-        run(ContinuousBatches(llama, 4), requests)
-        assert_as_alone(llama, requests, PROMPTS[:1])
-        steps = [step for of in graph_cache._all() for key, step in of.steps.items() if key.slots]
-        assert len(steps) == 1 and steps[0].is_captured
-
-
-def test_one_that_cannot_enter_leaves_the_others_its_wider_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It brings criteria, for which the step gets room, and goes before its first token."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
-    executor, options = ContinuousBatches(llama, 8), {"max_new_tokens": 20, "eos_token_id": None}
-    first, own = {"logits_processor": [_Bans(40)]}, {"logits_processor": [_doubled]}
-    plain = requests_for(llama, PROMPTS[:2], **first, **options)
-    other = make(llama, PROMPTS[2], None, {**own, "stopping_criteria": [_StopsAt(4)], **options}, None, 8)
-    run(executor, [plain[0], other, plain[1]])
-    assert_as_alone(llama, [*plain, other], PROMPTS[:3])
-    assert list(executor.alone.values()) == [1] and not executor.counts["repeated"] and not executor.busy
-
-
-@both_kinds
-@pytest.mark.parametrize("beams", [1, 2])
-def test_a_processor_that_writes_into_the_logits_that_are_returned(model: Any, beams: int) -> None:
-    """It does in the library, where it gets the same tensor; with beams it gets another one."""
-    executor, options = ContinuousBatches(model, 8), {"num_beams": beams, "output_logits": True}
-    requests = requests_for(model, PROMPTS[:2], return_dict_in_generate=True, logits_processor=[_Bans(40)], **options)
-    run(executor, requests)
-    assert executor.counts["busy_row_steps"] and not executor.alone
-    for request, prompt in zip(requests, PROMPTS, strict=False):
-        with fastgen.disabled():
-            expected = alone(model, prompt, **request.options)
-        torch.testing.assert_close(request.future.result(0).logits, expected.logits, atol=1e-4, rtol=1e-4)
-
-
-@both_kinds
-@pytest.mark.parametrize("error", [LookupError, SystemExit])
-def test_one_that_raises_leaves_the_others(model: Any, error: type[BaseException]) -> None:
-    class Fails:
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] % 7 == 0:
-                raise error("of the user's")
-            return scores
-
-    executor = ContinuousBatches(model, 16)
-    plain = requests_for(model, PROMPTS, num_beams=2, max_new_tokens=20)
-    failing = requests_for(model, PROMPTS[:2], num_beams=2, logits_processor=[Fails()], max_new_tokens=20)
-    run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
-    assert_as_alone(model, plain, PROMPTS)
-    assert all(isinstance(request.future.exception(0), error) for request in failing)
-    assert not executor.counts["repeated"] and not executor.busy
-
-
-class _Hears(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[torch.Tensor] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value)
-
-    def end(self) -> None: ...
-
-
-def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None:
-    """The model makes NaN of a token. Others, whose tokens have been seen, are in the same step."""
-    token, options = 45, {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [45]}
-    with torch.no_grad():
-        llama.get_input_embeddings().weight[token] = torch.nan
-    executor = ContinuousBatches(llama, 16)
-    plain = requests_for(llama, PROMPTS, streamer=_Hears(), **options)
-    hears = _Hears()
-    (spoilt,) = requests_for(llama, [[5, token, 6]], streamer=hears, **options)
-    (greedy,) = requests_for(llama, [[5, token, 6]], **{**options, "do_sample": False})  # it has a largest score
-    run(executor, [*plain[:2], spoilt, *plain[2:4], greedy, *plain[4:]], at_once=2)
-    assert_as_alone(llama, [*plain, greedy], [*PROMPTS, [5, token, 6]])
-    assert len(hears.heard) <= 1, "its prompt, and no token"
-    assert "not numbers" in str(spoilt.future.exception(0))
-    assert not executor.counts["repeated"] and not executor.busy
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
-def test_one_without_numbers_that_comes_first_says_nothing_of_others(options: dict[str, Any]) -> None:
-    """The encoder makes NaN of a token, and what shows that its output is not read would be NaN, too."""
-    bart, token = copy.deepcopy(BY_NAME["bart"].build()), 45
-    encoder = bart.get_encoder()
-    encoder.embed_tokens = copy.deepcopy(encoder.embed_tokens)
-    with torch.no_grad():
-        encoder.embed_tokens.weight[token] = torch.nan
-    prompts = [[5, token, 6], *PROMPTS[:3]]
-    executor, (spoilt, *others) = ContinuousBatches(bart, 8), requests_for(bart, prompts, **options)
-    run(executor, [spoilt])
-    assert not executor.counts["steps"]
-    if options.get("do_sample"):
-        assert spoilt.future.exception(0) is not None
-    else:
-        assert_as_alone(bart, [spoilt], prompts[:1])
-    for request in others:
-        run(executor, [request])
-    assert_as_alone(bart, others, prompts[1:])
-    assert executor.counts["steps"] and sum(executor.alone.values()) == 1, "only one of them has no slots"
-
-
-@pytest.mark.parametrize("spoil", [lambda found: found * torch.nan, lambda found: found[:, 1:]], ids=["nan", "size"])
-def test_a_processor_whose_scores_are_none_leaves_the_others(llama: Any, spoil: Any) -> None:
-    class Spoils:
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return spoil(scores) if input_ids.shape[1] % 9 == 0 else scores
-
-    options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
-    executor = ContinuousBatches(llama, 16)
-    plain = requests_for(llama, PROMPTS, logits_processor=[_Bans(40)], **options)
-    failing = requests_for(llama, PROMPTS[:2], logits_processor=[Spoils()], **options)
-    run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
-    assert_as_alone(llama, plain, PROMPTS)
-    assert all(isinstance(request.future.exception(0), (ValueError, RuntimeError)) for request in failing)
-    assert not executor.counts["repeated"] and not executor.busy
-
-
-def test_a_cancelled_one_gives_its_slots_to_others(llama: Any, gate: Gate) -> None:
-    with fastgen.Engine(llama, slots=2) as engine:
-        first = engine.submit(PROMPTS[0], logits_processor=[gate], max_new_tokens=400, eos_token_id=None)
-        assert gate.has_come.wait(WAIT)
-        second = engine.submit(PROMPTS[1], max_new_tokens=400, eos_token_id=None)
-        third = engine.submit(PROMPTS[2])
-        assert second.cancel()
-        gate.may_go.set()
-        assert torch.equal(third.result(WAIT), alone(llama, PROMPTS[2]))
-        first.cancel()
-        engine.close()
-        assert engine.stats()["busy"] == 0 and engine.stats()["steps"] < 400
 
 
 def test_streams_side_by_side(llama: Any) -> None:
@@ -523,31 +262,6 @@ def test_what_is_recorded_is_asked_for_once(llama: Any, monkeypatch: pytest.Monk
     run(executor, requests)
     assert_as_alone(llama, requests, PROMPTS * 2)
     assert len(asked) == 1
-
-
-def test_a_wider_step_that_cannot_be_recorded_says_nothing_of_others(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests go on to run in slots: from then on each kind in a step of its own."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
-    verify = DecodeStep.verify
-
-    def fails(step: DecodeStep, model: Any, turns: Any, captures: bool = True) -> None:
-        if step.key.samples and len(step.key.processors or ()) > 2:
-            raise CannotBeCaptured("a penalty beside draws")
-        verify(step, model, turns, captures)
-
-    monkeypatch.setattr(DecodeStep, "verify", fails)
-    executor, prompts = ContinuousBatches(llama, 8), [each for each in PROMPTS for _ in range(2)]
-    both: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"do_sample": True}]
-    requests = [
-        each
-        for number, prompt in enumerate(prompts)
-        for each in requests_for(llama, [prompt], max_new_tokens=8, **both[number % 2])
-    ]
-    run(executor, requests, at_once=2)
-    assert_as_alone(llama, requests, prompts)
-    assert executor.counts["repeated"] <= 2 and sum(executor.alone.values()) <= 2
 
 
 def test_a_short_one_of_another_kind_does_not_keep_a_long_one_from_its_recording(
@@ -621,45 +335,6 @@ def test_one_that_needs_more_than_the_budget(llama: Any) -> None:
     run(executor, [*requests, large])
     assert_as_alone(llama, requests, PROMPTS)
     assert isinstance(large.future.exception(0), MemoryError)
-
-
-@both_kinds
-def test_code_that_generates_itself(model: Any) -> None:
-    """A call inside of one that enters is a call as ever, also with the first token."""
-    wanted = [alone(model, prompt, num_beams=2) for prompt in PROMPTS[:2]]
-
-    class Generates:
-        def __init__(self) -> None:
-            self.found: list[torch.Tensor] = []
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if len(self.found) < 3:
-                self.found.append(alone(model, PROMPTS[1], num_beams=2))
-            return scores
-
-    asks = Generates()
-    executor = ContinuousBatches(model, 8)
-    requests = requests_for(model, PROMPTS[:1], num_beams=2, max_new_tokens=12, logits_processor=[asks])
-    run(executor, requests)
-    assert torch.equal(requests[0].future.result(0), alone(model, PROMPTS[0], num_beams=2, max_new_tokens=12))
-    assert len(asks.found) == 3 and all(torch.equal(each, wanted[1]) for each in asks.found)
-    assert not executor.busy
-
-
-def test_a_streamer_that_fails_at_the_end(llama: Any) -> None:
-    class Fails(BaseStreamer):
-        def put(self, value: torch.Tensor) -> None:
-            pass
-
-        def end(self) -> None:
-            raise LookupError("of the user's")
-
-    executor = ContinuousBatches(llama, 8)
-    (failing,) = requests_for(llama, PROMPTS[:1], streamer=Fails())
-    plain = requests_for(llama, PROMPTS, max_new_tokens=30)
-    run(executor, [failing, *plain], at_once=8)
-    assert_as_alone(llama, plain, PROMPTS)
-    assert isinstance(failing.future.exception(0), LookupError) and not executor.counts["repeated"]
 
 
 def test_weights_that_are_written_in_a_pause(llama: Any) -> None:
