@@ -343,7 +343,7 @@ _PACKED = "qweight, Tensor scales, Tensor? zeros, Tensor? mins, Tensor? order, T
 _library.define(
     "group_extremes(Tensor weight, int group_size, bool rotated) -> Tensor",
     fake=lambda weight, size, rotated: weight.new_empty(
-        2, len(weight), -(-weight.shape[1] // size), dtype=torch.float32
+        2, weight.shape[0], -(-weight.shape[1] // size), dtype=torch.float32
     ),
 )
 _library.define(
@@ -353,11 +353,11 @@ _library.define(
 _library.define(
     "grouped_rows(Tensor like, Tensor which, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? mins, "
     "int n, int k, int bits, int group_size) -> Tensor",
-    fake=lambda like, which, *rest: like.new_empty(len(which), rest[-3]),  # [n, K]
+    fake=lambda like, which, *rest: like.new_empty(which.shape[0], rest[-3]),  # [n, K]
 )
 _library.define(
     f"grouped_linear(Tensor x, Tensor {_PACKED}, int n, {_SIZES}) -> Tensor",
-    fake=lambda x, *rest: x.new_empty(len(x), rest[6]),  # [M, N]
+    fake=lambda x, *rest: x.new_empty(x.shape[0], rest[6]),  # [M, N]
 )
 _library.define(
     f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, {_SIZES}) -> ()", fake=lambda *arguments: None

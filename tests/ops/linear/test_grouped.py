@@ -384,6 +384,28 @@ def test_shapes_for_the_compiler(bits: int = 4) -> None:
     assert all(map(torch.equal, compiled, expected))
 
 
+def test_a_number_of_rows_that_the_compiler_leaves_open(bits: int = 4) -> None:
+    """A shape that is read as a number would make the compiled function one for that number alone."""
+    packed = grouped.rounded(torch.randn(70, 128), bits, 64)
+
+    def use(weight: Tensor, x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
+        sizes = 70, 128, bits, 64
+        return (
+            torch.ops.fastgen.group_extremes(weight, 64, False),
+            grouped.grouped_linear(x, packed),
+            torch.ops.fastgen.grouped_rows(x, which, packed.qweight, packed.scales, None, None, *sizes),
+        )
+
+    compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
+    for tensors in (
+        (torch.randn(40, 128), torch.randn(3, 128), torch.tensor([1, 69])),
+        (torch.randn(50, 128), torch.randn(5, 128), torch.tensor([1, 69, 2, 7])),
+    ):
+        for each in tensors:
+            torch._dynamo.mark_dynamic(each, 0)  # what makes it one of this size alone is an error
+        assert all(map(torch.equal, compiled(*tensors), use(*tensors)))
+
+
 @pytest.mark.parametrize("rotated", [False, True])
 def test_weights_of_nothing_and_of_no_numbers(rotated: bool) -> None:
     weight = torch.randn(40, 64)
