@@ -133,7 +133,9 @@ def inputs_of(model: Any, inputs: Any) -> dict[str, Any]:
         raise ValueError(f"an input is token ids or a mapping of the model's inputs, no {type(inputs).__name__}")
     is_named = isinstance(inputs, Mapping)
     named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
-    given = {name: _as_row(value, model.device) for name, value in named.items() if value is not None}
+    # Weights that are elsewhere until they are needed are on none that keeps numbers; hooks move inputs to theirs.
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    given = {name: _as_row(value, device) for name, value in named.items() if value is not None}
     if not given:
         raise ValueError("the input is empty")
     for name in ("input_ids", "attention_mask") if is_named else ("inputs",):

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
+from fastgen.engine.requests import inputs_of
 from tests.engine.conftest import PROMPTS, WAIT, alone, assert_alone
 from tests.equivalence.models import BY_NAME, EOS
 
@@ -109,6 +110,13 @@ def test_a_model_without_a_padding_token() -> None:
         assert_alone(model, PROMPTS, engine.generate(PROMPTS, max_new_tokens=6), max_new_tokens=6)
     outputs, expected = model.generate_batch(PROMPTS, max_new_tokens=6), alone(model, PROMPTS[0], max_new_tokens=6)
     assert PROMPTS[0] + outputs["req_0"].generated_tokens == expected[0].tolist()
+
+
+@pytest.mark.parametrize("inputs", [[5, 6], {"input_ids": [5, 6]}], ids=["tokens", "mapping"])
+def test_numbers_for_a_model_whose_weights_are_elsewhere(inputs: Any) -> None:
+    """As accelerate leaves those of a model that does not fit: on no device that keeps numbers."""
+    made = inputs_of(copy.deepcopy(BY_NAME["llama"].build()).to("meta"), inputs)
+    assert [each.tolist() for each in made.values()] == [[[5, 6]]]
 
 
 def test_positions_of_an_encoder() -> None:
