@@ -156,11 +156,15 @@ def _is_of_package(module: str) -> bool:
 
 def is_of_library(value: Any) -> bool:
     """Whether what runs beside a forward pass, or in its place, is a library's: not even Python's own will do."""
-    inner = value
-    while isinstance(inner, (functools.partial, MethodType)):
-        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
-    place = _place_of(inner) if isinstance(inner, FunctionType) else _module_of(inner)
-    return (place or "").partition(".")[0] in LIBRARIES and is_own(value)
+    return _package_of(value) in LIBRARIES and is_own(value)
+
+
+def _package_of(value: Any) -> str:
+    """The package that a function, a method or a partial was written in; of anything else that of its type."""
+    while isinstance(value, (functools.partial, MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    place = _place_of(value) if isinstance(value, FunctionType) else _module_of(value)
+    return (place or "").partition(".")[0]
 
 
 def is_own_class(kind: type) -> bool:
@@ -408,6 +412,11 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     """Whether a forward hook is none of the libraries'."""
     hooks = module._forward_hooks, module._forward_pre_hooks
     return any(hooks) and not all(is_of_library(hook) for each in hooks for hook in each.values())
+
+
+def row_hooks(module: nn.Module) -> list[int]:
+    """The hooks with which peft hands a module something for each row of the caller's batch, as `adapter_names`."""
+    return [number for number, hook in module._forward_pre_hooks.items() if _package_of(hook) == "peft"]
 
 
 def _is_hook_own(hook: Any) -> bool:

@@ -1,8 +1,9 @@
 """The engine: requests from any thread, put together into batches that the model generates for.
 
 `requests` says what a request is, `options` makes and checks it, `waiting` holds those that have not run, `continuous`
-runs them, `calls` in calls of `generate`; `planning` says which are cheap together. `engine` is the interface, and
-`foreground` runs a list of requests in the calling thread. Importing this package imports none of them.
+runs them, `calls` in calls of `generate`; `planning` says which are cheap together, `adapters` what peft's models do
+besides. `engine` is the interface, and `foreground` runs a list of requests in the calling thread. Importing this
+package imports none of them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +15,14 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from fastgen import releases
 from fastgen.decoding import library_code
 from fastgen.decoding.modules import modules_of
+from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers import buckets, models
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 
 # What layers of peft, and Transformers' own interface to it, say of the adapters that a forward pass uses.
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "scaling")
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def call(model: Any, batch: Sequence[Request]) -> list[Any]:
@@ -33,7 +35,11 @@ def call(model: Any, batch: Sequence[Request]) -> list[Any]:
     if len(batch) > 1:
         return _together(model, batch, options)
     request, device = batch[0], model.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
+    names_adapters = bool(adapters.arguments_of(model, request.options))
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None),
+        adapters.without_hooks_left(model) if names_adapters else contextlib.nullcontext(),
+    ):
         if request.seed is not None:
             torch.manual_seed(request.seed)
         return [model.generate(**request.inputs, **{**request.options, **options})]
@@ -110,6 +116,7 @@ def written(generated: Tensor, config: Any) -> list[int]:
 
 def pads(model: Any) -> bool:
     """Whether requests of several lengths may share a batch: padding is known to change nothing."""
+    model = adapters.model_inside(model)
     if model.config.is_encoder_decoder:
         return way_of(model.get_encoder()) is not None
     return type(model).forward.__module__ in buckets.DECODERS
@@ -117,6 +124,10 @@ def pads(model: Any) -> bool:
 
 def alone_for_model(model: Any) -> str | None:
     """Why no requests of this model may share a batch, as it is now; None where they may. A whitelist decides."""
+    reason = adapters.alone_for_adapters(model)
+    if reason is not None:
+        return reason
+    model = adapters.model_inside(model)
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
     if not is_known and kind.forward.__module__ not in buckets.DECODERS:

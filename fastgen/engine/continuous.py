@@ -19,6 +19,7 @@ from torch import Tensor
 from fastgen import caches, patching, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
+from fastgen.engine import adapters
 from fastgen.engine.calls import alone_for_model, call, pads, state_of, written
 from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
 from fastgen.engine.planning import Costs, next_batch
@@ -64,8 +65,8 @@ class ContinuousBatches:
     def __init__(
         self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float | None = 1.0
     ) -> None:
-        has_encoder = bool(model.config.is_encoder_decoder)
-        self.model, self.most_rows = model, most_rows
+        self.model, self._inside, self.most_rows = model, adapters.model_inside(model), most_rows
+        has_encoder = bool(self._inside.config.is_encoder_decoder)
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
         self.prefills = Prefills(pads(model), has_encoder, max_stall, PREFIX_BYTES if max_stall is None else None)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
@@ -86,7 +87,7 @@ class ContinuousBatches:
     def has_slots(self) -> bool:
         """Whether requests of this model run in slots, as things are."""
         is_on = patching.is_active() and settings.current().captured_step != "never"
-        device = self.model.device
+        device = self._inside.device
         is_served = is_on and device.type == "cpu" and graph.unavailable(device) is None
         return is_served and alone_for_model(self.model) is None
 
@@ -178,7 +179,7 @@ class ContinuousBatches:
                 continue
             with contextlib.ExitStack() as turn:
                 try:
-                    turn.enter_context(slots.running(self.model.device))
+                    turn.enter_context(slots.running(self._inside.device))
                 except CannotBeCaptured as error:
                     self._do_without_turn(requests, error)
                 else:
@@ -202,7 +203,7 @@ class ContinuousBatches:
             for step in list(self._in_use):
                 self._advance(step)
             self._make_room()
-            most = _SHARED_TURN if graph.is_wanted(self.model.device) else _TURN
+            most = _SHARED_TURN if graph.is_wanted(self._inside.device) else _TURN
             if time.monotonic() - begin > most:  # behind a step, and before it is asked who runs next, which counts
                 return
             requests = self._next(more)
@@ -299,9 +300,9 @@ class ContinuousBatches:
         if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
             self._state = None
             raise CannotBeCaptured("the model has changed")
-        step = step or Slots(self.model, kind, self.most_rows // batch[0].rows)
+        step = step or Slots(self._inside, kind, self.most_rows // batch[0].rows)
         self._budget.note(*decoding.prompt.bytes_per_position)
-        is_whole, entered = self.model.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
+        is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request in batch:
             slot = decoding.slot(request, request.new_tokens, None if is_whole else request.length, request.seed)
             needed = self._budget.needed(request, slot.new_tokens)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
+from fastgen.engine import adapters
 from fastgen.engine.requests import Request, inputs_of, only_release, row_of
 
 # Arguments of `generate` that no generation config has.
@@ -65,17 +66,23 @@ def make(
     Raises:
         ValueError: `generate` would refuse it, or it does not fit.
     """
-    given, options = inputs_of(model, inputs), dict(options)
+    given, options, outer, model = inputs_of(model, inputs), dict(options), model, adapters.model_inside(model)
+    given = adapters.name_tokens(outer, model, given)
     twice = sorted(given.keys() & options.keys())
     if twice:
         raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
     if generation_config is not None:
         options["generation_config"] = copy.deepcopy(generation_config)
     made = Request(given, options, _index("seed", seed, _SEEDS))
-    if has_own_generate(model):  # which may take any options
+    made.alone = adapters.alone_for_adapters(outer)
+    if has_own_generate(model):
         made.alone = f"{type(model).__name__} has a generate of its own"
+    if made.alone is not None:  # which may take any options
         return made
-    made.config, others, has_default_length = _checked(model, given, options)
+    adapters.choose_config(outer, model)
+    of_peft = adapters.arguments_of(outer, options)
+    of_model = {name: value for name, value in options.items() if name not in of_peft}
+    made.config, others, has_default_length = _checked(model, given, of_model)
     made.rows = max(made.config.num_beams or 1, made.config.num_return_sequences or 1)
     if made.rows > most_rows:
         raise ValueError(f"num_beams, num_return_sequences: {made.rows} rows, the engine has {most_rows}")
@@ -84,7 +91,7 @@ def make(
     made.tokens, made.mask = row_of(given, "input_ids", "inputs"), row_of(given, "attention_mask")
     names, has_encoder = (*given, *others), bool(model.config.is_encoder_decoder)
     made.prompt, made.new_tokens = _lengths(model, made, names, has_default_length)
-    made.alone = _alone(made, names, has_encoder)
+    made.is_static, made.alone = bool(of_peft), _alone(made, (*names, *of_peft), has_encoder)
     made.group, made.prefill_group = _groups(made, has_encoder)
     return made
 

@@ -145,3 +145,49 @@ def test_learned_prompts_run_on_the_librarys_code(name: str, kind: str) -> None:
         expected = run()
     assert run() == expected
     assert not fastgen.stats().get("transformers.captured_step", {}).get("accelerated")
+
+
+@pytest.mark.parametrize("options", [*SEARCHES, {"do_sample": True, "num_beams": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_an_adapter_for_each_row(name: str, options: dict[str, Any], captured_step: str) -> None:
+    """peft's hooks know the rows of the caller's batch: nobody else puts other rows together, or tries to."""
+    model, inputs = adapted(name, "lora"), BY_NAME[name].make_inputs(4)
+    names = ["default", "other", "__base__", "other"]
+    fastgen.reset_stats()
+    assert tokens(model, inputs, {**options, "adapter_names": names}) != tokens(model, inputs, options)
+    counts = fastgen.stats()["transformers.generate"]
+    assert counts["fallback"] == {"hooks of peft give each row an adapter of its own": 1} and counts["accelerated"] == 1
+
+
+def _lily() -> Any:
+    return peft.LilyConfig(target_modules=["q_proj", "v_proj"])
+
+
+def _pvera() -> Any:
+    return peft.PveraConfig(target_modules=["q_proj", "v_proj"], sample_at_inference=True)
+
+
+@pytest.mark.parametrize("options", SEARCHES, ids=str)
+@pytest.mark.parametrize("make", [_lily, _pvera])
+def test_adapters_that_do_not_treat_each_token_alike(make: Callable[[], Any], options: dict[str, Any]) -> None:
+    """One mixes experts by the mean of all tokens of the batch, the other draws for each."""
+    try:
+        config = make()
+    except AttributeError:
+        pytest.skip("this release of peft has no such adapters")
+    model = peft.get_peft_model(copy.deepcopy(BY_NAME["llama"].build()), config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    inputs = BY_NAME["llama"].make_inputs(5)
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        return model.generate(**copy.deepcopy(inputs), **options, max_new_tokens=20).tolist()
+
+    fastgen.reset_stats()
+    found = run()
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {f"adapters of the kind {make.__name__[1:]}": 1}
+    with fastgen.disabled():
+        assert run() == found

@@ -25,6 +25,14 @@ _ROPE = frozenset({"rope_type", "rope_parameters", "rope_scaling"})
 _EXPERT_CAPACITY = "moe_eval_capacity_token_fraction"
 _COUPLING = _ROPE | {_EXPERT_CAPACITY}
 _HOOKED = Usual("forward hooks are registered on the model")
+_BY_ROW = Usual("hooks of peft give each row an adapter of its own")
+# Kinds of adapters, by the package of peft that they are in, with which a layer gives for a token what it gives for it
+# alone. Lily mixes experts by the mean of all tokens of a batch, PVeRA may draw.
+ADAPTERS = frozenset(
+    "adalora adamss adaption_prompt beft boft bone c3a deft delora fourierft frod glora gralora hira hra ia3 ln_tuning "
+    "loha lokr lora miss oft osf peanut psoft randlora road shira supertuning tinylora trainable_tokens unilora vblora "
+    "vera waveft".split()
+)
 # The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
 # looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
 # run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
@@ -117,7 +125,8 @@ def modules_unsupported(model: Any) -> str | None:
     """Why a part of the model keeps it from being accelerated, or None.
 
     Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.
-    A compiler would trace FastGen's layers and cache, and compile again what the library's own code has compiled.
+    So it is with those of peft, which say which adapter each row has. A compiler would trace FastGen's layers and
+    cache, and compile again what the library's own code has compiled.
     The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
     """
     if has_global_hooks():
@@ -129,7 +138,20 @@ def modules_unsupported(model: Any) -> str | None:
             return Usual("the model, or a part of it, is compiled")
         if library_code.has_foreign_hooks(module):
             return _HOOKED
+        if library_code.row_hooks(module):
+            return _BY_ROW
+        kind: type = type(module)
+        adapter = _kind_of_adapter(kind)
+        if adapter is not None and adapter not in ADAPTERS:
+            return Usual(f"adapters of the kind {adapter}")
     return None
+
+
+@functools.cache
+def _kind_of_adapter(kind: type) -> str | None:
+    """The package of peft that a layer is of, as `lora`; None for a layer without adapters."""
+    package, _, inside = kind.__module__.removeprefix("peft.tuners.").partition(".")
+    return package if inside and kind.__module__.startswith("peft.tuners.") else None
 
 
 def has_global_hooks() -> bool:
