@@ -23,7 +23,7 @@ from pydantic_core import to_json
 
 import fastgen
 from fastgen.pipeline.errors import SetupError, one_line
-from fastgen.pipeline.loading import is_gguf
+from fastgen.pipeline.loading import base_of, is_gguf
 from fastgen_serve import log, metrics
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
 from fastgen_serve.models import Models
@@ -192,14 +192,19 @@ def identity_of(path: str, settings: ServeSettings) -> str:
         OSError: one cannot be read.
     """
     found = hashlib.sha256(json.dumps([settings.dtype, settings.weight_dtype]).encode())
-    folder = _folder(path)
+    for folder in map(_folder, dict.fromkeys((path, base_of(path)))):
+        _add(found, folder)
+    return found.hexdigest()
+
+
+def _add(found: Any, folder: Path) -> None:
+    """Adds a file, or all those of a folder, to a digest."""
     files = [folder] if folder.is_file() else sorted(each for each in folder.rglob("*") if each.is_file())
     for file in files:
         found.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode("utf-8", "surrogatepass"))
         with file.open("rb") as content:
             while part := content.read(_READ):
                 found.update(part)
-    return found.hexdigest()
 
 
 def _folder(path: str) -> Path:

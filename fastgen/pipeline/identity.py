@@ -69,7 +69,8 @@ def environment(device: Any) -> dict[str, Any]:
 
 def content(model: Any, tokenizer: Any) -> dict[str, str]:
     """A digest of each part of a model in memory."""
-    parts = {"weights": _weights(model), "configuration": [_plain(model.config.to_dict())]}
+    adapters = [f"{name} {_plain(each.to_dict())}" for name, each in getattr(model, "peft_config", {}).items()]
+    parts = {"weights": _weights(model), "configuration": [_plain(model.config.to_dict()), *adapters]}
     parts |= {"tokenizer": _tokenizer(tokenizer), "code": _code(model, tokenizer)}
     return {name: _digest(part) for name, part in parts.items()}
 

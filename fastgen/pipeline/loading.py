@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.errors import SetupError, explained, one_line
+from fastgen.pipeline.errors import SetupError, check_installed, explained, one_line
 from fastgen.pipeline.readers import quiet_hub
 from fastgen.pipeline.settings import DataOptions
 
 _ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}
+# What a folder with adapters of peft says of them.
+_ADAPTERS = "adapter_config.json"
 
 
 @dataclass
@@ -60,11 +62,12 @@ def read_model(
     quiet_transformers(settings.quiet)
     check_path(settings.model, gguf=True)
     device = choose_device(settings.device)
-    local, gguf = Path(settings.model).is_dir(), is_gguf(settings.model)
-    name, file = address(settings.model)
+    base = base_of(settings.model)
+    local, gguf = Path(base).is_dir(), is_gguf(base)
+    name, file = address(base)
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, **file}
     if local and folder:
-        name = str(Path(settings.model, folder))
+        name = str(Path(base, folder))
     elif not (local or gguf):
         options["subfolder"] = folder
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
@@ -76,27 +79,60 @@ def read_model(
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)
         chosen = kind(config)
-        tokenizer = _read_tokenizer(AutoTokenizer, name, options)
-        _check_tokenizer(tokenizer, settings.model if gguf else name)
+        source = name if base == settings.model else tokenizer_of(settings.model)
+        tokenizer = _read_tokenizer(AutoTokenizer, source, options)
+        _check_tokenizer(tokenizer, settings.model if gguf else source)
         torch.manual_seed(seed)  # a run with weights that are drawn can be repeated
         before = transformers_logging.get_verbosity()
         if not settings.allow_missing_weights:  # otherwise the library shows a table of those that are missing
             transformers_logging.set_verbosity_error()
         try:
             loaded: Any = chosen.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **options)
+            of_adapters = None if base == settings.model else loaded[0].load_adapter(settings.model)
         finally:
             transformers_logging.set_verbosity(before)
         model, found = loaded
         _check_weights(found, settings, needed, unused)
+        _check_weights({} if of_adapters is None else of_adapters.to_dict(), settings, needed)
         model = model.eval().to(device)
     if not settings.quiet:
-        print(_how_loaded(model, "gguf" if gguf else stored), file=sys.stderr)
+        adapters = "" if base == settings.model else f", with the adapters in {settings.model}"
+        print(_how_loaded(model, "gguf" if gguf else stored) + adapters, file=sys.stderr)
     return model, tokenizer
 
 
 def is_gguf(model: str) -> bool:
     """Whether a model is named by its GGUF file."""
     return model.lower().endswith(".gguf") and Path(model).is_file()
+
+
+def base_of(model: str) -> str:
+    """What holds the configuration and the weights of a model: where its folder has adapters of peft alone, the model
+    that they were trained for; else itself.
+
+    Raises:
+        SetupError: peft is not installed, the adapters do not name their model, or it is not there.
+    """
+    folder = Path(model)
+    if not (folder / _ADAPTERS).is_file() or (folder / "config.json").exists():
+        return model
+    check_installed("peft", f"model {model}: it has adapters alone, and", "pip install peft")
+    values = read_json_object(folder / _ADAPTERS, "the configuration of the adapters")
+    if values.get("megatron_config"):  # with which peft imports the module that the file names
+        raise SetupError(f"model {model} has adapters for Megatron alone, which are not loaded")
+    base = values.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise SetupError(f"model {model} has adapters alone, and does not name their model (base_model_name_or_path)")
+    try:
+        check_path(base)
+    except SetupError as error:
+        raise SetupError(f"model {model} has adapters alone, of a model that is not there: {error}") from error
+    return base
+
+
+def tokenizer_of(model: str) -> str:
+    """Where the tokenizer of a model is: beside its adapters, or else with the model that they were trained for."""
+    return model if Path(model, "tokenizer_config.json").is_file() else base_of(model)
 
 
 def address(model: str) -> tuple[str, dict[str, str]]:
@@ -193,7 +229,9 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
     return values
 
 
-def _check_weights(found: Mapping[str, Any], settings: DataOptions, needed: Mapping[str, str], unused: str) -> None:
+def _check_weights(
+    found: Mapping[str, Any], settings: DataOptions, needed: Mapping[str, str], unused: str = ""
+) -> None:
     """Raises `SetupError` where the files have too few weights, or weights that the model has no place for."""
     if settings.allow_missing_weights:
         return

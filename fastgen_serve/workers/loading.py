@@ -5,12 +5,13 @@ Nothing of a checkpoint is executed: `trust_remote_code` is never set.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastgen.pipeline.errors import explained
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import read
-from fastgen.pipeline.loading import check_path, file_of, why_not_loaded
+from fastgen.pipeline.loading import base_of, check_path, file_of, tokenizer_of, why_not_loaded
 from fastgen.pipeline.settings import STANDARD_STREAM
 
 
@@ -24,7 +25,7 @@ def read_config(path: str) -> Any:
 
     import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
 
-    return _read(AutoConfig, path, "cannot be loaded")
+    return _read(AutoConfig, path, "cannot be loaded", base_of)
 
 
 def generates(path: str) -> bool:
@@ -71,11 +72,13 @@ def read_tokenizer(path: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return _read(AutoTokenizer, path, "has no tokenizer that can be loaded")
+    return _read(AutoTokenizer, path, "has no tokenizer that can be loaded", tokenizer_of)
 
 
-def _read(kind: Any, path: str, failure: str) -> Any:
-    """What one of the library's classes reads of a model, without code of its own."""
+def _read(kind: Any, path: str, failure: str, source: Callable[[str], str]) -> Any:
+    """What one of the library's classes reads of a model, without code of its own; of one with adapters alone, from the
+    source that has it.
+    """
     check_path(path)
     with explained(f"model {path} {failure}", why_not_loaded(path)):
-        return kind.from_pretrained(path, trust_remote_code=False)
+        return kind.from_pretrained(source(path), trust_remote_code=False)

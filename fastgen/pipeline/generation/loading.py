@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgen.pipeline.errors import SetupError, check_installed, explained, one_line
 from fastgen.pipeline.generation.options import DRAFTS, RunOptions, check_names, check_values, read_generation_file
-from fastgen.pipeline.loading import Loaded, file_of, read_json_object, read_model
+from fastgen.pipeline.loading import Loaded, base_of, file_of, read_json_object, read_model
 
 
 @dataclass
@@ -52,7 +52,7 @@ def read(settings: RunOptions) -> tuple[Any, Any]:
 
     def kind(config: Any) -> Any:
         # The library goes on without a generation config that is damaged.
-        if file := file_of(settings.model, "generation_config.json"):
+        if file := file_of(base_of(settings.model), "generation_config.json"):
             read_json_object(file, "the generation config")
         return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 

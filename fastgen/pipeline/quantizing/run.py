@@ -13,10 +13,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgen.pipeline.errors import PipelineError, check_installed, explained
+from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained
 from fastgen.pipeline.generation.loading import LoadedModel
 from fastgen.pipeline.identity import content
-from fastgen.pipeline.loading import check_path
+from fastgen.pipeline.loading import base_of, check_path
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.quantizing import evaluation
 from fastgen.pipeline.quantizing.options import QuantizeOptions
@@ -51,6 +51,8 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
     start = time.perf_counter()
     check_output(options)
     check_path(options.model, gguf=True)
+    if base_of(options.model) != options.model:
+        raise SetupError(f"model {options.model} has adapters alone: merge them into their model first, and save that")
     for package in ("rich", "matplotlib"):
         check_installed(package, "the report")
     if options.method == "autoround":

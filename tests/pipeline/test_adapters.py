@@ -1,0 +1,174 @@
+"""A folder with adapters of peft alone: the commands run the model that they were trained for, with them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from fastgen.pipeline import SetupError, generate_dataset
+from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.generation.loading import load
+from fastgen.pipeline.identity import content
+from tests.pipeline import tiny
+
+peft = pytest.importorskip("peft", reason="peft is not there")
+
+KINDS = {
+    "bart": (AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM", ["q_proj", "v_proj"]),
+    "gpt2": (AutoModelForCausalLM, "CAUSAL_LM", ["c_attn"]),
+}
+
+
+def settings(model: Path, **options: Any) -> RunOptions:
+    return RunOptions(model=str(model), input="-", output="out.txt", device="cpu", **options)
+
+
+def saved(name: str, base: Path, folder: Path) -> Path:
+    """Adapters that change what the model says."""
+    kind, task, layers = KINDS[name]
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=layers, task_type=task, init_lora_weights=False)
+    peft.get_peft_model(kind.from_pretrained(base), config).save_pretrained(folder)
+    return folder
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture(params=KINDS)
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A model, and adapters for it."""
+    base = Path(shutil.copytree(request.getfixturevalue(request.param), tmp_path / request.param))
+    return base, saved(request.param, base, tmp_path / "adapters")
+
+
+def test_it_runs_as_the_library_loads_it(both: tuple[Path, Path], inputs: Path, tmp_path: Path) -> None:
+    """With the tokenizer of the model."""
+    base, folder = both
+    options = {"generation": {"max_new_tokens": 8}, "batch_size": 1, "device": "cpu", "quiet": True, "workers": 0}
+    lines: dict[Path, list[str]] = {}
+    for model in both:
+        generate_dataset(model, inputs, tmp_path / "out.jsonl", overwrite=True, **options)
+        lines[model] = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert lines[base] != lines[folder]
+    tokenizer, model = AutoTokenizer.from_pretrained(base), KINDS[base.name][0].from_pretrained(folder)
+    for line, text in zip(lines[folder][:5], inputs.read_text().splitlines(), strict=False):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        made = model.generate(ids, max_new_tokens=8)[0, 0 if model.config.is_encoder_decoder else ids.shape[1] :]
+        assert line.strip() == tokenizer.decode(made, skip_special_tokens=True).strip()
+
+
+def test_a_line_says_where_they_are(both: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    load(settings(both[1]))
+    assert f"with the adapters in {both[1]}\n" in capsys.readouterr().err
+
+
+def test_a_tokenizer_beside_the_adapters(both: tuple[Path, Path]) -> None:
+    """Training may have added tokens."""
+    base, folder = both
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.bos_token = "god"
+    tokenizer.save_pretrained(folder)
+    assert load(settings(folder, quiet=True)).tokenizer.bos_token == "god"
+    assert load(settings(base, quiet=True)).tokenizer.bos_token != "god"
+
+
+def _without_weights(base: Path, folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def _with_half(base: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "adapter_model.safetensors")
+    weights.pop(sorted(weights)[0])
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+def _of_half_a_model(base: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(base / "model.safetensors")
+    weights.pop(next(name for name in sorted(weights) if name.endswith(".bias")))
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+
+
+def _of_a_damaged_model(base: Path, folder: Path) -> None:
+    (base / "generation_config.json").write_text("{")
+
+
+DAMAGES: list[tuple[Callable[[Path, Path], object], str]] = [
+    (_without_weights, "adapter_model"),
+    (_with_half, "1 of its weights are missing, .*lora_A"),
+    (_of_half_a_model, "1 of its weights are missing, .*bias"),
+    (_of_a_damaged_model, "generation config"),
+    (
+        lambda base, folder: shutil.rmtree(base),
+        "adapters alone, of a model that is not there: .* no such directory",
+    ),
+    (lambda base, folder: change(folder, megatron_config={"a": 1}, megatron_core="this"), "for Megatron"),
+    (lambda base, folder: change(folder, base_model_name_or_path=None), "does not name their model"),
+    (lambda base, folder: (folder / "adapter_config.json").write_text("{"), "of the adapters .* is not valid JSON"),
+    (lambda base, folder: change(folder, peft_type="PROMPT_TUNING", num_virtual_tokens=4), "prompt learning"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_what_is_damaged(both: tuple[Path, Path], damage: Callable[[Path, Path], object], said: str) -> None:
+    damage(*both)
+    with pytest.raises(SetupError, match=said) as raised:
+        load(settings(both[1]))
+    assert "\n" not in str(raised.value)
+
+
+def test_without_peft(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
+    with pytest.raises(SetupError, match="has adapters alone, and needs the package peft, .*: pip install peft"):
+        load(settings(both[1]))
+
+
+def test_a_run_is_not_resumed_with_other_adapters(both: tuple[Path, Path]) -> None:
+    """The same weights count for more with another `lora_alpha`."""
+    found = []
+    for alpha in (64, 64, 32):
+        change(both[1], lora_alpha=alpha)
+        loaded = load(settings(both[1], quiet=True))
+        found.append(content(loaded.model, loaded.tokenizer))
+    assert found[0] == found[1] and found[0] != found[2]
+
+
+def test_quantising_refuses_them(both: tuple[Path, Path], tmp_path: Path) -> None:
+    from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
+
+    with pytest.raises(SetupError, match="has adapters alone: merge them"):
+        quantize_model(QuantizeOptions(str(both[1]), str(tmp_path / "out"), method="rtn"))
+
+
+def test_a_server_reads_them(both: tuple[Path, Path]) -> None:
+    """The files of the model count for a cache, too."""
+    pytest.importorskip("fastgen_serve.workers.loading")
+    from fastgen_serve.cache import identity_of
+    from fastgen_serve.settings import ServeSettings
+    from fastgen_serve.workers import loading
+
+    base, folder = map(str, both)
+    assert loading.generates(folder)
+    assert loading.read_config(folder).model_type == loading.read_config(base).model_type
+    assert loading.read_tokenizer(folder).get_vocab() == tiny.tokenizer(True).get_vocab()
+    model, _ = loading.read_generating(folder, "fp32")
+    assert any("lora_" in name for name, _ in model.named_parameters())
+    serving = ServeSettings(models=(("adapted", folder),))
+    before = identity_of(folder, serving)
+    (both[0] / "config.json").write_text((both[0] / "config.json").read_text() + " ")
+    assert identity_of(folder, serving) != before
