@@ -88,12 +88,14 @@ def read_model(
             transformers_logging.set_verbosity_error()
         try:
             loaded: Any = chosen.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **options)
-            of_adapters = None if base == settings.model else loaded[0].load_adapter(settings.model)
         finally:
             transformers_logging.set_verbosity(before)
         model, found = loaded
         _check_weights(found, settings, needed, unused)
-        _check_weights({} if of_adapters is None else of_adapters.to_dict(), settings, needed)
+        if base != settings.model:
+            of_adapters = model.load_adapter(settings.model)
+            if of_adapters is not None:  # of some releases: those before show a table of what is missing
+                _check_weights(of_adapters.to_dict(), settings, needed)
         model = model.eval().to(device)
     if not settings.quiet:
         adapters = "" if base == settings.model else f", with the adapters in {settings.model}"
