@@ -100,6 +100,18 @@ def test_requests_come_one_by_one(name: str, kind: str, options: dict[str, Any])
     assert not (executor.alone or executor.counts["repeated"])
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_static_batches(name: str) -> None:
+    """Where there are no slots, requests share calls of peft's `generate`."""
+    fastgen.enable(captured_step="never")
+    model = adapted(name)
+    executor = ContinuousBatches(model, 8)
+    requests = [make(model, prompt, None, {"max_new_tokens": 9}, None, 8) for prompt in PROMPTS]
+    run(executor, requests, at_once=len(requests))
+    assert_as_alone(model, requests)
+    assert not (executor.has_slots or executor.alone) and executor.counts["batches"] < len(requests)
+
+
 @pytest.mark.parametrize("kind", ["PeftModel", "PeftMixedModel"])
 def test_models_that_peft_knows_no_task_of(kind: str) -> None:
     config = config_of("llama", task_type=None)
