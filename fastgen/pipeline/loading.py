@@ -72,7 +72,7 @@ def read_model(
         options["subfolder"] = folder
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
     with (
-        explained(f"model {settings.model} cannot be loaded", why_not_loaded(settings.model)),
+        explained(f"model {both_of(settings.model, base)} cannot be loaded", why_not_loaded(base)),
         process_settings.changed(keep_bits=settings.keep_bits),
         torch.random.fork_rng([]),  # what is drawn later does not depend on this seed
     ):
@@ -130,6 +130,11 @@ def base_of(model: str) -> str:
     except SetupError as error:
         raise SetupError(f"model {model} has adapters alone, of a model that is not there: {error}") from error
     return base
+
+
+def both_of(model: str, base: str) -> str:
+    """A model, and what it is based on, for a message."""
+    return model if base == model else f"{model} (adapters for {base})"
 
 
 def tokenizer_of(model: str) -> str:

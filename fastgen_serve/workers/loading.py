@@ -11,7 +11,7 @@ from typing import Any
 from fastgen.pipeline.errors import explained
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import read
-from fastgen.pipeline.loading import base_of, check_path, file_of, tokenizer_of, why_not_loaded
+from fastgen.pipeline.loading import base_of, both_of, check_path, file_of, tokenizer_of, why_not_loaded
 from fastgen.pipeline.settings import STANDARD_STREAM
 
 
@@ -80,5 +80,6 @@ def _read(kind: Any, path: str, failure: str, source: Callable[[str], str]) -> A
     source that has it.
     """
     check_path(path)
-    with explained(f"model {path} {failure}", why_not_loaded(path)):
-        return kind.from_pretrained(source(path), trust_remote_code=False)
+    place = source(path)
+    with explained(f"model {both_of(path, place)} {failure}", why_not_loaded(place)):
+        return kind.from_pretrained(place, trust_remote_code=False)

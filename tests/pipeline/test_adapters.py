@@ -131,6 +131,16 @@ def test_what_is_damaged(both: tuple[Path, Path], damage: Callable[[Path, Path],
     assert "\n" not in str(raised.value)
 
 
+def test_a_model_that_is_not_here(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fails)
+    change(both[1], base_model_name_or_path="a/b")
+    with pytest.raises(SetupError, match=r"\(adapters for a/b\) cannot be loaded: there is no such folder"):
+        load(settings(both[1]))
+
+
 def test_without_peft(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
