@@ -33,7 +33,7 @@ class Engine:
     Its thread begins with the first request. A model can be used by others meanwhile.
 
     Args:
-        model: a model of Transformers that generates.
+        model: a model of Transformers that generates, or one of peft around it, with the adapters that are active.
         slots: rows of a decode step: a request takes as many as it has beams, or sequences to return. "auto": 64.
         max_waiting: requests that may wait: `submit` waits for room then.
         cache_gib: GiB of K and V that requests in slots may have stored; None for any number. A request enters where
