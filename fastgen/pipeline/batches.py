@@ -24,6 +24,7 @@ from fastgen.pipeline.records import Problem, Record
 
 Output = TypeVar("Output")
 """What a model returns for some rows."""
+Item = TypeVar("Item")
 # With this many failures before the first success, the fault is not in the records.
 MOST_FAILURES = 8
 OUT_OF_MEMORY = "out-of-memory"
@@ -78,11 +79,17 @@ class Rules:
     """What a batch costs beside its padded tokens, in tokens. With it, batches are those that cost least together."""
     continuous: bool = False
     """A record that is done makes room for another one of its batch, which has more than `batch_size` records."""
+    adaptive: bool = False
+    """So it may, in the same batches."""
+
+    @property
+    def batching(self) -> str:
+        return "continuous" if self.continuous else "adaptive" if self.adaptive else "static"
 
     @property
     def batch_records(self) -> int:
         """Records of a batch, at most."""
-        return self.batch_size * (RECORDS_OF_A_ROW if self.continuous else 1)
+        return self.batch_size * (RECORDS_OF_A_ROW if self.continuous or self.adaptive else 1)
 
     @property
     def window_records(self) -> int:
@@ -190,7 +197,7 @@ def _check_same(same: bool) -> None:
         raise SetupError("cannot resume: the input is not the one that the interrupted run read")
 
 
-def split_rows(rows: list[Record], parts: int) -> list[list[Record]]:
+def split_rows(rows: list[Item], parts: int) -> list[list[Item]]:
     """Rows cut into consecutive parts of nearly equal size. Rows of about the same length stay together."""
     size, more = divmod(len(rows), parts)
     ends = [part * size + min(part, more) for part in range(parts + 1)]

@@ -73,7 +73,8 @@ class RunReport:
     batch_size: int = 0
     """Records that were in the model at the same time, at most."""
     batching: str = "static"
-    """That, or "continuous": a record that was done made room for the next."""
+    """That; "continuous": a record that was done made room for the next; or "adaptive": where outputs were of very
+    different lengths."""
     max_tokens: int | None = None
     """Input tokens in a batch, at most; None without a limit."""
     out_of_memory: int = 0
@@ -332,7 +333,7 @@ class DataRun(Run):
             resumed_samples=self._already,
             batch_size=self._rules.batch_size,
             max_tokens=self._rules.max_tokens,
-            batching="continuous" if self._rules.continuous else "static",
+            batching=self._rules.batching,
             out_of_memory=self.stage.out_of_memory,
             truncated=totals.truncated,
             peak_device_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,

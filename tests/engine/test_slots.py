@@ -280,6 +280,26 @@ def test_a_short_one_of_another_kind_does_not_keep_a_long_one_from_its_recording
     assert recorded and executor.counts["steps"] < 70
 
 
+def test_how_many_places_are_computed_depends_on_no_clock_if_all_is_captured(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on what others have left: the number of rows decides about the bits of products."""
+    found, advance = list[int](), Slots.advance
+    monkeypatch.setattr(Slots, "advance", lambda step: (advance(step), found.append(step.slots))[0])
+    made = []
+    with fastgen.settings.changed(captured_step="always"):
+        for seconds in (0.0, 1000.0, 0.0):
+            monkeypatch.setattr(Ledger, "specializing", seconds)
+            requests = [
+                make(llama, prompt, None, {"max_new_tokens": 10 + 8 * n, "eos_token_id": None}, None, 8)
+                for n, prompt in enumerate(PROMPTS[:1] * 8)
+            ]
+            run(ContinuousBatches(llama, 8), requests, at_once=8)
+            made.append([*found])
+            found.clear()
+    assert made[0] == made[1] == made[2] and len(set(made[0])) > 2
+
+
 def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes is measured where no step was recorded for itself: one that takes long is not made for each row."""
     made, specialize = list[int](), CapturedPart.specialize

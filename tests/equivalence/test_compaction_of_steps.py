@@ -13,7 +13,7 @@ import torch
 import fastgen
 from fastgen.decoding.captured import program, symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
-from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, sizes
+from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, pays, sizes
 from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
 from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.decoding import Decoding
@@ -41,7 +41,7 @@ def inputs_of_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compaction, "_FEW_ROWS", 1)
     monkeypatch.setattr(compaction, "_EVERY", 1)
     monkeypatch.setattr(compaction, "_MOVE", 0.0)
-    monkeypatch.setattr(compaction, "_RECORDINGS", 0)
+    monkeypatch.setattr(pays, "_RECORDINGS", 0)
     monkeypatch.setattr(Ledger, "specializing", 0.0)
     found: list[int] = []
     use = CapturedPart.use
@@ -64,6 +64,23 @@ def test_those_that_go_on_are_what_they_were(
     assert captures() == 2, reasons()
     assert max(inputs_of_programs) == 6
     assert min(inputs_of_programs) < 6 or family.name == "bart", "whose inputs all end at once here"
+
+
+def test_when_inputs_leave_depends_on_no_clock_if_all_is_captured(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on what other calls have left: the number of rows decides about the bits of products."""
+    model, _ = build(BY_NAME["llama"], CPU)
+    given, found = padded([3, 4, 5, 90, 91, 92, 93, 94], side="left", words=(FIRST_WORD, 60)), []
+    with fastgen.settings.changed(captured_step="always"):
+        for seconds in (1000.0, 0.0, 1000.0):
+            monkeypatch.setattr(Ledger, "specializing", seconds)
+            monkeypatch.setattr(pays, "_RECORDINGS", seconds)
+            inputs_of_programs.clear()
+            model.generate(**given, **LEAVING)
+            found.append([*inputs_of_programs])
+    assert captures() == 3 and min(found[0]) < 8
+    assert len({tuple(dict.fromkeys(each)) for each in found}) == 1 and len({len(each) for each in found}) <= 2
 
 
 @pytest.mark.parametrize("beams", [1, 2])

@@ -110,8 +110,8 @@ class RunOptions(DataOptions):
     )
     batching: str = option(
         "auto",
-        "static; continuous: a record that is done makes room for the next one; or auto, which is static so far "
-        "(default: auto)",
+        "static; continuous: a record that is done makes room for the next one; or auto: continuous where outputs have "
+        "very different lengths (default: auto)",
         free=True,
     )
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)
@@ -135,7 +135,7 @@ class RunOptions(DataOptions):
         check_types(self)
         among("detokenizer", self.detokenizer or "none", ("moses", "none"))
         among("batching", self.batching, ("auto", "static", "continuous"))
-        if self.is_continuous and self.max_tokens is not None:
+        if self.batching == "continuous" and self.max_tokens is not None:
             raise SetupError("max-tokens cuts static batches: leave it out, or choose --batching static")
         for metric in self.metrics:
             among("metrics", metric, METRICS)
@@ -164,15 +164,6 @@ class RunOptions(DataOptions):
     def weights(self) -> dict[str, Any]:
         drafts = {"self_speculation": self.self_speculation}
         return super().weights | drafts | (captured_drafts() if self.to_text and self.self_speculation != "off" else {})
-
-    @property
-    def is_continuous(self) -> bool:
-        """Whether a run batches continuously: so far only if it is asked to.
-
-        `auto` is static. A run knows its inputs, and puts those of about the same length together; on a small model
-        that is faster, as each request that enters has a call of `generate` of its own.
-        """
-        return self.batching == "continuous"
 
     @property
     def to_text(self) -> bool:

@@ -16,8 +16,9 @@ from fastgen import settings as process_settings
 from fastgen.pipeline.batches import Batch, BatchResult, Window, one_by_one
 from fastgen.pipeline.errors import SetupError, check_installed
 from fastgen.pipeline.generation import on_ray
+from fastgen.pipeline.generation.continuous import batching_of, stage_for
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding, load, prepare
-from fastgen.pipeline.generation.model import RawOutput, stage_for
+from fastgen.pipeline.generation.model import RawOutput
 from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.layouts import Generation
 from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
@@ -90,7 +91,9 @@ class Generate(DataRun):
         loaded = load(settings) if self.model is None else prepare(self.model, self.tokenizer, settings)
         self.loaded, self.tokenise = loaded, Encoder(loaded, settings)
         self.stage = stage_for(loaded, settings)
-        self.rules = {"continuous": True} if settings.is_continuous else {"equal_lengths": depends_on_padding(loaded)}
+        batching = batching_of(loaded, settings)
+        static = {"equal_lengths": depends_on_padding(loaded)}
+        self.rules = static if batching == "static" else {batching: True}
         self._decode, self.results = Decoder(loaded, settings), self._texts
 
     def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
@@ -114,7 +117,7 @@ class Generate(DataRun):
         # Where the model does not say how long an input may be, memory is planned for those of a usual length.
         longest = min(loaded.positions or USUAL_LENGTH, settings.max_source_length or sys.maxsize)
         rows, tokens = automatic_batch(loaded.model, loaded.generation, longest)
-        return rows, settings.max_tokens or (None if settings.is_continuous else tokens)
+        return rows, settings.max_tokens or (None if settings.batching == "continuous" else tokens)
 
 
 def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastgen.engine import continuous
+from fastgen.ops import gpu
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
@@ -24,6 +25,12 @@ RECORDS = 24
 UNEVEN = {"max_new_tokens": 16, "eos_token_id": list(range(2, 40))}
 BEAMS = {"num_beams": 3, "num_return_sequences": 2, **UNEVEN}
 SAMPLED = {"do_sample": True, **UNEVEN}
+
+
+@pytest.fixture(autouse=True)
+def slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are programs, as for users: the tests have Triton's kernels interpreted otherwise."""
+    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
 
 
 @pytest.fixture(autouse=True)

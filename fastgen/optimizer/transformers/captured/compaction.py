@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
@@ -24,8 +24,6 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 _FEW_ROWS = 8
 # Steps from one look at what has finished to the next.
 _EVERY = 4
-# One for any number of inputs takes the time of so many for one number.
-_RECORDINGS = 2
 # What moving an input takes, in steps.
 _MOVE = 1.0
 
@@ -53,7 +51,7 @@ class Compaction:
         self._model, self._ledger, self._count, self._fill, self._refresh = model, ledger, count, fill, refresh
         self._order = list(range(inputs))  # the input of each place
         self._finished: dict[int, Tensor] = {}
-        self._steps, self._lost = 0, 0.0
+        self._steps, self._lost = 0, 0.0  # the latter in steps of all places
         self._is_over = not any_batch.is_symbolic(key) or reads_sources(key)  # nobody leaves any more
 
     @property
@@ -78,11 +76,11 @@ class Compaction:
         saved = 1 - max(left * per_input, _FEW_ROWS) / max(places * per_input, _FEW_ROWS)
         if not 0 < left < places or saved <= 0:
             return
-        self._lost += _EVERY * saved * seconds
-        cost = _MOVE * seconds * (places - left)
-        if self._lost >= cost and step.parts[1].smallest(left) != left:
+        self._lost += _EVERY * saved
+        cost = _MOVE * (places - left)
+        if self._lost >= cost and (is_repeatable() or step.parts[1].smallest(left) != left):
             is_recorded = any_batch.is_recorded(self._model, step.key, step.sizes)
-            cost += self._ledger.specializing if is_recorded else _RECORDINGS * (self._ledger.recording or 0.0)
+            cost += self._ledger.steps_of_specializing(seconds, is_recorded)
         if self._lost >= cost:
             self._compact(step, goes_on)
 

@@ -26,8 +26,9 @@ PASSES = 64
 ASKED_FOR, STEPS_OF_A_CALL = 256, settings.STEPS_OF_A_CALL
 # So many steps repay a recording, as long as nothing has been measured, and at the least.
 STEPS, LEAST_STEPS = 24, 6
-# What specializing a recording takes of the time of making one.
-PART_OF_SPECIALIZING = 0.25
+# What specializing a recording takes of the time of making one; and one for any number of inputs takes the time of so
+# many for one number.
+PART_OF_SPECIALIZING, _RECORDINGS = 0.25, 2
 # At the most: a measurement may have been disturbed, and another recording brings another one.
 MOST_STEPS = 16 * STEPS
 # A call that may end at any token is expected to go on once it has so many of them.
@@ -47,6 +48,14 @@ def certain_tokens(config: Any, prompt: int, most: int) -> int:
         return 1
     asked = max(config.min_new_tokens or 0, (config.min_length or 0) - prompt)
     return most if config.eos_token_id is None else min(asked, most)
+
+
+def is_repeatable() -> bool:
+    """Whether nothing may depend on the clock, nor on what calls before have left.
+
+    Not the number of rows either, which decides about the bits of products.
+    """
+    return settings.current().captured_step == "always"
 
 
 class Budget:
@@ -171,6 +180,17 @@ class Ledger:
         if self._specializing is not None:
             return self._specializing
         return PART_OF_SPECIALIZING * (self.recording or 0.0)
+
+    def steps_of_specializing(self, seconds: float, is_recorded: bool = True) -> float:
+        """What it takes to specialize a step for another number of inputs, in steps of so many seconds.
+
+        Args:
+            is_recorded: there is a recording for any number of inputs.
+        """
+        if is_repeatable():
+            return PART_OF_SPECIALIZING * STEPS
+        taken = self.specializing if is_recorded else _RECORDINGS * (self.recording or 0.0)
+        return taken / seconds if seconds else 0.0
 
     def note_specializing(self, seconds: float) -> None:
         """A step was specialized in so many seconds. Others may have had the processors meanwhile."""

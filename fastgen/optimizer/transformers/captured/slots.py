@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastgen import memory, settings
+from fastgen import memory
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import NOT_NUMBERS
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
@@ -29,7 +29,7 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.kind import Kind
-from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -80,7 +80,7 @@ class Slots:
         self._is_changing = True  # with the input that has come last, and more are about to come
         self._is_recorded = False  # what serves any number of inputs, the last time that somebody asked
         self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
-        self._lost = 0.0  # seconds of idle rows, for want of a program for fewer
+        self._lost = 0.0  # steps in which idle rows have cost as much, for want of a program for fewer
         self.taken: dict[int, Slot] = {}
         self.is_widened = False
         self.failure: Exception | None = None
@@ -182,7 +182,7 @@ class Slots:
 
     def _note(self, slot: Slot) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""
-        if settings.current().captured_step == "always":
+        if is_repeatable():
             self._captures_from = 0
         if self._captures_from <= self._steps:  # as the next step will be, whatever this input asks for
             return
@@ -280,7 +280,7 @@ class Slots:
             raise self.failure
         if len(self._over(step)) < len(self.taken):
             # What comes next may be of another kind still, for which this recording would not do.
-            captures = self._steps >= self._captures_from and not self._is_changing
+            captures = self._steps >= self._captures_from and (is_repeatable() or not self._is_changing)
             self._is_changing = False
             if (captures or step.is_captured) and any_batch.is_symbolic(step.key):
                 self._close_ranks(step)
@@ -312,12 +312,14 @@ class Slots:
 
         A program for fewer places takes time once: there is one once idle rows have cost as much.
         """
-        part, batch, count = step.parts[1], step.key.batch, max(self.taken) + 1
+        batch, count = step.key.batch, max(self.taken) + 1
         every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
-        wanted, there = min(-(-count // every) * every, batch), part.smallest(count)
+        wanted, there = min(-(-count // every) * every, batch), step.parts[1].smallest(count)
+        if is_repeatable():  # other programs that happen to be there do not count
+            there = self._places if self._places >= count else None
         if there is None or there > wanted:
-            self._lost += 0 if there is None else (1 - wanted / there) * self._seconds
-            if there is None or self._lost >= self._ledger.specializing:
+            self._lost += 0 if there is None else 1 - wanted / there
+            if there is None or self._lost >= self._ledger.steps_of_specializing(self._seconds):
                 there, self._lost = wanted, 0.0
         return there if any_batch.specialize(self._model, step, there) else batch
 
