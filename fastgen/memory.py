@@ -21,6 +21,8 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # First the names of version 2, then those of version 1.
 _LIMIT = ("memory.max", "memory.limit_in_bytes")
 _USED = ("memory.current", "memory.usage_in_bytes")
+# Microseconds of processor time in a period, and the period: one file in version 2, and two in version 1.
+_QUOTA = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 _RECLAIMABLE = (("inactive_file", "active_file"), ("total_inactive_file", "total_active_file"))
 _MIN_GROWTH = 64  # positions
 # Of all threads: without collection until the last one is over.
@@ -83,9 +85,18 @@ def free_host_memory() -> int:
     tells neither, 4 GiB are assumed.
     """
     left = _available()
-    for group in _groups():
+    for group in _groups("memory"):
         left = min([left, *_left(group, left)])
     return max(left, 0)
+
+
+def processor_limit() -> int | None:
+    """The processors that the limits of its container leave this process, rounded up; None without a limit.
+
+    More threads than these wait for each other where the container is made to pause.
+    """
+    found = [limit for group in _groups("cpu") for limit in _processors(group)]
+    return min(found, default=None)
 
 
 @functools.cache
@@ -103,12 +114,12 @@ def _available() -> int:
     return 2**32
 
 
-def _groups() -> Iterator[Path]:
+def _groups(controller: str) -> Iterator[Path]:
     """The control groups whose limits apply: that of the process, and those around it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            if controllers not in ("", "memory"):
+            if controllers and controller not in controllers.split(","):
                 continue
             root = _CONTROL_GROUPS / controllers
             group = root / name.lstrip("/")
@@ -128,3 +139,13 @@ def _left(group: Path, enough: int) -> Iterator[int]:
             if left < enough:
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 yield left + sum(int(statistics.get(name, 0)) for name in reclaimable)
+
+
+def _processors(group: Path) -> Iterator[int]:
+    """The limit of a group, if it has one."""
+    for names in _QUOTA:
+        # A group without a limit has no such file, or the word "max" in it, or a quota of -1.
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (int(word) for name in names for word in (group / name).read_text().split())
+            if quota > 0 and period > 0:
+                yield -(-quota // period)

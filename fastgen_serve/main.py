@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from fastgen_serve import keys
@@ -42,6 +46,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(f"{error} ({PROGRAM} --help)")
     logging.basicConfig(format=f"{PROGRAM}: %(message)s", level=logging.INFO, stream=sys.stderr)
+    with _ends_on_sigterm():
+        return _run(settings)
+
+
+@contextlib.contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """Until the server takes signals, SIGTERM ends the process, with the status of a server that has stopped.
+
+    Imports take seconds. By default the signal would be lost meanwhile in a container, whose first process gets no
+    signals but those that it handles.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other one can say what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: _leave(DONE))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(settings: ServeSettings) -> int:
     from fastgen.pipeline.errors import PipelineError, check_installed
 
     if settings.host not in _LOCAL and not settings.api_keys:
@@ -49,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for package in _PACKAGES:
             check_installed(package, PROGRAM, _INSTALL)
+        tempfile.gettempdir()  # torch cannot be imported without one
         if settings.ray is not None:
             from fastgen_serve import on_ray
 

@@ -1,4 +1,4 @@
-"""The memory that is free: the smaller of what the machine has and of what the limits of the container leave."""
+"""The memory that is free, and the processors: the smaller of what the machine has and the container's limits leave."""
 
 from __future__ import annotations
 
@@ -78,6 +78,33 @@ def test_statistics_are_read_only_where_a_limit_is_near(tmp_path: Path, member_o
     assert memory.free_host_memory() == 8 * GIB
     group(tmp_path, 4 * GIB, GIB, reclaimable=7)
     assert memory.free_host_memory() == 3 * GIB + 7
+
+
+@pytest.mark.parametrize("words, limit", [("max 100000", None), ("150000 100000", 2), ("400000 100000", 4)])
+def test_a_limit_of_processors(words: str, limit: int | None, tmp_path: Path, member_of: Callable[[str], None]) -> None:
+    member_of("0::/\n")
+    assert memory.processor_limit() is None
+    (tmp_path / "cpu.max").write_text(f"{words}\n")
+    assert memory.processor_limit() == limit
+
+
+def test_the_least_limit_of_processors_counts(tmp_path: Path, member_of: Callable[[str], None]) -> None:
+    member_of("0::/pod/task\n")
+    (tmp_path / "pod" / "task").mkdir(parents=True)
+    (tmp_path / "pod" / "cpu.max").write_text("200000 100000\n")
+    (tmp_path / "pod" / "task" / "cpu.max").write_text("300000 100000\n")
+    assert memory.processor_limit() == 2
+
+
+def test_a_limit_of_processors_in_version_1(tmp_path: Path, member_of: Callable[[str], None]) -> None:
+    member_of("5:memory:/\n4:cpu,cpuacct:/docker/abc\n")
+    folder = tmp_path / "cpu,cpuacct"  # a container sees its group as the root
+    folder.mkdir()
+    (folder / "cpu.cfs_period_us").write_text("50000\n")
+    (folder / "cpu.cfs_quota_us").write_text("-1\n")
+    assert memory.processor_limit() is None
+    (folder / "cpu.cfs_quota_us").write_text("50001\n")
+    assert memory.processor_limit() == 2
 
 
 def test_on_this_machine() -> None:

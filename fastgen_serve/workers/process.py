@@ -26,14 +26,16 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
     import torch
 
     import fastgen
+    from fastgen.memory import processor_limit
     from fastgen.pipeline.errors import PipelineError, one_line
     from fastgen_serve.workers.pipe import Pipe
     from fastgen_serve.workers.worker import Worker
 
     # A server runs for long: whatever is captured pays, and results do not depend on what was asked before.
     fastgen.enable(captured_step="always", weight_dtype=settings.weight_dtype)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    threads = settings.threads or fewer_threads(torch.get_num_threads(), processor_limit())
+    if threads is not None:
+        torch.set_num_threads(threads)
     torch.seed()  # otherwise each process draws the same
 
     def receive(message: Any) -> None:
@@ -55,6 +57,11 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
         pipe.close(_PATIENCE)
         _leave(_BROKEN)
     threading.Event().wait()
+
+
+def fewer_threads(cores: int, limit: int | None) -> int | None:
+    """As many as a container's limit of processors, which torch does not know; None where there are no more cores."""
+    return limit if limit is not None and limit < cores else None
 
 
 def _end_with(failure: threading.ExceptHookArgs) -> None:

@@ -58,11 +58,14 @@ def options_of_the_commands() -> set[str]:
 
 # Options of other programs: pip, pytest, FairSeq's commands.
 FOREIGN = {*"--index-url --no-build-isolation --no-deps --strict --check --force-reinstall".split()}
+OF_PODMAN = {
+    *"--build-arg --cap-drop --cpus --format --read-only --security-opt --stop-timeout --tmpfs".split(),
+}
 
 
 @pytest.fixture(scope="module")
 def known_options() -> set[str]:
-    return options_of_the_commands() | FOREIGN | options_of_fairseq()
+    return options_of_the_commands() | FOREIGN | OF_PODMAN | options_of_fairseq()
 
 
 def options_of_fairseq() -> set[str]:

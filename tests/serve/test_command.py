@@ -209,6 +209,36 @@ def test_no_such_folder_and_no_such_port_are_told_before_anything_is_loaded(caps
     assert "cannot listen at 127.0.0.1" in line
 
 
+# Says when the server begins to import what it serves with, which then does not end.
+_LONG_IMPORT = """
+import sys, time
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "fastgen_serve.app":
+            print("importing", file=sys.stderr, flush=True)
+            time.sleep(600)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+def test_without_a_folder_for_temporary_files_it_says_so_before_anything_is_loaded() -> None:
+    """As in a container whose root is read-only."""
+    nowhere = "import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/no/such/folder']"
+    with command(GPT2, planted=f"{_LONG_IMPORT}\n{nowhere}") as server:
+        until(lambda: server.lines)
+        assert "No usable temporary directory" in server.lines[0]
+        assert server.wait() == 2
+
+
+def test_a_server_that_is_told_to_stop_before_it_serves_ends_at_once() -> None:
+    """As the first process of a container it would otherwise not notice."""
+    with command(GPT2, planted=_LONG_IMPORT) as server:
+        until(lambda: "importing" in server.lines)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert server.lines == ["importing"]
+
+
 def test_headers_without_end_are_refused(served: Command) -> None:
     """No key, no body and no queue is looked at before they are complete."""
     with connected(served.url) as client:

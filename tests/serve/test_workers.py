@@ -20,7 +20,7 @@ from fastgen_serve.api.openai_schema import CompletionRequest
 from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
-from fastgen_serve.workers import generation
+from fastgen_serve.workers import generation, process
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
 from tests.equivalence.check import in_threads
@@ -299,6 +299,13 @@ def test_k_and_v_have_a_limit(loop: Loop, gib: float | None, monkeypatch: pytest
 def test_models_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "free_host_memory", lambda: 8 * 2**30)
     assert [generation.cache_share(models) for models in (1, 4)] == [2.0, 0.5]
+
+
+@pytest.mark.parametrize("cores, limit, threads", [(64, 4, 4), (2, 4, None), (4, 4, None), (64, None, None)])
+def test_a_model_has_no_more_threads_than_its_container_has_processors(
+    cores: int, limit: int | None, threads: int | None
+) -> None:
+    assert process.fewer_threads(cores, limit) == threads
 
 
 def test_errors_cross_a_pipe_with_all_that_they_say(loop: Loop, remote: RemoteModel) -> None:
