@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DTYPES = ("fp32", "fp16", "bf16")
-WEIGHT_DTYPES = ("fp32", "int8", "int4", "bf16")
+from fastgen.pipeline.settings import DTYPES, dtype_named
+from fastgen.settings import CHOICES
+
 SCHEDULERS = ("hungry", "lazy", "naive", "none")
 # How the address of a Redis server begins.
 REDIS = ("redis://", "rediss://", "unix://")
@@ -58,9 +59,11 @@ class ServeSettings:
         metavar="ORIGIN",
     )
 
-    dtype: str = _option("fp32", "of the weights", "models", choices=DTYPES)
+    dtype: str = _option(
+        "fp32", "of the weights; auto: as the checkpoint says", "models", choices=tuple(DTYPES), type=dtype_named
+    )
     weight_dtype: str = _option(
-        "fp32", "that linear layers multiply with: others than fp32 change results", choices=WEIGHT_DTYPES
+        "fp32", "that linear layers multiply with: others than fp32 change results", choices=CHOICES["weight_dtype"]
     )
     warm_up: bool = _option(True, "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
     slots: int = _option(64, "rows of a decode step", least=1)
@@ -117,6 +120,7 @@ class ServeSettings:
     log_texts: bool = _option(False, "write inputs to the log", "log", action="store_true")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_named(self.dtype))
         names = [name for name, _ in self.models]
         for name in names:
             if not name or not name.isprintable():

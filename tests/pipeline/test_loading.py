@@ -103,6 +103,16 @@ def test_weights_that_are_missing(copied: Path, quiet: bool, capsys: pytest.Capt
     assert content(loaded[0].model, loaded[0].tokenizer) == content(loaded[1].model, loaded[1].tokenizer)
 
 
+def test_in_the_type_of_the_checkpoint(gpt2: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gpt2, tmp_path / "model"))
+    changed_weights(folder, lambda weights: weights.update({name: each.half() for name, each in weights.items()}))
+    config = json.loads((folder / "config.json").read_text())
+    for named in ({"dtype": "float16"}, {}):  # where the configuration does not say it, the weights do
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": None, **named}))
+        assert load(settings(folder, dtype="auto")).model.dtype == torch.float16
+    assert load(settings(folder)).model.dtype == torch.float32
+
+
 def test_loading_leaves_the_generator_of_random_numbers_as_it_was(gpt2: Path) -> None:
     """Otherwise all processes of a server, which load the same model, draw the same."""
     before = torch.get_rng_state()

@@ -32,6 +32,7 @@ def test_options_have_the_defaults_of_the_settings() -> None:
     assert read([BART]) == ServeSettings(models=(("kjv-bart", BART),))
     found = read([BART, "--slots", "8", "--slo-ms", "250", "--scheduler", "lazy", "--host", "::1", "--drain-s", "0"])
     assert (found.slots, found.slo_ms, found.scheduler, found.host, found.drain_s) == (8, 250.0, "lazy", "::1", 0.0)
+    assert read([BART, "--dtype", "bfloat16"]).dtype == "bf16" and read([BART, "--dtype", "auto"]).dtype == "auto"
     found = read([BART, "--cache-gib", "1.5", "--cors-origin", "http://localhost:3000", "--cors-origin", "*"])
     assert (found.cache_gib, found.cors_origins) == (1.5, ("http://localhost:3000", "*"))
 
@@ -42,6 +43,7 @@ def test_options_have_the_defaults_of_the_settings() -> None:
         ([], "MODEL"),
         ([BART, "--slots", "0"], "slots is 0"),
         ([BART, "--slots", "many"], "--slots"),
+        ([BART, "--dtype", "fp8"], "--dtype"),
         ([BART, BART], "two are named kjv-bart"),
         ([BART, "--served-model-name", "a", "b"], "2 names for 1 models"),
         ([BART, "--api-key-file", "/no/such/file"], "cannot read /no/such/file"),
