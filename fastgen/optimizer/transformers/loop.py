@@ -97,6 +97,9 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         note = found.note if isinstance(found, DoesNotPay) else None
     else:
         call.prefilled = None
+        if config.compile_config is not None and config.num_beams == 1:
+            # The library's loops without beams would compile the model, or say that they do not.
+            model._valid_auto_compile_criteria(model_kwargs, config)
         counters.count_accelerated(ENTRY_POINT)
         return result
     counters.count_not_used(ENTRY_POINT, reason)
