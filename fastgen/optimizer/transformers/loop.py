@@ -153,6 +153,8 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("a cache that is passed in")
     if config.num_beams < 1:
         raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
+    if config.num_beams > 1 and config._eos_token_tensor is not None and not len(config._eos_token_tensor):
+        raise CannotBeCaptured("a list of no end tokens")  # which it may take the first of
     _check_weights(call.model)
     if call.model.device.type == "cpu":
         _check_on_cpu(call.model, arguments["input_ids"])
