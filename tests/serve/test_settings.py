@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,22 @@ def test_a_mistake_is_one_line(words: list[str], said: str, capfd: pytest.Captur
     assert main(words) == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1 and said in lines[0] and lines[0].startswith("fastgen-serve: ")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: None} for name in ("slots", "port", "host", "max_tokens", "drain_s", "warm_up", "dtype", "scheduler")),
+        *({"slots": value} for value in ("8", 8.0, True)),
+        {"threads": 1.5}, {"cache": 256}, {"slo_ms": "20"}, {"log_texts": "no"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        ServeSettings(**given)
+    ServeSettings(threads=None, slo_ms=20, cache=None)
 
 
 def test_keys_are_read_one_a_line_and_stay_out_of_what_is_printed(tmp_path: Path) -> None:
