@@ -85,7 +85,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

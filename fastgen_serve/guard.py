@@ -80,6 +80,8 @@ class Guard:
             path=self._path_of(scope["path"]) or "unknown",
         )
         log.current.set(entry)
+        if entry.method == "HEAD":  # FastAPI's routes know GET alone
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
         status = _GONE
 
         async def send_with_id(message: Message) -> None:
@@ -159,6 +161,13 @@ class Guard:
             for task in (running, reading):
                 task.cancel()
             await asyncio.gather(running, reading, return_exceptions=True)
+
+
+def _without_body(send: Send) -> Send:
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
 
 
 def _stops() -> Unavailable:

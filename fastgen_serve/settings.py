@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DTYPES = ("fp32", "fp16", "bf16")
-WEIGHT_DTYPES = ("fp32", "int8", "int4", "bf16")
+from fastgen.pipeline.settings import DTYPES, dtype_named
+from fastgen.settings import CHOICES
+
 SCHEDULERS = ("hungry", "lazy", "naive", "none")
 # How the address of a Redis server begins.
 REDIS = ("redis://", "rediss://", "unix://")
 # A site, as browsers write it in the header Origin; or any.
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+|[a-z][a-z0-9+.-]*-extension://[^/?#@\s]+")
+# What a field of a simple type may be.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),),
+}  # fmt: skip
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -58,9 +63,11 @@ class ServeSettings:
         metavar="ORIGIN",
     )
 
-    dtype: str = _option("fp32", "of the weights", "models", choices=DTYPES)
+    dtype: str = _option(
+        "fp32", "of the weights; auto: as the checkpoint says", "models", choices=tuple(DTYPES), type=dtype_named
+    )
     weight_dtype: str = _option(
-        "fp32", "that linear layers multiply with: others than fp32 change results", choices=WEIGHT_DTYPES
+        "fp32", "that linear layers multiply with: others than fp32 change results", choices=CHOICES["weight_dtype"]
     )
     warm_up: bool = _option(True, "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
     slots: int = _option(64, "rows of a decode step", least=1)
@@ -117,6 +124,7 @@ class ServeSettings:
     log_texts: bool = _option(False, "write inputs to the log", "log", action="store_true")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_named(self.dtype))
         names = [name for name, _ in self.models]
         for name in names:
             if not name or not name.isprintable():
@@ -127,6 +135,7 @@ class ServeSettings:
             if name not in names:
                 raise ValueError(f"languages: no model is named {name}")
         for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), str(each.type).split(" | "))
             _check(each.name, getattr(self, each.name), each.metadata)
         _check("max_replicas", self.max_replicas, {"least": self.replicas})
         if self.cache is not None and not self.cache.startswith(REDIS):
@@ -153,6 +162,14 @@ class ServeSettings:
     def path(self, name: str) -> str:
         """The directory, or the hub name, of the model that is served under this name. Raises KeyError."""
         return dict(self.models)[name]
+
+
+def _check_type(option: str, value: Any, kinds: Sequence[str]) -> None:
+    """Raises ValueError where a value is of none of these types, as far as they are among `_TYPES`."""
+    known = [_TYPES[kind] for kind in kinds if kind in _TYPES]
+    is_one = any(isinstance(value, types) and (isinstance(value, bool) <= (bool in types)) for types in known)
+    if len(known) == len(kinds) and not is_one:
+        raise ValueError(f"{option} is {value!r}: it must be {' or '.join(kinds)}")
 
 
 def _check(option: str, value: Any, about: Mapping[str, Any]) -> None:

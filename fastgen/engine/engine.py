@@ -132,7 +132,10 @@ class Engine:
     async def asubmit(
         self, inputs: Any, generation_config: Any = None, *, timeout: float | None = None, **options: Any
     ) -> asyncio.Future[Any]:
-        """As `submit`: waits for room without stopping the event loop, and returns a future of asyncio."""
+        """As `submit`: waits for room without stopping the event loop, and returns a future of asyncio.
+
+        The request is cancelled if the loop is closed, as nobody can get its result then.
+        """
         made = self._made([inputs], generation_config, **options)
         await self._waiting.aput(made, timeout)
         return asyncio.wrap_future(made[0].future)

@@ -59,6 +59,7 @@ class Request:
         inputs: the arguments of `generate` that are the model's inputs, of one row.
         options: its other arguments, as they were given.
         seed: of what it draws; None for torch's generator as it is.
+        loop: the event loop whose tasks wait for it; None for threads.
         tokens: the input [length], on the CPU, where it is one of tokens.
         mask: its attention mask [length], where there is one.
         config: the generation config that the options come to; None for a model that has a `generate` of its own.
@@ -76,6 +77,7 @@ class Request:
     inputs: dict[str, Any]
     options: dict[str, Any]
     seed: int | None = None
+    loop: Any = None
     tokens: Tensor | None = None
     mask: Tensor | None = None
     config: Any = None

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -36,6 +36,11 @@ def cancelled_together(requests: Sequence[Request]) -> Iterator[None]:
         raise
 
 
+def _is_for_nobody(request: Request) -> bool:
+    """Whether the event loop whose tasks wait for a request has been closed."""
+    return request.loop is not None and request.loop.is_closed()
+
+
 class Waiting:
     """Requests in the order in which they came, up to `most`, and the thread that runs them.
 
@@ -56,7 +61,7 @@ class Waiting:
         self._executor = executor
         self._is_closed, self._is_idle, self._pauses = False, True, 0
         self._changed = threading.Condition(forkable_lock())  # the thread of the engine waits for it, and pauses do
-        self._outside: OrderedDict[Future[None], list[Request]] = OrderedDict()  # by who is told when all are in
+        self._outside: OrderedDict[Future[None], deque[Request]] = OrderedDict()  # by who is told when all are in
         _all.add(self)
 
     # ---- for the threads of the users
@@ -77,6 +82,8 @@ class Waiting:
 
     async def aput(self, requests: Sequence[Request], timeout: float | None) -> None:
         """As `put`, for the thread of an event loop. No other thread waits meanwhile: a loop has few that all share."""
+        for request in requests:
+            request.loop = asyncio.get_running_loop()
         with self._asking(requests) as told:
             if not told.done():  # not `wait_for`, which before Python 3.12 may lose the cancellation of the task
                 await asyncio.wait([asyncio.wrap_future(told)], timeout=timeout)
@@ -86,7 +93,7 @@ class Waiting:
         """What is done when all of these are in, or the engine is closed. They have this block to come in."""
         if threading.current_thread() not in [each.thread for each in list(_all)]:
             openmp.end_team()  # of the caller: the work is that of the engine's thread
-        told, left = Future[None](), list(requests)
+        told, left = Future[None](), deque(requests)
         with cancelled_together(requests):
             try:
                 with self._changed:
@@ -106,15 +113,24 @@ class Waiting:
 
     def _let_in(self) -> None:
         """Adds those from outside that there is room for now."""
-        while self._outside and (room := self.most - len(self.requests)) > 0:
+        while self._outside:
             told, left = next(iter(self._outside.items()))
-            entering, left[:] = left[:room], left[room:]
-            self.requests += entering
-            self.counts["submitted"] += len(entering)
-            for request in entering:
-                request.future.add_done_callback(partial(self._over, request))
-            if not left and self._outside.pop(told, None) is not None:  # or a stream has been collected meanwhile
+            # The line above may collect a stream, or a task, and let others in for its requests. What follows does not.
+            if told not in self._outside:
+                continue
+            if len(self.requests) >= self.most:
+                return
+            if _is_for_nobody(left[0]):
+                for request in self._outside.pop(told):
+                    request.future.cancel()
+                continue
+            request = left.popleft()
+            self.requests.append(request)
+            self.counts["submitted"] += 1
+            if not left:
+                del self._outside[told]
                 told.set_result(None)
+            request.future.add_done_callback(partial(self._over, request))
             if self.thread is None:
                 thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
                 thread.start()
@@ -204,6 +220,8 @@ class Waiting:
     def take(self) -> list[Request]:
         """Those that run next, beside what runs already: none where none fits, or it is paused."""
         with self._changed:
+            for request in filter(_is_for_nobody, [*self.requests, *self.running]):
+                request.future.cancel()
             chosen = self._executor.choose(self.requests) if self.requests and not self._pauses else []
             self.running += [request for request in chosen if not request.future.done()]
             self._let_in()

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from fastgen import patching
@@ -71,7 +72,9 @@ def content(model: Any, tokenizer: Any) -> dict[str, str]:
     """A digest of each part of a model in memory."""
     adapters = [f"{name} {_plain(each.to_dict())}" for name, each in getattr(model, "peft_config", {}).items()]
     parts = {"weights": _weights(model), "configuration": [_plain(model.config.to_dict()), *adapters]}
-    parts |= {"tokenizer": _tokenizer(tokenizer), "code": _code(model, tokenizer)}
+    own = vars(model).get("generate")  # of the folder custom_generate: it stands for the model's method
+    code = [each for each in (model, tokenizer, getattr(own, "func", own)) if each is not None]
+    parts |= {"tokenizer": _tokenizer(tokenizer), "code": _code(*code)}
     return {name: _digest(part) for name, part in parts.items()}
 
 
@@ -107,10 +110,13 @@ def _tokenizer(tokenizer: Any) -> Iterable[str]:
 
 
 def _code(*objects: Any) -> Iterable[str]:
-    """The source that came with the model: of its classes, and of the modules that these import from beside them."""
+    """The source that came with the model: of its classes, or a function, and of the modules that these import from
+    beside them.
+    """
     for value in objects:
-        module = type(value).__module__
-        yield f"{module.rpartition('.')[2]}.{type(value).__qualname__}"
+        kind = value if isinstance(value, FunctionType) else type(value)
+        module = kind.__module__
+        yield f"{module.rpartition('.')[2]}.{kind.__qualname__}"
         if module.startswith("transformers_modules"):
             package = module.rpartition(".")[0] + "."
             for name in sorted(name for name in sys.modules if name.startswith(package)):

@@ -15,7 +15,7 @@ from typing import Any
 from fastgen import settings as process_settings
 from fastgen.pipeline.errors import SetupError, check_installed, explained, one_line
 from fastgen.pipeline.readers import quiet_hub
-from fastgen.pipeline.settings import DataOptions
+from fastgen.pipeline.settings import DTYPES, DataOptions
 
 _ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}
 # What a folder with adapters of peft says of them.
@@ -70,7 +70,7 @@ def read_model(
         name = str(Path(base, folder))
     elif not (local or gguf):
         options["subfolder"] = folder
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
+    dtype = DTYPES[settings.dtype]
     with (
         explained(f"model {both_of(settings.model, base)} cannot be loaded", why_not_loaded(base)),
         process_settings.changed(keep_bits=settings.keep_bits),

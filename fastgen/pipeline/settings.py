@@ -19,7 +19,9 @@ TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "
 INPUT_FORMATS = ("auto", "txt", "jsonl", "csv", "tsv", "parquet", "dataset")
 _OUTPUT_SUFFIXES = TEXT_SUFFIXES | {".npy": "npy"}
 _NOT_STREAMED = ("npy", "parquet")  # formats that are not written from front to back
-DTYPES = ("fp32", "fp16", "bf16")
+# The types of weights, and what torch and Transformers call them.
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "auto": "auto"}
+_DTYPES_ELSEWHERE = {"float": "fp32", "half": "fp16"} | {name: own for own, name in DTYPES.items()}
 STANDARD_STREAM = "-"
 # Libraries keep numbers in 64 bits. A limit for texts may be any number: what is beyond is none.
 _LARGEST = 2**63 - 1
@@ -106,7 +108,7 @@ class DataOptions:
     device: str | None = option(
         None, "torch device (default: cuda where there is one, otherwise cpu)", group="running", free=True
     )
-    dtype: str = option("fp32", "fp32, fp16 or bf16 (default: fp32)")
+    dtype: str = option("fp32", "fp32, fp16, bf16, or auto: as the checkpoint says (default: fp32)")
     weight_dtype: str = option(
         lambda: process_settings.current().weight_dtype,
         "int8, int4 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
@@ -152,9 +154,10 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "dtype", dtype_named(self.dtype))
         among("input_format", self.input_format, INPUT_FORMATS)
         among("output_format", self.output_format, ("auto", *self.OUTPUTS))
-        among("dtype", self.dtype, DTYPES)
+        among("dtype", self.dtype, tuple(DTYPES))
         try:
             dataclasses.replace(process_settings.current(), **self.weights)
         except ValueError as error:
@@ -260,6 +263,11 @@ def among(name: str, value: str | int, allowed: Sequence[str | int]) -> None:
     """Raises `SetupError` for a value of an option that is not one of these."""
     if value not in allowed:
         raise SetupError(f"{name.replace('_', '-')} is {value!r}: choose from {', '.join(map(str, allowed))}")
+
+
+def dtype_named(name: str) -> str:
+    """A type of weights by FastGen's name for it, where torch, Transformers or vLLM have another one."""
+    return _DTYPES_ELSEWHERE.get(name, name)
 
 
 def check_types(options: Any) -> None:

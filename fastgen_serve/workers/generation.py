@@ -27,6 +27,7 @@ from fastgen_serve.workers.watching import (
     RowWatcher,
     StopTexts,
     TokenStreamer,
+    check_numbers,
 )
 
 # Options whose values are token ids, or lists of them, or lists of such lists.
@@ -233,6 +234,7 @@ class GenerationWorker:
         for row in range(tokens.shape[0]):
             written, finish_reason, generated = ends.cut(tokens[row], prompt, self._option(job, "pad_token_id"))
             score = None if scores is None else float(scores[row])
+            check_numbers(() if score is None else (score,))
             logprobs = None if recorder is None else tuple(recorder.of(row)[: len(written)])
             ended_by = int(tokens[row, prompt + len(written)]) if generated > len(written) else None
             made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated, ended_by))

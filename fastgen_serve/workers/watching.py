@@ -5,6 +5,7 @@ These are a streamer, criteria and a processor as `generate` takes them. None of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from fastgen_serve.errors import Failed
 from fastgen_serve.jobs import Delta, TokenLogprob
 
 OnDelta = Callable[[Delta], object]
@@ -113,6 +115,12 @@ class TokenStreamer(BaseStreamer):
         """The request's result tells that."""
 
 
+def check_numbers(scores: Iterable[float]) -> None:
+    """Raises Failed where any is NaN, which JSON has no number for."""
+    if any(map(math.isnan, scores)):
+        raise Failed("the model has failed: scores are not numbers")
+
+
 class Recorder(LogitsProcessor):
     """Has the log-probabilities of all tokens of a step, until the chosen ones are known.
 
@@ -134,6 +142,7 @@ class Recorder(LogitsProcessor):
         assert self._step is not None, "processors run before criteria"
         self._rows = self._rows or [[] for _ in tokens]
         chosen = self._step.gather(1, torch.tensor(tokens, device=self._step.device)[:, None])[:, 0].tolist()
+        check_numbers(chosen)
         best = self._step.topk(min(self._count, self._step.shape[1]), dim=1)
         tops = [
             tuple(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)

@@ -169,6 +169,31 @@ def test_a_task_that_is_cancelled_cancels_its_requests(llama: Any, gate: Gate) -
         assert torch.equal(engine.submit(PROMPTS[0]).result(WAIT), alone(llama, PROMPTS[0]))
 
 
+def test_a_loop_that_is_closed_takes_its_requests_with_it(llama: Any, gate: Gate) -> None:
+    """Whether they run, wait, or wait for room: nobody can get their results any more."""
+    loop = asyncio.new_event_loop()
+
+    async def run() -> None:
+        long = {"max_new_tokens": 400, "eos_token_id": None}
+        futures.append(await engine.asubmit(PROMPTS[0], logits_processor=[gate], **long))
+        while not gate.has_come.is_set():
+            await asyncio.sleep(0)
+        futures.append(await engine.asubmit(PROMPTS[1]))
+        tasks.extend(loop.create_task(engine.asubmit(prompt)) for prompt in PROMPTS[2:4])
+        await asyncio.sleep(0.01)
+
+    futures: list[Any] = []
+    tasks: list[Any] = []
+    with fastgen.Engine(llama, max_waiting=1) as engine:
+        loop.run_until_complete(run())
+        loop.close()
+        gate.may_go.set()
+        assert torch.equal(engine.submit(PROMPTS[4]).result(WAIT), alone(llama, PROMPTS[4]))
+        stats = engine.stats()
+    assert (stats["submitted"], stats["cancelled"], stats["finished"], stats["waiting"]) == (3, 2, 1, 0)
+    assert stats["tokens"] < 400
+
+
 def test_one_that_fails_cancels_the_others(llama: Any, gate: Gate) -> None:
     async def run() -> None:
         with pytest.raises(ZeroDivisionError):

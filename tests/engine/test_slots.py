@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fastgen
 from fastgen import releases
 from fastgen.decoding.captured.part import CapturedPart
-from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers.captured import any_batch
-from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.pays import Ledger
-from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import (
     PROMPTS,
@@ -73,39 +73,87 @@ def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
     assert executor.counts["steps"] < 4 * 24, "they have run together"
 
 
-@pytest.mark.parametrize("growth", range(1, 5))
-def test_a_step_that_memory_runs_out_for_does_not_go_on(
-    llama: Any, growth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some of its buffers have grown by then. Its inputs begin again, and no other request gets it."""
-    make_room, allocate, made = StepBuffers.make_room, FixedKV._allocate, list[int]()
+class _Allocations(TorchDispatchMode):
+    """Counts the operators that allocate memory. The one of this number has none."""
 
-    def fails(kv: Any, *given: Any) -> Any:
-        made.append(len(made))
-        if len(made) == growth:
+    def __init__(self, fails_at: int = 0) -> None:
+        super().__init__()
+        self.count, self._fails_at = 0, fails_at
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given, new = (
+            {each.untyped_storage()._cdata for each in tree_leaves(tree) if isinstance(each, torch.Tensor)}
+            for tree in ((args, kwargs), made)
+        )
+        self.count += not new <= given
+        if new - given and self.count == self._fails_at:
             raise MemoryError("cannot allocate memory")
-        return allocate(kv, *given)
+        return made
 
-    def make_little_room(buffers: StepBuffers, needed: Any) -> bool:
-        with monkeypatch.context() as without_memory:
-            without_memory.setattr(FixedKV, "_allocate", fails)
-            return make_room(buffers, needed)
 
-    monkeypatch.setattr(StepBuffers, "make_room", make_little_room)
+def reserving(monkeypatch: pytest.MonkeyPatch, growth: Callable[[Callable[[], Any]], Any]) -> None:
+    """Steps reserve memory for larger buffers, where they have not enough, as `growth` has it."""
+    reserve = DecodeStep.reserve
+
+    def reserved(step: DecodeStep, needed: Any) -> Any:
+        given = partial(reserve, step, needed)
+        return given() if step.sizes.fit(needed) else growth(given)
+
+    monkeypatch.setattr(DecodeStep, "reserve", reserved)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["rows", "beams"])
+@both_kinds
+def test_all_memory_of_larger_buffers_is_there_before_one_is_exchanged(
+    model: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[tuple[int, int]] = []
+
+    def growth(reserve: Callable[[], Any]) -> Any:
+        with _Allocations() as before:
+            grow = reserve()
+
+        def grown() -> None:
+            with _Allocations() as meanwhile:
+                grow()
+            counts.append((before.count, meanwhile.count))
+
+        return grown
+
+    reserving(monkeypatch, growth)
+    executor, prompts = ContinuousBatches(model, 16), [PROMPTS[0], [7, 8, 9] * 60, PROMPTS[1]]
+    requests = requests_for(model, prompts, max_new_tokens=100, eos_token_id=None, **options)
+    run(executor, requests)
+    assert_as_alone(model, requests, prompts)
+    assert counts and all(before and not meanwhile for before, meanwhile in counts)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3, 5, 7])
+def test_a_step_that_memory_runs_out_for_goes_on_as_it_is(
+    llama: Any, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it has changed. The request that it was to grow for runs by itself."""
+    failures: list[int] = []
+
+    def growth(reserve: Callable[[], Any]) -> Any:
+        if failures:
+            return reserve()
+        failures.append(fails_at)
+        with _Allocations(fails_at):
+            return reserve()
+
     prompts = [PROMPTS[0], [7, 8, 9] * 60, PROMPTS[1]]
     executor = ContinuousBatches(llama, 16)
-    requests = requests_for(llama, prompts, max_new_tokens=24)
-    with pytest.warns(RuntimeWarning, match="MemoryError"):
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="MemoryError"):
+        reserving(patch, growth)
+        requests = requests_for(llama, prompts, max_new_tokens=24)
         run(executor, requests)
-    assert len(made) >= growth
     assert_as_alone(llama, requests, prompts)
-    assert executor.counts["repeated"]
-    admitted, result = list[Slots](), Slots.result
-    monkeypatch.setattr(Slots, "result", lambda step, slot: (admitted.append(step), result(step, slot))[1])
+    assert executor.counts["busy_row_steps"] and not executor.counts["repeated"]
     requests = requests_for(llama, prompts, max_new_tokens=24)
     run(executor, requests)
     assert_as_alone(llama, requests, prompts)
-    assert len(admitted) == len(prompts), "all of them have run in slots"
 
 
 @both_kinds

@@ -7,7 +7,10 @@ import gc
 import os
 import subprocess
 import threading
+import time
 import weakref
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +236,31 @@ def test_streams(llama: Any, gate: Gate) -> None:
         with pytest.raises(ZeroDivisionError):
             list(stopped)
     assert engine.stats()["cancelled"] == 2 and engine.stats()["tokens"] < 800
+
+
+def test_streams_that_are_collected_while_others_come_in(llama: Any) -> None:
+    """Whose requests give way to those that wait for room, however many come in by that."""
+
+    class Outside(OrderedDict[Any, Any]):
+        def items(self) -> Any:
+            if streams:
+                streams.pop().close()  # as its `__del__` does
+            return super().items()
+
+    streams: list[Any] = []
+    with fastgen.Engine(llama, max_waiting=2) as engine, ThreadPoolExecutor(6) as threads:
+        with engine.paused():
+            first = engine.submit(PROMPTS[0])
+            stream = engine.stream(PROMPTS[1])
+            waiting = engine._waiting
+            waiting._outside = Outside(waiting._outside)
+            others = [threads.submit(engine.submit, prompt) for prompt in PROMPTS]
+            while len(waiting._outside) < len(others):
+                time.sleep(0.001)
+            streams.append(stream)
+            first.cancel()
+            assert not streams and engine.stats()["waiting"] == 2
+        assert_alone(llama, PROMPTS, [other.result(WAIT).result(WAIT) for other in others])
 
 
 def test_an_engine_that_is_gone(llama: Any) -> None:

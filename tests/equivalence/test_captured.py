@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import StoppingCriteriaList
+from transformers import CompileConfig, StoppingCriteriaList
+from transformers.generation import utils
 
+import fastgen
 from fastgen import releases
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
@@ -358,3 +360,23 @@ def test_early_stopping_that_is_equal_to_true_or_false(stops: Any, device: torch
     model, inputs = build(BY_NAME["bart"], device)
     check(model, inputs, {**BEAMS, "max_new_tokens": 12, "early_stopping": stops})
     assert captures() == 1
+
+
+SAMPLED = {**GREEDY, "do_sample": True}
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sample", "beams"])
+def test_a_compiler_that_is_asked_for(
+    options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's loops say that they compile nothing, but not that with beams, which never does."""
+    said = list[str]()
+    monkeypatch.setattr(utils.logger, "warning_once", said.append)
+    model, inputs = build(BY_NAME["llama"], device)
+    with fastgen.disabled():
+        run(model, inputs, {**options, "compile_config": CompileConfig()})
+    expected = said.copy()
+    said.clear()
+    run(model, inputs, {**options, "compile_config": CompileConfig()})
+    assert captures() == 1, reasons()
+    assert said == expected and len(said) == (options is not BEAMS)

@@ -59,6 +59,15 @@ def test_an_option_of_beam_search_that_is_no_more(device: torch.device) -> None:
     assert captures() == 0
 
 
+def test_a_list_of_no_end_tokens(device: torch.device) -> None:
+    """Where the padding is token 0, the library's loop wants the first of them."""
+    model, inputs = build(BY_NAME["bart"], device)
+    with pytest.raises(IndexError, match="out of bounds"):
+        run(model, inputs, {**BEAMS, "eos_token_id": [], "pad_token_id": 0})
+    check(model, inputs, {**BEAMS, "eos_token_id": [], "pad_token_id": 1})
+    assert captures() == 0
+
+
 def test_a_criterion_that_fills_up(device: torch.device) -> None:
     """The library looks for the attribute, and pads what has ended then."""
     model, inputs = build(BY_NAME["gpt2"], device)

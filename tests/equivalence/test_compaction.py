@@ -121,6 +121,15 @@ def test_all_stay_where_nothing_ends(decoding: dict[str, Any], rows: list[int]) 
     assert rows == []
 
 
+def test_padding_that_is_no_token(rows: list[int]) -> None:
+    """The library gives it to the model, which raises; with beams, those of an input that is finished go on."""
+    family, options = BY_NAME["gpt2"], {**ENDS, "pad_token_id": 10_000}
+    with pytest.raises(IndexError, match="out of range"):
+        run(family.build(), family.make_inputs(batch=9), options)
+    check(family.build(), family.make_inputs(batch=9), {**BEAM, **options})
+    assert rows[-1] < 9 * BEAM["num_beams"]
+
+
 @pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_all_stay_where_positions_depend_on_the_longest(kind: str, decoding: dict[str, Any], rows: list[int]) -> None:

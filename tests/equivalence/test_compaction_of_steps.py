@@ -19,7 +19,7 @@ from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import FAMILIES, build, captures, every, need_programs, reasons, record_from
-from tests.equivalence.check import check
+from tests.equivalence.check import check, run
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, Family, padded
 
 CPU = torch.device("cpu")
@@ -123,6 +123,13 @@ def test_nobody_leaves_where_that_is_seen(inputs_of_programs: list[int]) -> None
         options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [EOS, *range(20, 32)], **more}
         check(model, family.make_inputs(6, LONG), lambda options=options: copy.deepcopy(options))
     assert set(inputs_of_programs) == {6}
+
+
+def test_nobody_leaves_where_the_model_does_not_read_padding() -> None:
+    """It raises in the library's loop, which gives it that of an input that is finished."""
+    model, _ = build(FAMILIES[3], CPU)
+    with pytest.raises(IndexError, match="out of range"):
+        run(model, FAMILIES[3].make_inputs(6, LONG), {**LEAVING, "pad_token_id": 10_000})
 
 
 def test_without_memory_for_a_recording_all_places_are_computed(

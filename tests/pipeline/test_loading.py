@@ -7,8 +7,10 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
 from fastgen.pipeline.identity import _code, content
 from fastgen.pipeline.loading import _check_tokenizer, quiet_transformers
+from fastgen_serve.workers.loading import read_generating
 from tests.pipeline.children import interrupted_after
 
 
@@ -103,6 +106,16 @@ def test_weights_that_are_missing(copied: Path, quiet: bool, capsys: pytest.Capt
     assert content(loaded[0].model, loaded[0].tokenizer) == content(loaded[1].model, loaded[1].tokenizer)
 
 
+def test_in_the_type_of_the_checkpoint(gpt2: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gpt2, tmp_path / "model"))
+    changed_weights(folder, lambda weights: weights.update({name: each.half() for name, each in weights.items()}))
+    config = json.loads((folder / "config.json").read_text())
+    for named in ({"dtype": "float16"}, {}):  # where the configuration does not say it, the weights do
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": None, **named}))
+        assert load(settings(folder, dtype="auto")).model.dtype == torch.float16
+    assert load(settings(folder)).model.dtype == torch.float32
+
+
 def test_loading_leaves_the_generator_of_random_numbers_as_it_was(gpt2: Path) -> None:
     """Otherwise all processes of a server, which load the same model, draw the same."""
     before = torch.get_rng_state()
@@ -184,6 +197,36 @@ def test_code_that_a_model_imports_from_beside_it_is_part_of_it(
     before = list(_code(model))
     (tmp_path / "helper.py").write_text("# changed")
     assert list(_code(model)) != before
+
+
+def test_code_that_generates_in_place_of_the_library_is_not_run_unasked(gpt2: Path, tmp_path: Path) -> None:
+    """A folder `custom_generate`, by the commands and by the server."""
+    folder = Path(shutil.copytree(gpt2, tmp_path / "model"))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'w')")
+    for model in (load(settings(folder)).model, read_generating(str(folder), "fp32")[0]):
+        assert "generate" not in vars(model)
+    assert not (tmp_path / "has_run").exists()
+
+
+def test_code_that_generates_in_place_of_the_library_is_part_of_the_model(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the library loads it where that is asked for."""
+    loaded = load(settings(gpt2))
+    found = [content(loaded.model, loaded.tokenizer)["code"]]
+    module = ModuleType("transformers_modules.a.custom_generate.generate")
+    module.__file__ = str(tmp_path / "generate.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def generate(model: Any) -> None: ...
+
+    generate.__module__ = module.__name__
+    loaded.model.generate = partial(generate, model=loaded.model)
+    for text in ("# one", "# another"):
+        Path(module.__file__).write_text(text)
+        found.append(content(loaded.model, loaded.tokenizer)["code"])
+    assert len(set(found)) == 3
 
 
 def test_each_handler_gives_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.quantizing import QuantizeOptions
+from fastgen_serve.settings import ServeSettings
 
 FILES = {"model": "m", "input": "in.txt", "output": "out.jsonl"}
 QUANTIZE = {"model": "m", "output": "out", "calibration": "in.txt"}
@@ -36,6 +37,18 @@ def test_other_types_are_refused(kind, given) -> None:
     kind(**usual)
     with pytest.raises(SetupError, match=f"^{name.replace('_', '-')} is .*it must be "):
         kind(**{**usual, **given})
+
+
+@pytest.mark.parametrize("kind", [RunOptions, EmbedOptions, ClassifyOptions, QuantizeOptions, ServeSettings])
+def test_types_of_weights_have_the_names_of_torch_and_vllm(kind) -> None:
+    """One name is left, so that a run may be resumed, and a response cached, under another one."""
+    usual = {RunOptions: FILES, QuantizeOptions: QUANTIZE, ServeSettings: {}}.get(kind, FILES)
+    names = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "auto": "auto"}
+    for name, own in names.items():
+        assert kind(**usual, dtype=name) == kind(**usual, dtype=own)
+        assert kind(**usual, dtype=name).dtype == own
+    with pytest.raises((SetupError, ValueError), match="fp32, fp16, bf16, auto"):
+        kind(**usual, dtype="fp8")
 
 
 def test_what_is_of_its_type() -> None:

@@ -279,6 +279,18 @@ def test_keys_are_asked_for_where_they_are_needed(url: str) -> None:
     assert httpx.get(f"{url}/metrics", headers=KEY).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/", "/page.js", "/unknown", "/echo"])
+async def test_a_probe_may_ask_for_the_head_alone(path: str, url: str, probe: Probe) -> None:
+    """As load balancers do: there is no body, whichever server runs the application."""
+    transport = httpx.ASGITransport(probe.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=KEY) as client:
+        whole, head = await client.get(path), await client.head(path)
+    for each in (head, httpx.head(f"{url}{path}", headers=KEY)):
+        assert (each.status_code, each.content) == (whole.status_code, b"")
+        assert each.headers["content-type"] == whole.headers["content-type"]
+    assert path == "/metrics" or head.headers["content-length"] == str(len(whole.content))
+
+
 def test_a_request_has_an_id_and_a_line_in_the_log_without_its_text(url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fastgen_serve.requests")
     assert httpx.get(f"{url}/health", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"

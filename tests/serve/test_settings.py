@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_options_have_the_defaults_of_the_settings() -> None:
     assert read([BART]) == ServeSettings(models=(("kjv-bart", BART),))
     found = read([BART, "--slots", "8", "--slo-ms", "250", "--scheduler", "lazy", "--host", "::1", "--drain-s", "0"])
     assert (found.slots, found.slo_ms, found.scheduler, found.host, found.drain_s) == (8, 250.0, "lazy", "::1", 0.0)
+    assert read([BART, "--dtype", "bfloat16"]).dtype == "bf16" and read([BART, "--dtype", "auto"]).dtype == "auto"
     found = read([BART, "--cache-gib", "1.5", "--cors-origin", "http://localhost:3000", "--cors-origin", "*"])
     assert (found.cache_gib, found.cors_origins) == (1.5, ("http://localhost:3000", "*"))
 
@@ -42,6 +44,7 @@ def test_options_have_the_defaults_of_the_settings() -> None:
         ([], "MODEL"),
         ([BART, "--slots", "0"], "slots is 0"),
         ([BART, "--slots", "many"], "--slots"),
+        ([BART, "--dtype", "fp8"], "--dtype"),
         ([BART, BART], "two are named kjv-bart"),
         ([BART, "--served-model-name", "a", "b"], "2 names for 1 models"),
         ([BART, "--api-key-file", "/no/such/file"], "cannot read /no/such/file"),
@@ -57,6 +60,22 @@ def test_a_mistake_is_one_line(words: list[str], said: str, capfd: pytest.Captur
     assert main(words) == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1 and said in lines[0] and lines[0].startswith("fastgen-serve: ")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: None} for name in ("slots", "port", "host", "max_tokens", "drain_s", "warm_up", "dtype", "scheduler")),
+        *({"slots": value} for value in ("8", 8.0, True)),
+        {"threads": 1.5}, {"cache": 256}, {"slo_ms": "20"}, {"log_texts": "no"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        ServeSettings(**given)
+    ServeSettings(threads=None, slo_ms=20, cache=None)
 
 
 def test_keys_are_read_one_a_line_and_stay_out_of_what_is_printed(tmp_path: Path) -> None:

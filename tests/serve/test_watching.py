@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
-from fastgen_serve.errors import BadRequest
+from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import Delta, Generate, Generated
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
@@ -190,6 +191,25 @@ def check_logprobs(reference: Any, job: Generate, sequence: Any) -> None:
     for row, each in zip(expected, sequence.logprobs, strict=False):
         assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-4)
         assert [value for _, value in each.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+async def test_scores_that_are_not_numbers_fail() -> None:
+    """JSON has no NaN. A request that returns no scores has its tokens, as `generate` chooses them."""
+    made = LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))
+    runner: Any = made._worker._runner
+    with torch.no_grad():
+        runner._model.get_output_embeddings().weight[5] = torch.nan
+    greedy = Generate(jobs(made)[0].tokens, {"num_beams": 1, "max_new_tokens": 12})
+    beams, drawn = ({**greedy.options, "num_beams": 3}, {**greedy.options, "do_sample": True})
+    try:
+        for job in (replace(greedy, logprobs=2), replace(greedy, options=beams), replace(greedy, options=drawn)):
+            with pytest.raises(Failed, match="not numbers"):
+                await made.generate(job)
+            with pytest.raises(Failed, match="not numbers"):
+                await streamed(made, replace(job, streams=True))
+        assert len((await made.generate(greedy)).sequences) == 1
+    finally:
+        made.close()
 
 
 def test_log_probabilities_of_beams_are_refused(model: LocalModel) -> None:

@@ -84,9 +84,9 @@ class BeamSearch(Search):
         by_exponent = {each: _length_penalties(new_capacity, *each) for each in dict.fromkeys(self._exponents)}
         return torch.stack([by_exponent[each] for each in self._exponents]).to(self._penalties.device)
 
-    def _resize(self, prompt_capacity: int, new_capacity: int) -> None:
-        super()._resize(prompt_capacity, new_capacity)
-        self._steps = torch.arange(new_capacity, device=self.tokens.device)
+    def _tables(self, prompt_capacity: int, new_capacity: int) -> dict[str, Tensor]:
+        steps = torch.arange(new_capacity, device=self.tokens.device)
+        return {**super()._tables(prompt_capacity, new_capacity), "_steps": steps}
 
     def propose(self, scores: Tensor, normalise: bool) -> Candidates:
         if not self._samples:

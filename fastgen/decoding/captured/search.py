@@ -7,7 +7,8 @@ changes nothing, so that the flag may be looked at late. Every input has its own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ class Search:
 
         It is that of the first n inputs. The rest fill the batch up. `eos` ends all of them from now on.
 
-        With more new tokens than the capacity, the search has to `grow` in time, or another one to take over.
+        With more new tokens than the capacity, the search has to grow in time, or another one to take over.
 
         Raises:
             ValueError: there is nothing to generate, the prompt is too long, or too many tokens end a sequence.
@@ -141,20 +142,31 @@ class Search:
         self._eos.fill_(NOTHING)
         self._eos[: len(eos)] = torch.tensor(list(eos), dtype=torch.int64)
 
-    def grow(self, prompt_capacity: int, new_capacity: int) -> None:
-        """Gives the buffers more positions. The sequences stay what they are."""
-        assert self._growing is not None, "the buffers of this search do not grow"
+    def reserve(self, prompt_capacity: int, new_capacity: int) -> Callable[[], None]:
+        """Memory for more positions: it takes the place of the other in what is returned, which allocates nothing. The
+        sequences stay what they are.
+        """
+        larger = {name: self._larger(name, prompt_capacity, new_capacity) for name in self._lengthening}
         more = prompt_capacity - self.prompt_capacity
-        larger = [(name, self._larger(name, prompt_capacity, new_capacity)) for name in self._lengthening]
-        self._resize(prompt_capacity, new_capacity)
-        for name, new in larger:
+        for name, new in larger.items():
             old = getattr(self, name)
             if name in self._by_position:
                 new[..., :more] = NOTHING
                 new[..., more : more + old.shape[-1]] = old
             elif name in self._by_step:
                 new[..., : old.shape[-1]] = old
-            self._growing.exchange(old, new)
+        tables = self._tables(prompt_capacity, new_capacity)
+        return partial(self._put, prompt_capacity, new_capacity, larger, tables)
+
+    def _put(
+        self, prompt_capacity: int, new_capacity: int, larger: dict[str, Tensor], tables: dict[str, Tensor]
+    ) -> None:
+        assert self._growing is not None, "the buffers of this search do not grow"
+        more = prompt_capacity - self.prompt_capacity
+        self.prompt_capacity, self.new_capacity = prompt_capacity, new_capacity
+        vars(self).update(tables)
+        for name, new in larger.items():
+            self._growing.exchange(getattr(self, name), new)
         for place in (self.start, self.length, self.limit, self.prompt):
             place.add_(more)
 
@@ -171,9 +183,9 @@ class Search:
             return fill.repeat(1, 1, prompt_capacity + new_capacity)
         return old.new_full((*old.shape[:-1], new_capacity), NOTHING)
 
-    def _resize(self, prompt_capacity: int, new_capacity: int) -> None:
-        self.prompt_capacity, self.new_capacity = prompt_capacity, new_capacity
-        self._positions = torch.arange(prompt_capacity + new_capacity, device=self.tokens.device)
+    def _tables(self, prompt_capacity: int, new_capacity: int) -> dict[str, Tensor]:
+        """What else depends on the capacities, by name."""
+        return {"_positions": torch.arange(prompt_capacity + new_capacity, device=self.tokens.device)}
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
         """Continuations for `take`, by scores [rows, vocabulary]: logits, or (not normalised) what was made of them.

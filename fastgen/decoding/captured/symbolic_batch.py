@@ -22,10 +22,10 @@ from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import Constant, Operation, TensorRef
 
-# Numbers of inputs to record for: primes, so that few sizes are multiples of them. The last one is the most.
+# Numbers of inputs to record for: primes, so that few sizes are multiples of them. Two pairs for as many inputs.
 _BATCHES = ((13, 17), (11, 19), (61, 67), (59, 71), (251, 257), (241, 263))
-# Inputs that a recording may be made for.
-MOST = 257
+# Inputs that a recording may be made for: there are two pairs for them.
+MOST = _BATCHES[-2][1]
 # What depends on the batch may be less than a multiple of it by so many: by the first row or the last one.
 _MOST_LESS = 2
 # Objects of these packages are looked through for a step's memory.

@@ -32,8 +32,15 @@ class KVCache:
 
     def _longer(self, pair: Pair, capacity: int, cached: int) -> Pair:
         """The pair with `capacity` positions, of which the first `cached` stay. If memory runs out, neither changes."""
-        longer = [self._allocate((*old.shape[:2], capacity, old.shape[3]), old) for old in pair]
+        return self._exchanged(pair, self._allocated(pair, capacity), slice(cached), slice(cached))
+
+    def _allocated(self, pair: Pair, capacity: int) -> Pair:
+        keys, values = (self._allocate((*old.shape[:2], capacity, old.shape[3]), old) for old in pair)
+        return keys, values
+
+    def _exchanged(self, pair: Pair, longer: Pair, source: slice, target: slice) -> Pair:
+        """The longer pair in the place of the other one, whose positions `source` it has at `target`."""
         for old, new in zip(pair, longer, strict=True):
-            new[:, :, :cached] = old[:, :, :cached]
+            new[:, :, target] = old[:, :, source]
         keys, values = (self._replaced(old, new) for old, new in zip(pair, longer, strict=True))
         return keys, values

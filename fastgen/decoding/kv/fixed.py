@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,27 +85,35 @@ class FixedKV(KVCache):
     def _buffers(self) -> tuple[Tensor, ...]:
         return (*self.prefix, *(self.suffix or ()))
 
-    def grow_prefix(self, capacity: int, keeps: str | None = None) -> None:
-        """Gives the prefix more positions. What is at its "start" or "end" stays there; otherwise `load` follows."""
-        (begin, end), more = self._loaded, capacity - self.prefix_capacity
-        old_prefix = [part[:, :, begin:end].clone() for part in self.prefix]
-        self.prefix = self._longer(self.prefix, capacity, 0)
-        self._loaded = (capacity, 0)
-        if keeps is not None and begin < end:
-            moved = more if keeps == "end" else 0
-            for part, old in zip(self.prefix, old_prefix, strict=True):
-                part[:, :, begin + moved : end + moved] = old
-            self._loaded = (begin + moved, end + moved)
-            is_loaded = self.ends > self.starts
-            for bound in (self.starts, self.ends):
-                bound.add_(is_loaded, alpha=moved)
+    def reserve_prefix(self, capacity: int, keeps: str | None = None) -> Callable[[], None]:
+        """Memory for more positions of the prefix. It takes the place of the other in what is returned, which allocates
+        nothing. What is at the "start" or "end" of the prefix stays there; otherwise `load` follows.
+        """
+        return partial(self._put_prefix, self._allocated(self.prefix, capacity), self.ends > self.starts, keeps)
+
+    def _put_prefix(self, longer: Pair, is_loaded: Tensor, keeps: str | None) -> None:
+        (begin, end), capacity = self._loaded, longer[0].shape[2]
+        more = capacity - self.prefix_capacity
+        moved, end = more if keeps == "end" else 0, end if keeps is not None else begin
+        is_kept = begin < end
+        kept = slice(begin, end) if is_kept else slice(0)
+        target = slice(begin + moved, end + moved) if is_kept else slice(0)
+        self.prefix = self._exchanged(self.prefix, longer, kept, target)
+        self._loaded = (begin + moved, end + moved) if is_kept else (capacity, 0)
+        for bound in (self.starts, self.ends) if is_kept else ():
+            bound.add_(is_loaded, alpha=moved)
         self.length += more
         self.prefix_capacity = capacity
 
-    def grow_suffix(self, capacity: int) -> None:
-        """Gives the suffix more positions, before the state has them. What is stored stays where it is."""
-        self._reserve_suffix(capacity, self._state.max_length())
-        self.length += capacity - self._state.capacity
+    def reserve_suffix(self, capacity: int) -> Callable[[], None]:
+        """The same for the suffix, before the state has the positions. What is stored stays where it is."""
+        assert self.suffix is not None, "there is no suffix that could grow"
+        return partial(self._put_suffix, self._allocated(self.suffix, capacity), slice(self._state.max_length()))
+
+    def _put_suffix(self, longer: Pair, stored: slice) -> None:
+        assert self.suffix is not None, "as when the memory was reserved"
+        self.suffix = self._exchanged(self.suffix, longer, stored, stored)
+        self.length += longer[0].shape[2] - self._state.capacity
 
     def view(self, state: StepState) -> FixedKV:
         """The same memory for another step, which is where `state` is.

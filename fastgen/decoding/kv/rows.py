@@ -7,7 +7,8 @@ device (`StepState`), also where its rows are tokens that belong to any rows of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -172,12 +173,17 @@ class StepState(Rows):
         other._put_table(table)
         return other
 
-    def grow(self, capacity: int) -> None:
-        """Gives the suffix more positions. What is stored stays where it is."""
-        if self._growing is not None and self.ancestry is not None:
-            self._growing.exchange(self.ancestry, self._longer(self.ancestry, capacity))
-        self.capacity = capacity
-        self._columns = torch.arange(capacity, device=self._device)
+    def reserve(self, capacity: int) -> Callable[[], None]:
+        """Memory for more positions of the suffix: it takes the place of the other in what is returned, which allocates
+        nothing. What is stored stays where it is.
+        """
+        ancestry = None if self.ancestry is None else self._longer(self.ancestry, capacity)
+        return partial(self._put, ancestry, torch.arange(capacity, device=self._device))
+
+    def _put(self, ancestry: Tensor | None, columns: Tensor) -> None:
+        if self._growing is not None and self.ancestry is not None and ancestry is not None:
+            self._growing.exchange(self.ancestry, ancestry)
+        self.capacity, self._columns = len(columns), columns
 
     def max_length(self) -> int:
         """Positions of the suffix that something may be stored in, of any row. Waits for the device."""

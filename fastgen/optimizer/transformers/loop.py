@@ -97,6 +97,9 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         note = found.note if isinstance(found, DoesNotPay) else None
     else:
         call.prefilled = None
+        if config.compile_config is not None and config.num_beams == 1:
+            # The library's loops without beams would compile the model, or say that they do not.
+            model._valid_auto_compile_criteria(model_kwargs, config)
         counters.count_accelerated(ENTRY_POINT)
         return result
     counters.count_not_used(ENTRY_POINT, reason)
@@ -150,6 +153,8 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("a cache that is passed in")
     if config.num_beams < 1:
         raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
+    if config.num_beams > 1 and config._eos_token_tensor is not None and not len(config._eos_token_tensor):
+        raise CannotBeCaptured("a list of no end tokens")  # which it may take the first of
     _check_weights(call.model)
     if call.model.device.type == "cpu":
         _check_on_cpu(call.model, arguments["input_ids"])

@@ -12,6 +12,7 @@ from fastgen import patching, releases
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.compaction import BatchCompaction
+from fastgen.optimizer.transformers.models import reads_padding
 
 # What finished inputs leave by. Models with their own may pass on, or read, anything.
 _HOOKED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -33,6 +34,7 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
     return (
         batch > 1
         and config.eos_token_id is not None  # nothing ends before all do
+        and reads_padding(call.model, config)
         and call.model.device.type == "cpu"  # elsewhere, looking at what has finished would wait for the device
         and not call.runs_user_code
         and not config.return_dict_in_generate

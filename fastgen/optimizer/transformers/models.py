@@ -222,6 +222,16 @@ def may_begin_again(model: Any, prompt: int, length: int) -> bool:
     return switches and any("longrope" in repr(getattr(config, name, None)) for name in _ROPE)
 
 
+def reads_padding(model: Any, config: Any) -> bool:
+    """Whether the model would take what the library gives it for an input that has finished, rather than raise.
+
+    With beams, those of such an input go on.
+    """
+    size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    pad = config._pad_token_tensor
+    return config.num_beams > 1 or pad is None or size is None or 0 <= int(pad) < size
+
+
 def counts_on_the_host(model: Any) -> bool:
     """Whether its forward pass gives the same for a static cache whose length is a number as for one whose length is on
     the device.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.generation.options import RunOptions
-from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, among, check_bounds, check_types, option
+from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, among, check_bounds, check_types, dtype_named, option
 
 METHODS = ("gptq", "rtn", "autoround")
 _LEAST_GROUP = 8  # whose values of 4 bits fill an int32
@@ -82,9 +82,10 @@ class QuantizeOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "dtype", dtype_named(self.dtype))
         among("bits", self.bits, (4, 8))
         among("method", self.method, METHODS)
-        among("dtype", self.dtype, ("auto", *DTYPES))
+        among("dtype", self.dtype, tuple(DTYPES))
         if self.group_size < _LEAST_GROUP or self.group_size % _LEAST_GROUP:
             raise SetupError(f"group-size is {self.group_size}: it must be a multiple of {_LEAST_GROUP}")
         check_bounds(self)

@@ -14,7 +14,7 @@ from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.loading import address, file_of, is_gguf, quiet_transformers, why_not_loaded
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.work import Work, saving
-from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM
+from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, dtype_named
 
 if TYPE_CHECKING:
     from fastgen.quantization.blocks import Block
@@ -60,8 +60,8 @@ def _dtype(settings: RunOptions, wanted: str, of_floats: bool) -> str:
         raise SetupError(f"model {settings.model} is quantised already")
     if wanted != "auto":
         return wanted
-    names = dict(zip(("float32", "float16", "bfloat16"), DTYPES, strict=True))
-    return names.get(str(getattr(config, "dtype", None)).removeprefix("torch."), "fp32")
+    own = dtype_named(str(getattr(config, "dtype", None)).removeprefix("torch."))
+    return own if own in DTYPES else "fp32"
 
 
 def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: QuantizeOptions) -> list[str]:

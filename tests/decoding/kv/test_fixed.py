@@ -375,9 +375,9 @@ def test_without_memory_for_k_and_v_neither_grows(part, device, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "zeros", only_for_keys)
         with pytest.raises(MemoryError):
-            getattr(kv, f"grow_{part}")(2 * PREFIX_CAPACITY)
+            getattr(kv, f"reserve_{part}")(2 * PREFIX_CAPACITY)
     assert sizes() == before
-    getattr(kv, f"grow_{part}")(2 * PREFIX_CAPACITY)
+    getattr(kv, f"reserve_{part}")(2 * PREFIX_CAPACITY)()
     assert [each.shape[2] for each in getattr(kv, part)] == 2 * [2 * PREFIX_CAPACITY]
 
 

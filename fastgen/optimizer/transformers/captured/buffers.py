@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,15 +78,15 @@ class StepBuffers:
 
     def _input(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
-        buffer = torch.zeros(self._key.rows, self._width_of(name), dtype=first.dtype, device=first.device)
+        buffer = torch.zeros(self._key.rows, self._width_of(name, self.sizes), dtype=first.dtype, device=first.device)
         if self.growing is not None and name in MASKS:
             self.growing.add(buffer)
         return buffer
 
-    def _width_of(self, name: str) -> int:
+    def _width_of(self, name: str, sizes: Sizes) -> int:
         if self._key.is_sequences_mask(name):
-            return self.sizes.cached + self.sizes.new + self._marked - 1
-        return self.sizes.source if name == "attention_mask" else 1
+            return sizes.cached + sizes.new + self._marked - 1
+        return sizes.source if name == "attention_mask" else 1
 
     @property
     def _masks(self) -> list[Tensor]:
@@ -133,33 +134,37 @@ class StepBuffers:
 
     # ---- sizes
 
-    def make_room(self, needed: Sizes) -> bool:
-        """Has the buffers grow to these sizes at least. What is generated stays; with slots, all that is there does.
+    def reserve(self, sizes: Sizes) -> Callable[[], bool]:
+        """Memory for buffers of these sizes, none of which is less than now. On a CPU it is of pages that take none
+        until they are written to, which the layers are one after another.
 
         Returns:
-            whether all that the model was told of how long the cache can be is still true.
+            what has the buffers grow, and allocates nothing. What is generated stays; with slots, all that is there
+            does. It says whether all that the model was told of how long the cache can be is still true.
         """
-        have, growing = self.sizes, self.growing
-        assert growing is not None, "a key without sizes is one of buffers that grow"
-        self.sizes = sizes = Sizes(*map(max, have, needed))
-        keeps = self._key.slots
+        have, keeps, growth = self.sizes, self._key.slots, list[Callable[[], object]]()
+        assert self.growing is not None, "a key without sizes is one of buffers that grow"
         if sizes.cached > have.cached:
-            for kv in self.own:
-                kv.grow_prefix(sizes.cached, "end" if keeps else None)
-            self.prefix_length.fill_(sizes.cached)
+            growth += [kv.reserve_prefix(sizes.cached, "end" if keeps else None) for kv in self.own]
+            growth.append(partial(self.prefix_length.fill_, sizes.cached))
         if sizes.source > have.source:
-            for kv in self.cross:
-                kv.grow_prefix(sizes.source, "start" if keeps else None)
+            growth += [kv.reserve_prefix(sizes.source, "start" if keeps else None) for kv in self.cross]
         if sizes.new > have.new:
-            for kv in self.own:
-                kv.grow_suffix(sizes.new + self._key.width - 1)
-            self.position.grow(sizes.new + self._key.width - 1)
+            capacity = sizes.new + self._key.width - 1
+            growth += [each.reserve_suffix(capacity) for each in self.own]
+            growth.append(self.position.reserve(capacity))
         for name, buffer in self.inputs.items():
-            if (width := self._width_of(name)) != buffer.shape[1]:
+            if (width := self._width_of(name, sizes)) != buffer.shape[1]:
                 larger = buffer.new_zeros(len(buffer), width)
                 first = sizes.cached - have.cached if self._key.is_sequences_mask(name) else 0
                 larger[:, first : first + buffer.shape[1]] = buffer
-                growing.exchange(buffer, larger)
+                growth.append(partial(self.growing.exchange, buffer, larger))
+        return partial(self._grow, sizes, growth)
+
+    def _grow(self, sizes: Sizes, growth: Sequence[Callable[[], object]]) -> bool:
+        self.sizes = sizes
+        for each in growth:
+            each()
         return self._move_bounds()
 
     def _move_bounds(self) -> bool:
@@ -181,7 +186,7 @@ class StepBuffers:
     # ---- a call
 
     def begin(self, prompt: Prompt, inputs: slice = slice(None)) -> bool:
-        """Takes over what the prefill has left of these inputs. Returns what `make_room` returns."""
+        """Takes over what the prefill has left of these inputs. Returns what growing returns."""
         key = self._key
         for kv, (keys, values) in zip(self.own, prompt.own, strict=True):
             dropped = prompt.cached - keys.shape[2]
@@ -246,7 +251,7 @@ class StepBuffers:
         """Has inputs go on at `target` that are `source` in `other`, which has no more capacity.
 
         Returns:
-            what `make_room` returns.
+            what growing returns.
         """
         if target == slice(None):
             self.start, self.present, self._lengths = other.start, other.present, other._lengths

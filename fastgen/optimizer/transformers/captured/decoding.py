@@ -36,7 +36,7 @@ from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.models import positions_of_step, reads_padding
 
 # Batches that steps are made for.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
@@ -229,6 +229,7 @@ class Decoding:
     def _compaction(self) -> Compaction | None:
         """Where it changes nothing that anybody sees: draws, what is returned of every step, other rows."""
         is_seen = self._key.samples or self._key.waits_for_host or self.config.return_dict_in_generate
+        is_seen = is_seen or not reads_padding(self.model, self.config)
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
             return None
         given = self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill()

@@ -259,9 +259,10 @@ class Slots:
         return step
 
     def _grow(self, step: DecodeStep, needed: Sizes) -> None:
-        """Has the step grow that inputs are in. Where that fails, some buffers have grown: it must not go on."""
+        """Has the step grow that inputs are in. It goes on without if memory runs out, but not if it is half grown."""
+        grow = step.reserve(needed)
         try:
-            step.make_room(needed)
+            grow()
         except BaseException as error:
             self.failure = error if isinstance(error, Exception) else RuntimeError("a step that was left half grown")
             raise

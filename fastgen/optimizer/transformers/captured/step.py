@@ -151,14 +151,22 @@ class DecodeStep:
     def make_room(self, needed: Sizes) -> None:
         """Has the buffers grow to these sizes at least: of those that the key leaves open, and between two calls all.
 
-        In a call, what is generated may get more room; what is there stays.
+        In a call, what is generated may get more room; what is there stays. If memory runs out, nothing has changed.
         """
-        have = self.sizes
+        self.reserve(needed)()
+
+    def reserve(self, needed: Sizes) -> Callable[[], None]:
+        """All memory that `make_room` takes; what is returned does the rest."""
+        have, sizes = self.sizes, Sizes(*map(max, self.sizes, needed))
         if have.fit(needed):
-            return
-        still_holds, sizes = self.buffers.make_room(needed), self.sizes
-        if (sizes.prompt, sizes.new) != (have.prompt, have.new):
-            self.search.grow(sizes.prompt, sizes.new)
+            return lambda: None
+        is_longer = (sizes.prompt, sizes.new) != (have.prompt, have.new)
+        search = self.search.reserve(sizes.prompt, sizes.new) if is_longer else lambda: None
+        return partial(self._grow, self.buffers.reserve(sizes), search)
+
+    def _grow(self, buffers: Callable[[], bool], search: Callable[[], None]) -> None:
+        still_holds = buffers()
+        search()
         if not (still_holds and self.parts.follows):
             self.parts.drop()
 
