@@ -15,6 +15,8 @@ from fastgen_serve.workers import messages
 
 # Seconds in which the last message gets to the server.
 _PATIENCE = 5.0
+# Seconds without a job behind which memory goes back to the system. Under load it is used again.
+_QUIET = 1.0
 # The exit statuses of a process that cannot load its model, and of one in which something has failed.
 _BROKEN, _FAILED = 2, 3
 
@@ -26,6 +28,7 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
     import torch
 
     import fastgen
+    from fastgen.decoding import host_memory
     from fastgen.pipeline.errors import PipelineError, one_line
     from fastgen_serve.workers.pipe import Pipe
     from fastgen_serve.workers.worker import Worker
@@ -54,7 +57,9 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
         pipe.send(messages.Broken(reason))
         pipe.close(_PATIENCE)
         _leave(_BROKEN)
-    threading.Event().wait()
+    while True:
+        host_memory.give_back_all()  # of what has loaded the model, too
+        worker.wait_until_quiet(_QUIET)
 
 
 def _end_with(failure: threading.ExceptHookArgs) -> None:
