@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -86,6 +87,16 @@ def free_host_memory() -> int:
     for group in _groups():
         left = min([left, *_left(group, left)])
     return max(left, 0)
+
+
+def give_back_free() -> None:
+    """What the C library has free, of all threads, goes back to the system, where it is one that can.
+
+    It keeps most of what other threads than the main one have freed, as those of the engine and of encoders: as much as
+    their largest batch took.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows has no library of all names
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 @functools.cache

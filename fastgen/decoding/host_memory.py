@@ -79,17 +79,6 @@ def _let_go(library: ctypes.CDLL, held_before: int) -> None:
             library.malloc_trim(ctypes.c_size_t(0))
 
 
-def give_back_all() -> None:
-    """What the C library has free, of all threads, goes back to the system, unless it is to be kept.
-
-    It keeps most of what other threads than the main one have freed, as those of the engine and of encoders: as much as
-    their largest batch took.
-    """
-    library = _library()
-    if library is not None and unavailable() is None and settings.current().packed_weights != "keep":
-        library.malloc_trim(ctypes.c_size_t(0))
-
-
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros. On a CPU, a large one takes memory only where it is written to: page by page.
 

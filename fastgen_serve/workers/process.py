@@ -28,7 +28,7 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
     import torch
 
     import fastgen
-    from fastgen.decoding import host_memory
+    from fastgen import memory
     from fastgen.pipeline.errors import PipelineError, one_line
     from fastgen_serve.workers.pipe import Pipe
     from fastgen_serve.workers.worker import Worker
@@ -58,7 +58,7 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
         pipe.close(_PATIENCE)
         _leave(_BROKEN)
     while True:
-        host_memory.give_back_all()  # of what has loaded the model, too
+        memory.give_back_free()  # of what has loaded the model, too
         worker.wait_until_quiet(_QUIET)
 
 
