@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -97,6 +98,16 @@ def processor_limit() -> int | None:
     """
     found = [limit for group in _groups("cpu") for limit in _processors(group)]
     return min(found, default=None)
+
+
+def give_back_free() -> None:
+    """What the C library has free, of all threads, goes back to the system, where it is one that can.
+
+    It keeps most of what other threads than the main one have freed, as those of the engine and of encoders: as much as
+    their largest batch took.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows has no library of all names
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 @functools.cache

@@ -374,6 +374,7 @@ class ContinuousBatches:
                 step.remove(slot)
             except Exception as error:
                 step.failure = error
+        slot.host = None  # it has the slot: without this, both would wait for a search for garbage
         self._in_use = [step for step in self._in_use if step.taken]
 
     # ---- beginning again

@@ -44,10 +44,17 @@ class RequestFuture(Future[Any]):
             else:
                 self.set_result(result)
 
+    def _invoke_callbacks(self) -> None:
+        """Those who are told are let go. Some of them have the request, which has this: such a ring of a few hundred
+        objects and tensors would stay until Python looks for garbage among all of its objects, which it seldom does.
+        """
+        super()._invoke_callbacks()  # type: ignore[misc]
+        self._done_callbacks: list[Any] = []
+
     def give_up(self, error: BaseException) -> None:
         """In a forked process, where the thread that would have settled this is not there, nor one that looks at it."""
         self._condition = threading.Condition()
-        self._done_callbacks: list[Any] = []
+        self._done_callbacks = []
         self.settle(error)
 
 

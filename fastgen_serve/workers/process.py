@@ -15,6 +15,8 @@ from fastgen_serve.workers import messages
 
 # Seconds in which the last message gets to the server.
 _PATIENCE = 5.0
+# Seconds without a job behind which memory goes back to the system. Under load it is used again.
+_QUIET = 1.0
 # The exit statuses of a process that cannot load its model, and of one in which something has failed.
 _BROKEN, _FAILED = 2, 3
 
@@ -26,14 +28,14 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
     import torch
 
     import fastgen
-    from fastgen.memory import processor_limit
+    from fastgen import memory
     from fastgen.pipeline.errors import PipelineError, one_line
     from fastgen_serve.workers.pipe import Pipe
     from fastgen_serve.workers.worker import Worker
 
     # A server runs for long: whatever is captured pays, and results do not depend on what was asked before.
     fastgen.enable(captured_step="always", weight_dtype=settings.weight_dtype)
-    threads = settings.threads or fewer_threads(torch.get_num_threads(), processor_limit())
+    threads = settings.threads or fewer_threads(torch.get_num_threads(), memory.processor_limit())
     if threads is not None:
         torch.set_num_threads(threads)
     torch.seed()  # otherwise each process draws the same
@@ -56,7 +58,9 @@ def run(connection: Connection, name: str, settings: ServeSettings) -> None:
         pipe.send(messages.Broken(reason))
         pipe.close(_PATIENCE)
         _leave(_BROKEN)
-    threading.Event().wait()
+    while True:
+        memory.give_back_free()  # of what has loaded the model, too
+        worker.wait_until_quiet(_QUIET)
 
 
 def fewer_threads(cores: int, limit: int | None) -> int | None:

@@ -58,6 +58,7 @@ class Worker:
         # Of jobs without a result; None while one is being submitted.
         self._handles: dict[int, Future[Any] | Request | None] = {}
         self._runner: GenerationWorker | EncodingWorker | None = None
+        self._has_come = threading.Event()
 
     def load(self) -> None:
         """Loads the model, warms it up, and says that it is ready.
@@ -85,6 +86,13 @@ class Worker:
         elif isinstance(message, messages.AskStats):
             self._send(self._stats_for(message.number))
 
+    def wait_until_quiet(self, seconds: float) -> None:
+        """Waits for a job, and then until so many seconds have passed in which none came, and none is left."""
+        self._has_come.wait()
+        while self._has_come.is_set() or self._handles:
+            self._has_come.clear()
+            self._has_come.wait(seconds)
+
     def stats(self) -> dict[str, Any]:
         own = {} if self._runner is None else self._runner.stats()
         own["memory_bytes"] = psutil.Process().memory_info().rss
@@ -104,6 +112,7 @@ class Worker:
     def _submit(self, number: int, job: Any) -> None:
         with self._lock:
             self._handles[number] = None
+        self._has_come.set()
         callbacks = [partial(self._done, number), partial(self._fail, number)]
         if getattr(job, "streams", False):
             callbacks.append(partial(self._update, number))

@@ -70,6 +70,29 @@ def test_what_is_free_is_given_back_unless_it_is_kept(packed_weights):
         host_memory._library().malloc_trim(0)
 
 
+@glibc
+def test_what_other_threads_have_freed_goes_back():
+    """Between what they keep: the library gives back by itself only what lies above that."""
+    with host_memory.kept(torch.device("cpu")):
+        pass  # from here on, blocks of a MiB come from the arena of a thread
+    kept, freed = [], []
+
+    def work():
+        blocks = []
+        for _ in range(128):
+            blocks.append(torch.ones(2**20, dtype=torch.uint8))
+            kept.append(torch.ones(2**10, dtype=torch.uint8))
+        blocks.clear()
+        freed.append(host_memory._resident())
+        memory.give_back_free()
+        freed.append(host_memory._resident())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert freed[0] - freed[1] > 100 * 2**20
+
+
 def test_nested_calls_leave_with_the_last(calls):
     cpu = torch.device("cpu")
     with host_memory.kept(cpu):

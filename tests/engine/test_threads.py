@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import fastgen
-from tests.engine.conftest import PROMPTS, WAIT, Gate, alone, assert_alone, both_kinds
+from fastgen import memory
+from tests.engine.conftest import PROMPTS, WAIT, Gate, StopsAt, alone, assert_alone, both_kinds
 from tests.equivalence.models import BY_NAME
 
 
@@ -278,13 +279,24 @@ def test_an_engine_that_is_gone(llama: Any) -> None:
 
 
 def test_results_are_not_kept(llama: Any) -> None:
-    with fastgen.Engine(llama) as engine:
-        futures = [engine.submit(prompt) for prompt in PROMPTS[:2]]
+    """They go with their futures, and do not wait until Python looks for garbage: between two looks are thousands."""
+    with fastgen.Engine(llama) as engine, memory.no_collection():
+        with engine.paused():  # so that the first two share a call
+            futures = [engine.submit(prompt, **options) for prompt in PROMPTS[:2] for options in ({}, {"num_beams": 2})]
         results = [weakref.ref(future.result(WAIT)) for future in futures]
         with engine.paused():  # nothing runs
             del futures
-            gc.collect()
-            assert [result() for result in results] == [None, None]
+            assert [result() for result in results] == [None] * 4
+
+
+def test_a_future_does_not_keep_what_its_request_was_given(llama: Any) -> None:
+    with fastgen.Engine(llama) as engine, memory.no_collection():
+        criterion = StopsAt(3)
+        future, given = engine.submit(PROMPTS[0], stopping_criteria=[criterion]), weakref.ref(criterion)
+        del criterion
+        future.result(WAIT)
+        with engine.paused():
+            assert given() is None
 
 
 def test_what_the_engine_itself_fails_with_reaches_everybody(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,10 @@ from fastgen_serve.api.openai_schema import CompletionRequest
 from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
-from fastgen_serve.workers import generation, process
+from fastgen_serve.workers import generation, messages, process
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
+from fastgen_serve.workers.worker import Worker
 from tests.equivalence.check import in_threads
 from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2, WAIT, happens
@@ -306,6 +309,31 @@ def test_a_model_has_no_more_threads_than_its_container_has_processors(
     cores: int, limit: int | None, threads: int | None
 ) -> None:
     assert process.fewer_threads(cores, limit) == threads
+
+
+def test_a_worker_is_quiet_once_no_job_comes_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, running, numbers = Worker("bart", SETTINGS, lambda message: None), list[Callable[[Any], object]](), count()
+    runner = SimpleNamespace(submit=lambda job, on_done, on_error: running.append(on_done))
+    monkeypatch.setattr(worker, "_runner", runner)
+
+    def come() -> None:
+        worker.receive(messages.Submit(next(numbers), Generate((5,))))
+
+    def go() -> None:
+        running.pop()(Generated(()))
+
+    # What happens in each wait, the first of which is for a job.
+    each_wait: list[list[Callable[[], None]]] = [[come], [], [come, go], [], [go, come, go], [], [come]]
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            for happen in each_wait.pop(0):
+                happen()
+            return self.is_set()
+
+    monkeypatch.setattr(worker, "_has_come", Event())
+    worker.wait_until_quiet(1.0)
+    assert each_wait == [[come]]
 
 
 def test_errors_cross_a_pipe_with_all_that_they_say(loop: Loop, remote: RemoteModel) -> None:
