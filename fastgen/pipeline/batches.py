@@ -24,7 +24,6 @@ from fastgen.pipeline.records import Problem, Record
 
 Output = TypeVar("Output")
 """What a model returns for some rows."""
-Item = TypeVar("Item")
 # With this many failures before the first success, the fault is not in the records.
 MOST_FAILURES = 8
 OUT_OF_MEMORY = "out-of-memory"
@@ -197,7 +196,7 @@ def _check_same(same: bool) -> None:
         raise SetupError("cannot resume: the input is not the one that the interrupted run read")
 
 
-def split_rows(rows: list[Item], parts: int) -> list[list[Item]]:
+def split_rows(rows: list[Record], parts: int) -> list[list[Record]]:
     """Rows cut into consecutive parts of nearly equal size. Rows of about the same length stay together."""
     size, more = divmod(len(rows), parts)
     ends = [part * size + min(part, more) for part in range(parts + 1)]

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.batches import OUT_OF_MEMORY, Batch, BatchResult, Rules, cut, problem_of, split_rows
+from fastgen.pipeline.batches import OUT_OF_MEMORY, Batch, BatchResult, Rules, cut, problem_of
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding
 from fastgen.pipeline.generation.model import ModelStage, RawOutput, SequenceScores
 from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.records import Problem, Record
 
-# A record that enters a running step has a call of its own, which a small model's steps do not make up for: continuous
-# batching is for models with so many weights at least.
-LEAST_WEIGHTS = 30_000_000
-# More rows are bound by arithmetic on a CPU: a static batch, which leaves out rows that are over, loses nothing then.
-MOST_ROWS = 32
-# Fewer static batches than this end before what continuous batching costs at the beginning has come in.
-LEAST_BATCHES = 6
-# The part of a static batch's row-steps that its outputs take, up to which making room for others gains.
-UNEVEN = 0.75
+# Static batches are good where they are filled to this part, or are no more than so many.
+FILLED, FEW_BATCHES = 0.75, 4
 
 
 class ContinuousStage(ModelStage):
@@ -36,7 +27,8 @@ class ContinuousStage(ModelStage):
     """
 
     def run(self, batch: Batch) -> BatchResult[RawOutput]:
-        begin, slots = time.perf_counter(), batch.at_once * rows_of_a_record(self.loaded.generation)
+        generation, begin = self.loaded.generation, time.perf_counter()
+        slots = batch.at_once * max(generation.num_beams or 1, generation.num_return_sequences or 1)
         done: BatchResult[RawOutput] = BatchResult(batch)
         with process_settings.changed(**self._weights, **self._captured_step(batch)):
             refused = self._serve(batch.rows, slots, done)
@@ -96,76 +88,46 @@ class ContinuousStage(ModelStage):
 
 
 class AdaptiveStage(ContinuousStage):
-    """Goes on with static batches where they are good, and continuously where they are not.
+    """Runs records continuously where static ones would be far from full: only those of one length share one here.
 
-    They are good where they are full, and where their outputs are about as long as each other. What the outputs of the
-    first one say decides about the other records of a batch. So the same records give the same, whatever runs beside
-    them, and a run that is resumed decides as it did before.
+    Their lengths alone decide, so a run that is resumed does as it did before.
     """
 
     def run(self, batch: Batch) -> BatchResult[RawOutput]:
-        of_one_length = depends_on_padding(self.loaded)
-        parts = _static_parts(batch, of_one_length)
-        gains, done = len(parts) >= LEAST_BATCHES and self._has_slots(batch), list[BatchResult[RawOutput]]()
-        if of_one_length:
-            gains &= len(batch.rows) <= UNEVEN * batch.at_once * len(parts)
-        else:
-            done.append(self._static(batch, parts.pop(0)))
-            gains = gains and self._is_uneven(done[0].outputs)
-        if gains:
-            done.append(super().run(replace(batch, rows=list(itertools.chain.from_iterable(parts)))))
-        else:
-            done += [self._static(batch, part) for part in parts]
-        return _joined(batch, done)
+        parts = self._static_parts(batch)
+        is_full = len(batch.rows) > FILLED * batch.at_once * len(parts)
+        if not is_full and len(parts) > FEW_BATCHES and self._has_slots(batch):
+            return super().run(batch)
+        whole: BatchResult[RawOutput] = BatchResult(batch)
+        for part in parts:
+            self._static(part, whole)
+        return whole
 
-    def _static(self, batch: Batch, rows: list[Record]) -> BatchResult[RawOutput]:
+    def _static_parts(self, batch: Batch) -> list[list[Record]]:
+        """The records of a batch as static ones have them."""
+        rules = Rules(batch.at_once, equal_lengths=depends_on_padding(self.loaded))
+        return [[batch.rows[index] for index in part] for part in cut([len(row.ids) for row in batch.rows], rules)]
+
+    def _static(self, rows: list[Record], whole: BatchResult[RawOutput]) -> None:
+        """Adds what a static batch gives. Steps are captured, or not, as in all of the batch."""
+        batch = whole.batch
         alike = batch.alike * batch.rounds
         done = ModelStage.run(self, replace(batch, rows=rows, alike=alike, at_once=sys.maxsize))
-        done.told = len(rows)
-        self.tell(done.told)
-        return done
+        whole.outputs += done.outputs
+        whole.failures += done.failures
+        whole.told += len(rows)
+        self.tell(len(rows))
 
     def _refuse(self, done: BatchResult[RawOutput], refused: list[tuple[Record, Problem]]) -> None:
         """What the engine refuses, as positions that may not do, `generate` itself may take."""
         for row, _ in refused:
-            alone = self._static(done.batch, [row])
-            done.outputs += alone.outputs
-            done.failures += alone.failures
-            done.told += alone.told
+            self._static([row], done)
 
     def _has_slots(self, batch: Batch) -> bool:
         from fastgen.engine.continuous import ContinuousBatches
 
         with process_settings.changed(**self._weights, **self._captured_step(batch)):
             return ContinuousBatches(self.loaded.model, batch.at_once, max_stall=None).has_slots
-
-    def _is_uneven(self, outputs: Sequence[RawOutput]) -> bool:
-        lengths = [
-            max(map(len, sequences))
-            for output in outputs
-            for sequences in split_rows(output.written(self.loaded), len(output.rows))
-        ]
-        return bool(lengths) and sum(lengths) <= UNEVEN * len(lengths) * max(lengths)
-
-
-def _static_parts(batch: Batch, equal_lengths: bool) -> list[list[Record]]:
-    """The records of a batch as static ones have them."""
-    rules = Rules(batch.at_once, equal_lengths=equal_lengths)
-    return [[batch.rows[index] for index in part] for part in cut([len(row.ids) for row in batch.rows], rules)]
-
-
-def _joined(batch: Batch, parts: Sequence[BatchResult[RawOutput]]) -> BatchResult[RawOutput]:
-    whole: BatchResult[RawOutput] = BatchResult(batch)
-    for part in parts:
-        whole.outputs += part.outputs
-        whole.failures += part.failures
-        whole.told += part.told
-    return whole
-
-
-def rows_of_a_record(generation: Any) -> int:
-    """Rows that a record takes in the model."""
-    return max(generation.num_beams or 1, generation.num_return_sequences or 1)
 
 
 def batching_of(loaded: LoadedModel, settings: RunOptions) -> str:
@@ -175,16 +137,8 @@ def batching_of(loaded: LoadedModel, settings: RunOptions) -> str:
     """
     if settings.batching != "auto":
         return settings.batching
-    rows, generation = settings.batch_size, loaded.generation
-    if settings.max_tokens is not None or loaded.asks_for_drafts or settings.self_speculation != "off":
-        return "static"
-    if rows == "auto" or rows * rows_of_a_record(generation) > MOST_ROWS or _weights(loaded.model) < LEAST_WEIGHTS:
-        return "static"
-    return "adaptive"
-
-
-def _weights(model: Any) -> int:
-    return sum(weight.numel() for weight in model.parameters())
+    drafts = loaded.asks_for_drafts or settings.self_speculation != "off"
+    return "static" if drafts or settings.max_tokens is not None or not depends_on_padding(loaded) else "adaptive"
 
 
 def stage_for(loaded: LoadedModel, settings: RunOptions) -> ModelStage:
