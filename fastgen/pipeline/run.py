@@ -73,8 +73,8 @@ class RunReport:
     batch_size: int = 0
     """Records that were in the model at the same time, at most."""
     batching: str = "static"
-    """That; "continuous": a record that was done made room for the next; or "adaptive": where outputs were of very
-    different lengths."""
+    """That; "continuous": a record that was done made room for the next; or "adaptive": so it was where static batches
+    would have been far from full."""
     max_tokens: int | None = None
     """Input tokens in a batch, at most; None without a limit."""
     out_of_memory: int = 0

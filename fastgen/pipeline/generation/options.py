@@ -110,8 +110,8 @@ class RunOptions(DataOptions):
     )
     batching: str = option(
         "auto",
-        "static; continuous: a record that is done makes room for the next one; or auto: continuous where outputs have "
-        "very different lengths (default: auto)",
+        "static; continuous: a record that is done makes room for the next one; or auto: continuous where static "
+        "batches would be far from full (default: auto)",
         free=True,
     )
     seed: int = option(42, "seed for sampling (default: 42)", rare=True)
