@@ -78,13 +78,16 @@ def name_tokens(model: Any, inside: Any, given: dict[str, Any]) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def without_hooks_left(model: Any) -> Iterator[None]:
-    """A call of peft's that fails leaves the hooks on the model with which each row has an adapter: they go."""
-    before = _row_hooks(model)
+def without_hooks_left(model: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """A call of peft's that fails leaves the hooks on the model that hand something to each row, such as its adapter,
+    or where in its prompt that begins: they go.
+    """
+    may_have_hooks = bool(arguments_of(model, options)) or alone_for_adapters(model) is not None
+    before = _row_hooks(model) if may_have_hooks else set()
     try:
         yield
     except BaseException:
-        for module, number in _row_hooks(model) - before:
+        for module, number in _row_hooks(model) - before if may_have_hooks else ():
             module._forward_pre_hooks.pop(number)
             module._forward_pre_hooks_with_kwargs.pop(number, None)
         raise

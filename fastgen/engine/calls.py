@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,10 +34,9 @@ def call(model: Any, batch: Sequence[Request]) -> list[Any]:
     if len(batch) > 1:
         return _together(model, batch, options)
     request, device = batch[0], model.device
-    names_adapters = bool(adapters.arguments_of(model, request.options))
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None),
-        adapters.without_hooks_left(model) if names_adapters else contextlib.nullcontext(),
+        adapters.without_hooks_left(model, request.options),
     ):
         if request.seed is not None:
             torch.manual_seed(request.seed)

@@ -227,6 +227,21 @@ def test_adapters_that_begin_within_the_prompt() -> None:
     assert torch.equal(found[0], expected) and torch.equal(found[1], without)
 
 
+def test_a_request_fails_whose_adapter_begins_within_the_prompt() -> None:
+    """peft leaves the hooks that say where, and every later call would begin there."""
+    model = adapted("llama", alora_invocation_tokens=[6, 7])
+    before = alone(model, [5, 6, 8, 7], **LONG)
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor, **given: Any) -> torch.Tensor:
+        raise RuntimeError("no more")
+
+    with fastgen.Engine(model) as engine:
+        with pytest.raises(RuntimeError, match="no more"):
+            engine.submit([5, 6, 7, 8], stopping_criteria=[fails], **LONG).result(WAIT)
+        assert torch.equal(engine.submit([5, 6, 8, 7], **LONG).result(WAIT), before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_a_generation_config_of_its_own() -> None:
     """peft hands it on for decoders, and not for encoder-decoder models."""
     for name in ("llama", "bart"):
