@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
+from transformers.configuration_utils import PreTrainedConfig
 
 import fastgen
 from fastgen.optimizer.transformers.compaction import BatchCompaction
@@ -128,6 +129,34 @@ def test_padding_that_is_no_token(rows: list[int]) -> None:
         run(family.build(), family.make_inputs(batch=9), options)
     check(family.build(), family.make_inputs(batch=9), {**BEAM, **options})
     assert rows[-1] < 9 * BEAM["num_beams"]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("captured_step", ["never", "always"])
+def test_a_call_copies_no_configuration_that_the_library_does_not(
+    captured_step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with an encoder, the library makes a copy for whoever asks for that of the decoder."""
+    asked: list[Any] = []
+    of_text = PreTrainedConfig.get_text_config
+
+    def counting_get_text_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(config)
+        return of_text(config, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedConfig, "get_text_config", counting_get_text_config)
+    model, inputs = BY_NAME["bart"].build(), BY_NAME["bart"].make_inputs(batch=4)
+    fastgen.enable(captured_step=captured_step)
+
+    def count() -> int:
+        asked.clear()
+        run(model, inputs, ENDS)
+        return len(asked)
+
+    count()  # the library does more in the first call
+    with fastgen.disabled():
+        by_the_library = count()
+    assert count() == by_the_library
 
 
 @pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])

@@ -34,8 +34,8 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
     return (
         batch > 1
         and config.eos_token_id is not None  # nothing ends before all do
-        and reads_padding(call.model, config)
         and call.model.device.type == "cpu"  # elsewhere, looking at what has finished would wait for the device
+        and reads_padding(call.model, config)
         and not call.runs_user_code
         and not config.return_dict_in_generate
         and not call.cache_is_the_users

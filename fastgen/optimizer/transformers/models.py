@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Hashable
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn.modules import module as any_module
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -90,10 +92,7 @@ def unsupported(model: Any) -> str | None:
             return f"{kind.__name__}.{method} is not the library's own"
         if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
             return Usual(f"{method} has been replaced on this model")
-    config = model.config
-    # The library copies a flat configuration, which takes a millisecond.
-    if any(getattr(config, name, None) is not None for name in ("decoder", "generator", "text_config")):
-        config = config.get_text_config(decoder=True)
+    config = _text_config(model)
     if config is not model.config and not model.config.is_encoder_decoder:
         return f"{kind.__name__} takes more than text"
     if getattr(config, "attention_chunk_size", None) is not None:
@@ -103,6 +102,17 @@ def unsupported(model: Any) -> str | None:
     if config._attn_implementation not in ("eager", "sdpa"):
         return Usual(f"attention implementation {config._attn_implementation}")
     return modules_unsupported(model)
+
+
+def _text_config(model: Any) -> Any:
+    """The configuration of what generates. The library copies that of a model with an encoder, where it is flat: in
+    each call, that would take longer than all else that is looked at.
+    """
+    config = model.config
+    is_flat = type(config).get_text_config is PreTrainedConfig.get_text_config and not any(
+        getattr(config, name, None) is not None for name in ("decoder", "generator", "text_config")
+    )
+    return config if is_flat else config.get_text_config(decoder=True)
 
 
 def _is_sharded(model: Any) -> bool:
@@ -131,6 +141,7 @@ def modules_unsupported(model: Any) -> str | None:
     """
     if has_global_hooks():
         return _HOOKED
+    may_have_adapters = "peft" in sys.modules
     for module in modules_of(model):
         if module.training:
             return Usual("the model, or a part of it, is in training mode")
@@ -138,13 +149,19 @@ def modules_unsupported(model: Any) -> str | None:
             return Usual("the model, or a part of it, is compiled")
         if library_code.has_foreign_hooks(module):
             return _HOOKED
-        if library_code.row_hooks(module):
-            return _BY_ROW
-        kind: type = type(module)
-        adapter = _kind_of_adapter(kind)
-        if adapter is not None and adapter not in ADAPTERS:
-            return Usual(f"adapters of the kind {adapter}")
+        reason = _adapters_unsupported(module) if may_have_adapters else None
+        if reason is not None:
+            return reason
     return None
+
+
+def _adapters_unsupported(module: Any) -> str | None:
+    """Why adapters of peft in a part of the model keep it from being accelerated, or None."""
+    if library_code.row_hooks(module):
+        return _BY_ROW
+    kind: type = type(module)
+    adapter = _kind_of_adapter(kind)
+    return None if adapter is None or adapter in ADAPTERS else Usual(f"adapters of the kind {adapter}")
 
 
 @functools.cache
@@ -188,7 +205,7 @@ def has_growing_frequencies(model: Any) -> bool:
 
     It asks the host how long that is, so no step is captured; but one that is tried leaves them changed.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = _text_config(model)
     return any("dynamic" in repr(getattr(config, name, None)) for name in _ROPE - {"rope_type"})
 
 
@@ -216,7 +233,7 @@ def may_begin_again(model: Any, prompt: int, length: int) -> bool:
     Phi-3 does so in its preparation of inputs, which a captured step does not run, where the frequencies of short
     sequences give way to those of long ones.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = _text_config(model)
     switch = getattr(config, "original_max_position_embeddings", None)
     switches = switch is not None and prompt <= switch < length
     return switches and any("longrope" in repr(getattr(config, name, None)) for name in _ROPE)
@@ -227,8 +244,8 @@ def reads_padding(model: Any, config: Any) -> bool:
 
     With beams, those of such an input go on.
     """
-    size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
-    pad = config._pad_token_tensor
+    pad, text = config._pad_token_tensor, _text_config(model)
+    size = getattr(text, "decoder_vocab_size", None) or getattr(text, "vocab_size", None)
     return config.num_beams > 1 or pad is None or size is None or 0 <= int(pad) < size
 
 

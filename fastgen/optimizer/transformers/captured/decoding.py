@@ -229,8 +229,9 @@ class Decoding:
     def _compaction(self) -> Compaction | None:
         """Where it changes nothing that anybody sees: draws, what is returned of every step, other rows."""
         is_seen = self._key.samples or self._key.waits_for_host or self.config.return_dict_in_generate
-        is_seen = is_seen or not reads_padding(self.model, self.config)
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
+            return None
+        if not reads_padding(self.model, self.config):
             return None
         given = self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill()
         return Compaction(*given, self._refresh)
