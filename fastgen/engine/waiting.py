@@ -62,6 +62,8 @@ class Waiting:
         self._is_closed, self._is_idle, self._pauses = False, True, 0
         self._changed = threading.Condition(forkable_lock())  # the thread of the engine waits for it, and pauses do
         self._outside: OrderedDict[Future[None], deque[Request]] = OrderedDict()  # by who is told when all are in
+        self._lets_in = False  # at this moment
+        self._loops: set[Any] = set()  # event loops whose tasks have asked
         _all.add(self)
 
     # ---- for the threads of the users
@@ -82,8 +84,11 @@ class Waiting:
 
     async def aput(self, requests: Sequence[Request], timeout: float | None) -> None:
         """As `put`, for the thread of an event loop. No other thread waits meanwhile: a loop has few that all share."""
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            self._loops.add(loop)
         for request in requests:
-            request.loop = asyncio.get_running_loop()
+            request.loop = loop
         with self._asking(requests) as told:
             if not told.done():  # not `wait_for`, which before Python 3.12 may lose the cancellation of the task
                 await asyncio.wait([asyncio.wrap_future(told)], timeout=timeout)
@@ -112,30 +117,39 @@ class Waiting:
                 raise EngineFull(f"{self.most} requests wait already")
 
     def _let_in(self) -> None:
-        """Adds those from outside that there is room for now."""
-        while self._outside:
-            told, left = next(iter(self._outside.items()))
-            # The line above may collect a stream, or a task, and let others in for its requests. What follows does not.
-            if told not in self._outside:
-                continue
-            if len(self.requests) >= self.most:
-                return
-            if _is_for_nobody(left[0]):
-                for request in self._outside.pop(told):
-                    request.future.cancel()
-                continue
-            request = left.popleft()
-            self.requests.append(request)
-            self.counts["submitted"] += 1
-            if not left:
-                del self._outside[told]
-                told.set_result(None)
-            request.future.add_done_callback(partial(self._over, request))
-            if self.thread is None:
-                thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
-                thread.start()
-                self.thread = thread
-            self._changed.notify_all()
+        """Adds those from outside that there is room for now.
+
+        Any line of it may collect a stream, or a task, whose requests make room: that is seen here, too.
+        """
+        if self._lets_in:
+            return
+        self._lets_in = True
+        try:
+            while len(self.requests) < self.most and self._outside:
+                for told, left in self._outside.items():  # not `next`, between which and `iter` they may change
+                    self._let_one_in(told, left)
+                    break
+        finally:
+            self._lets_in = False
+
+    def _let_one_in(self, told: Future[None], left: deque[Request]) -> None:
+        """Adds the first of these from outside, unless nobody waits for them any more."""
+        if _is_for_nobody(left[0]):
+            self._outside.pop(told, None)
+            for request in left:
+                request.future.cancel()
+            return
+        request = left.popleft()
+        self.requests.append(request)
+        self.counts["submitted"] += 1
+        if not left and self._outside.pop(told, None) is not None:  # or who asks has been collected
+            told.set_result(None)
+        request.future.add_done_callback(partial(self._over, request))
+        if self.thread is None:
+            thread = threading.Thread(target=self._serve, name="fastgen-engine", daemon=True)
+            thread.start()
+            self.thread = thread
+        self._changed.notify_all()
 
     def _over(self, request: Request, future: Any) -> None:
         """A request has its result, or was cancelled."""
@@ -220,12 +234,19 @@ class Waiting:
     def take(self) -> list[Request]:
         """Those that run next, beside what runs already: none where none fits, or it is paused."""
         with self._changed:
-            for request in filter(_is_for_nobody, [*self.requests, *self.running]):
-                request.future.cancel()
+            self._cancel_for_nobody()
             chosen = self._executor.choose(self.requests) if self.requests and not self._pauses else []
             self.running += [request for request in chosen if not request.future.done()]
             self._let_in()
             return chosen
+
+    def _cancel_for_nobody(self) -> None:
+        """Cancels the requests of event loops that have been closed since the last time."""
+        for loop in [each for each in self._loops if each.is_closed()]:
+            self._loops.discard(loop)
+            for request in [*self.requests, *self.running]:
+                if request.loop is loop:
+                    request.future.cancel()
 
     def _forked(self) -> None:
         """In a forked process: the requests are those of the other one, whose thread is not here."""
@@ -233,6 +254,7 @@ class Waiting:
             request.future.give_up(RuntimeError("the process was forked: the request runs in the one it came from"))
         self.requests, self.running, self.thread, self._pauses, self._is_idle = [], [], None, 0, True
         self._outside.clear()
+        self._lets_in = False
         self._executor.reset()
 
 

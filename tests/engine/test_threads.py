@@ -264,6 +264,34 @@ def test_streams_that_are_collected_while_others_come_in(llama: Any) -> None:
         assert_alone(llama, PROMPTS, [other.result(WAIT).result(WAIT) for other in others])
 
 
+def test_streams_that_are_collected_at_any_line_while_others_come_in(
+    llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from Python 3.12 on. No more wait than may, they come in in their turn, and nothing fails that is logged."""
+
+    class Requests(list[Any]):
+        def append(self, request: Any) -> None:
+            if streams:
+                streams.pop().close()
+            super().append(request)
+
+    streams: list[Any] = []
+    with fastgen.Engine(llama, max_waiting=2) as engine, ThreadPoolExecutor(6) as threads:
+        with engine.paused():
+            first, stream = engine.submit(PROMPTS[0]), engine.stream(PROMPTS[1])
+            waiting, others = engine._waiting, []
+            for prompt in PROMPTS[:4]:
+                others.append(threads.submit(engine.submit, prompt))
+                while len(waiting._outside) < len(others):
+                    time.sleep(0.001)
+            outside = [left[0] for left in waiting._outside.values()]
+            waiting.requests = Requests(waiting.requests)
+            streams.append(stream)
+            first.cancel()
+            assert not streams and waiting.requests == outside[:2] and not caplog.records
+        assert_alone(llama, PROMPTS[:4], [other.result(WAIT).result(WAIT) for other in others])
+
+
 def test_an_engine_that_is_gone(llama: Any) -> None:
     """What was submitted is run, and then the thread and the model go."""
     engine = fastgen.Engine(llama)
