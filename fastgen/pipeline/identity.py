@@ -32,7 +32,10 @@ from fastgen.report import kernels
 # What else cannot change the output: the model is known by its content, and the input says itself what it is.
 _FREE = {"model", "input", "output", "generation", "generation_config"}
 # What the library notes about where a model came from.
-_NOTES = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "is_local", "local_files_only"}
+_NOTES = {
+    "name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "is_local", "local_files_only",
+    "base_model_name_or_path", "revision", "peft_version",
+}  # fmt: skip
 
 
 def identity(settings: DataOptions, inputs: Inputs, loaded: Loaded) -> dict[str, Any]:
@@ -126,7 +129,12 @@ def _code(*objects: Any) -> Iterable[str]:
 
 def _plain(values: dict[str, Any]) -> str:
     kept = {name: value for name, value in values.items() if name not in _NOTES and not name.endswith("_file")}
-    return json.dumps(kept, sort_keys=True, default=str)
+    return json.dumps(kept, sort_keys=True, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON has no word for. A set has another order in each process."""
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _digest(parts: Iterable[str]) -> str:

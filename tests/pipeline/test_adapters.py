@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.identity import content
+from fastgen.pipeline.identity import _plain, content
 from tests.pipeline import tiny
 
 peft = pytest.importorskip("peft", reason="peft is not there")
@@ -156,6 +156,17 @@ def test_a_run_is_not_resumed_with_other_adapters(both: tuple[Path, Path]) -> No
         loaded = load(settings(both[1], quiet=True))
         found.append(content(loaded.model, loaded.tokenizer))
     assert found[0] == found[1] and found[0] != found[2]
+
+
+def test_a_run_knows_its_adapters_in_another_process_and_place() -> None:
+    """A set of layers has another order in each process."""
+    few = {f"layer_{number}" for number in range(16)}
+    many = {*few, *map(str, range(1000))}
+    for number in range(1000):
+        many.discard(str(number))
+    assert few == many and list(few) != list(many)
+    there = {"base_model_name_or_path": "there", "revision": "main", "peft_version": "0.21"}
+    assert _plain({"target_modules": few}) == _plain({"target_modules": many, **there})
 
 
 def test_quantising_refuses_them(both: tuple[Path, Path], tmp_path: Path) -> None:
