@@ -113,15 +113,15 @@ def base_of(model: str) -> str:
     that they were trained for; else itself.
 
     Raises:
-        SetupError: peft is not installed, the adapters do not name their model, or it is not there.
+        SetupError: peft is not installed, the adapters do not name their model, or it is not there; or there are
+            adapters, of it or beside it, that are not loaded.
     """
-    folder = Path(model)
-    if not (folder / _ADAPTERS).is_file() or (folder / "config.json").exists():
+    values = _adapters_in(model)
+    if values is None or Path(model, "config.json").exists():
         return model
     check_installed("peft", f"model {model}: it has adapters alone, and", "pip install peft")
-    values = read_json_object(folder / _ADAPTERS, "the configuration of the adapters")
-    if values.get("megatron_config"):  # with which peft imports the module that the file names
-        raise SetupError(f"model {model} has adapters for Megatron alone, which are not loaded")
+    if values.get("alora_invocation_tokens"):  # which only peft's own models look for
+        raise SetupError(f"model {model} has adapters that begin at tokens of the prompt, which are not loaded")
     base = values.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise SetupError(f"model {model} has adapters alone, and does not name their model (base_model_name_or_path)")
@@ -129,7 +129,23 @@ def base_of(model: str) -> str:
         check_path(base)
     except SetupError as error:
         raise SetupError(f"model {model} has adapters alone, of a model that is not there: {error}") from error
+    _adapters_in(base)
     return base
+
+
+def _adapters_in(model: str) -> dict[str, Any] | None:
+    """What a folder says of the adapters in it; None where it has none.
+
+    Raises:
+        SetupError: they are for Megatron: peft would import the module that the file names. Or the file is damaged.
+    """
+    path = Path(model, _ADAPTERS)
+    if not path.is_file():
+        return None
+    values = read_json_object(path, "the configuration of the adapters")
+    if values.get("megatron_config"):
+        raise SetupError(f"model {model} has adapters for Megatron, which are not loaded")
+    return values
 
 
 def both_of(model: str, base: str) -> str:

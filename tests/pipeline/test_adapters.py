@@ -107,6 +107,13 @@ def _of_a_damaged_model(base: Path, folder: Path) -> None:
     (base / "generation_config.json").write_text("{")
 
 
+def _of_a_model_with_adapters(base: Path, folder: Path) -> None:
+    """Which the library loads by itself."""
+    shutil.copy(folder / "adapter_config.json", base)
+    shutil.copy(folder / "adapter_model.safetensors", base)
+    change(base, megatron_config={"a": 1}, megatron_core="this")
+
+
 DAMAGES: list[tuple[Callable[[Path, Path], object], str]] = [
     (_without_weights, "adapter_model"),
     (_with_half, "1 of its weights are missing, .*lora_A"),
@@ -117,6 +124,8 @@ DAMAGES: list[tuple[Callable[[Path, Path], object], str]] = [
         "adapters alone, of a model that is not there: .* no such directory",
     ),
     (lambda base, folder: change(folder, megatron_config={"a": 1}, megatron_core="this"), "for Megatron"),
+    (_of_a_model_with_adapters, "for Megatron"),
+    (lambda base, folder: change(folder, alora_invocation_tokens=[5, 6]), "begin at tokens of the prompt"),
     (lambda base, folder: change(folder, base_model_name_or_path=None), "does not name their model"),
     (lambda base, folder: (folder / "adapter_config.json").write_text("{"), "of the adapters .* is not valid JSON"),
     (lambda base, folder: change(folder, peft_type="PROMPT_TUNING", num_virtual_tokens=4), "prompt learning"),
@@ -156,6 +165,20 @@ def test_a_run_is_not_resumed_with_other_adapters(both: tuple[Path, Path]) -> No
         loaded = load(settings(both[1], quiet=True))
         found.append(content(loaded.model, loaded.tokenizer))
     assert found[0] == found[1] and found[0] != found[2]
+
+
+def test_nothing_of_adapters_beside_a_whole_model_is_imported(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the configuration of adapters for Megatron, peft imports what it names."""
+    base, folder = both
+    _of_a_model_with_adapters(base, folder)
+    imported: list[str] = []
+    load_module = importlib.import_module
+    monkeypatch.setattr("importlib.import_module", lambda name, *rest: (imported.append(name), load_module(name))[1])
+    with pytest.raises(SetupError, match="for Megatron"):
+        load(settings(base))
+    assert "this" not in imported
 
 
 def test_a_run_knows_its_adapters_in_another_process_and_place() -> None:
