@@ -79,8 +79,9 @@ def read_model(
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)
         chosen = kind(config)
-        source = name if base == settings.model else tokenizer_of(settings.model)
-        tokenizer = _read_tokenizer(AutoTokenizer, source, options)
+        place = tokenizer_of(settings.model)
+        source, of_source = (name, options) if place == base else (place, {**options, "subfolder": ""})
+        tokenizer = _read_tokenizer(AutoTokenizer, source, of_source)
         _check_tokenizer(tokenizer, settings.model if gguf else source)
         torch.manual_seed(seed)  # a run with weights that are drawn can be repeated
         before = transformers_logging.get_verbosity()
@@ -153,9 +154,19 @@ def both_of(model: str, base: str) -> str:
     return model if base == model else f"{model} (adapters for {base})"
 
 
+def source_of(model: str, file: str) -> str:
+    """Where a file of a model is: beside its adapters, or else with the model that they were trained for."""
+    return model if Path(model, file).is_file() else base_of(model)
+
+
 def tokenizer_of(model: str) -> str:
-    """Where the tokenizer of a model is: beside its adapters, or else with the model that they were trained for."""
-    return model if Path(model, "tokenizer_config.json").is_file() else base_of(model)
+    """Where the tokenizer of a model is."""
+    return source_of(model, "tokenizer_config.json")
+
+
+def sentence_files_of(model: str) -> str:
+    """Where the files of sentence-transformers are that belong to a model."""
+    return source_of(model, "modules.json")
 
 
 def address(model: str) -> tuple[str, dict[str, str]]:

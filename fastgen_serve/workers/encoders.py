@@ -24,7 +24,7 @@ from fastgen.pipeline.encoding.loading import (
 from fastgen.pipeline.encoding.modules import read_prompts
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import ClassificationStage, EmbeddingStage, EncodingStage
-from fastgen.pipeline.loading import file_of
+from fastgen.pipeline.loading import file_of, sentence_files_of
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.settings import STANDARD_STREAM
 from fastgen_serve.errors import BadRequest, Failed
@@ -60,7 +60,7 @@ def classifies(path: str) -> bool:
         SetupError: its configuration cannot be read.
     """
     names = read_config(path).architectures or ()
-    if file_of(path, "modules.json"):  # of sentence-transformers: it makes vectors
+    if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers: it makes vectors
         return False
     return any(name.endswith("ForSequenceClassification") for name in names)
 
@@ -160,7 +160,7 @@ class VectorEncoder(Encoder):
     def __init__(self, options: EmbedOptions) -> None:
         loaded: LoadedEmbedder = load_embedder(options)
         super().__init__(options.model, loaded)
-        prompts = read_prompts(options.model)
+        prompts = read_prompts(sentence_files_of(options.model))
         self._stage = _Vectors(loaded, options, [*prompts.values(), loaded.prompt])
         self.info = ModelInfo(
             options.model,

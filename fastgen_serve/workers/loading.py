@@ -11,7 +11,15 @@ from typing import Any
 from fastgen.pipeline.errors import explained
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import read
-from fastgen.pipeline.loading import base_of, both_of, check_path, file_of, tokenizer_of, why_not_loaded
+from fastgen.pipeline.loading import (
+    base_of,
+    both_of,
+    check_path,
+    file_of,
+    sentence_files_of,
+    tokenizer_of,
+    why_not_loaded,
+)
 from fastgen.pipeline.settings import STANDARD_STREAM
 
 
@@ -41,7 +49,7 @@ def generates(path: str) -> bool:
     )
 
     config = read_config(path)
-    if file_of(path, "modules.json"):  # of sentence-transformers
+    if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers
         return False
     kind = type(config)
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
@@ -190,6 +190,25 @@ def test_a_run_knows_its_adapters_in_another_process_and_place() -> None:
     assert few == many and list(few) != list(many)
     there = {"base_model_name_or_path": "there", "revision": "main", "peft_version": "0.21"}
     assert _plain({"target_modules": few}) == _plain({"target_modules": many, **there})
+
+
+def test_vectors_are_made_as_the_model_makes_them(tmp_path: Path) -> None:
+    """With the pooling and the prompts of the model that the adapters were trained for."""
+    from fastgen.pipeline.encoding.loading import load_embedder
+    from fastgen.pipeline.encoding.options import EmbedOptions
+    from fastgen_serve.workers.encoders import VectorEncoder, classifies
+    from fastgen_serve.workers.loading import generates
+
+    base = tiny.bert(tmp_path / "bert")
+    pooling = {"pooling_mode": "cls"}
+    tiny.sentence_files(base, ("Pooling", pooling), ("Normalize", {}), prompts={"prompts": {"query": "q: "}})
+    config = peft.LoraConfig(r=4, target_modules=["query"], task_type="FEATURE_EXTRACTION", init_lora_weights=False)
+    peft.get_peft_model(AutoModel.from_pretrained(base), config).save_pretrained(tmp_path / "adapters")
+    options = EmbedOptions(str(tmp_path / "adapters"), "-", "-", device="cpu", quiet=True)
+    modules = load_embedder(options).modules
+    assert modules.pooling == ("cls",) and [step.about["type"] for step in modules.steps] == ["Normalize"]
+    assert VectorEncoder(options).info.prompts == {"query": "q: "}
+    assert not (generates(options.model) or classifies(options.model))
 
 
 def test_quantising_refuses_them(both: tuple[Path, Path], tmp_path: Path) -> None:

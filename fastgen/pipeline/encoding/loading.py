@@ -8,7 +8,7 @@ from typing import Any
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.loading import Loaded, check_path, is_gguf, read_model
+from fastgen.pipeline.loading import Loaded, check_path, is_gguf, read_model, sentence_files_of
 
 # A checkpoint may have heads that are not asked for.
 _NEEDED = {"missing": "missing", "mismatched": "misshapen"}
@@ -68,7 +68,7 @@ def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
 
     check_path(settings.model, gguf=True)
-    modules = read_modules("" if is_gguf(settings.model) else settings.model, settings)
+    modules = read_modules("" if is_gguf(settings.model) else sentence_files_of(settings.model), settings)
 
     def kind(config: Any) -> Any:
         # Of models with a decoder, such as T5, many a checkpoint has the encoder alone.
