@@ -124,6 +124,8 @@ class ServeSettings:
     log_texts: bool = _option(False, "write inputs to the log", "log", action="store_true")
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), str(each.type).split(" | "))
         object.__setattr__(self, "dtype", dtype_named(self.dtype))
         names = [name for name, _ in self.models]
         for name in names:
@@ -135,7 +137,6 @@ class ServeSettings:
             if name not in names:
                 raise ValueError(f"languages: no model is named {name}")
         for each in fields(self):
-            _check_type(each.name, getattr(self, each.name), str(each.type).split(" | "))
             _check(each.name, getattr(self, each.name), each.metadata)
         _check("max_replicas", self.max_replicas, {"least": self.replicas})
         if self.cache is not None and not self.cache.startswith(REDIS):

@@ -67,7 +67,7 @@ def test_a_mistake_is_one_line(words: list[str], said: str, capfd: pytest.Captur
     [
         *({name: None} for name in ("slots", "port", "host", "max_tokens", "drain_s", "warm_up", "dtype", "scheduler")),
         *({"slots": value} for value in ("8", 8.0, True)),
-        {"threads": 1.5}, {"cache": 256}, {"slo_ms": "20"}, {"log_texts": "no"},
+        {"threads": 1.5}, {"cache": 256}, {"slo_ms": "20"}, {"log_texts": "no"}, {"dtype": ["fp32"]},
     ],
     ids=str,
 )  # fmt: skip
