@@ -89,6 +89,18 @@ def test_captured_steps_change_no_bit(build: Any, options: dict[str, Any], monke
     assert captures() == 5, reasons()
 
 
+def test_longer_prompts_before_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of a captured step stay as large as they were for those."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=64, n_layer=1, n_head=2, n_positions=640)).eval()
+    fastgen.enable(captured_step="always", strict=True)
+    short, long = ({"input_ids": torch.randint(3, 90, (2, length))} for length in (300, 600))
+    first, _, again = (run(model, each, {**SCORES, "num_beams": 1}) for each in (short, long, short))
+    _assert_the_same_bits(first, again)
+    assert captures() == 3, reasons()
+
+
 @pytest.fixture
 def layer() -> Iterator[nn.Linear]:
     fastgen.enable()

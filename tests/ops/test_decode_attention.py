@@ -218,6 +218,26 @@ def test_the_number_of_threads_does_not_matter(changes):
     torch.testing.assert_close(found[0], reference(**arguments), rtol=2e-5, atol=2e-5)
 
 
+@needs_kernel
+@instruction_sets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_room_beside_a_prefix_changes_no_bit(name, dtype):
+    """Buffers are as large as any call so far has needed: a prefix may be anywhere in them."""
+    arguments = arguments_of(SIMPLE | {"prefix": 600, "padding": "none", "bias": "none", "dtype": dtype})
+    batch, heads, length, _ = arguments["prefix_keys"].shape
+    arguments |= {"starts": torch.tensor([0, 40]).int(), "ends": torch.tensor([600, 600]).int()}
+    arguments["prefix_values"] = torch.randn_like(arguments["prefix_values"], dtype=torch.float32).to(dtype)
+    with instruction_set(name):
+        wanted = kernel(**arguments)
+        for before, behind in ((0, 50), (1500, 0), (700, 900)):
+            moved = {bound: arguments[bound] + before for bound in ("starts", "ends")}
+            for part in ("prefix_keys", "prefix_values"):
+                dim = arguments[part].shape[3]
+                moved[part] = torch.full((batch, heads, before + length + behind, dim), math.nan, dtype=dtype)
+                moved[part][:, :, before : before + length] = arguments[part]
+            assert torch.equal(kernel(**arguments | moved), wanted)
+
+
 ROWS, HEADS, DIM, CAPACITY = 4, 2, 8, 6
 
 

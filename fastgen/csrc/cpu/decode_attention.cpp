@@ -3,7 +3,8 @@
 // All queries that read the K/V of one input and kv head, those of every copy and of every head of the group, are a
 // matrix that goes over it once. Long prefixes are read in chunks that are put together afterwards, so that there is
 // work for every thread even with one input (Dao et al., "Flash-Decoding for long-context inference", 2023). How a
-// prefix is divided depends on shapes alone: the result is the same for any number of threads.
+// prefix is divided depends on how many positions count: the result is the same for any number of threads, and in
+// buffers of any size.
 #include "attention/problem.h"
 #include "isa.h"
 #include "operator.h"
@@ -97,11 +98,14 @@ Strided strided_mask(const Tensor& mask, const int64_t (&scores)[4]) {
 
 void divide(AttentionProblem& problem, int64_t threads) {
   const int64_t matrices = problem.batch * problem.kv_heads;
-  const int64_t longest = std::max<int64_t>(1, quotient(problem.prefix_length, kMinChunk));
-  problem.chunks = std::clamp<int64_t>(kTasks / matrices, 1, longest);
-  problem.chunk_length = quotient(problem.prefix_length, problem.chunks);
+  int64_t longest = 1;
+  for (int64_t input = 0; input < problem.batch; ++input) {
+    longest = std::max(longest, problem.end_of(input) - problem.start_of(input));
+  }
+  problem.chunks = std::clamp<int64_t>(kTasks / matrices, 1, quotient(longest, kMinChunk));
+  problem.chunk_length = quotient(longest, problem.chunks);
   // Suffixes that are longer than the prefix are worth tasks of their own where the matrices are too few.
-  const bool long_suffixes = matrices < 4 * threads && problem.suffix_length * problem.per_input > problem.prefix_length;
+  const bool long_suffixes = matrices < 4 * threads && problem.suffix_length * problem.per_input > longest;
   problem.fused = problem.chunks == 1 && !long_suffixes;
 }
 

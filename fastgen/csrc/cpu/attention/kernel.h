@@ -113,11 +113,10 @@ FASTGEN_TARGET void attend_chunk_of(const AttentionProblem& problem, int64_t inp
                                     const scalar_t* after) {
   const int64_t rows_per_copy = problem.group * problem.queries, first_row = copy * rows_per_copy;
   const State state = all.from_row(first_row, (end_copy - copy) * rows_per_copy);
-  int64_t begin = std::max<int64_t>(chunk * problem.chunk_length, problem.first_of(input * problem.per_input + copy));
-  int64_t stop = std::min<int64_t>(problem.prefix_length, (chunk + 1) * problem.chunk_length);
   const int64_t stored = problem.prefix_of(input);
-  if (problem.starts != nullptr) begin = std::max<int64_t>(begin, problem.starts[stored]);
-  if (problem.ends != nullptr) stop = std::min<int64_t>(stop, problem.ends[stored]);
+  const int64_t begin =
+      std::max<int64_t>(problem.start_of(input, chunk), problem.first_of(input * problem.per_input + copy));
+  const int64_t stop = std::min<int64_t>(problem.end_of(input), problem.start_of(input, chunk + 1));
   Block<scalar_t> block;
   for (int64_t start = begin; start < stop; start += kBlock) {
     block.length = std::min<int64_t>(kBlock, stop - start);
@@ -170,10 +169,9 @@ struct Workspace {
 template <typename scalar_t>
 FASTGEN_TARGET inline const scalar_t* first_keys(const AttentionProblem& problem, int64_t task) {
   const int64_t kv_head = task / problem.chunks % problem.kv_heads, input = task / problem.chunks / problem.kv_heads;
-  int64_t begin = std::max<int64_t>(task % problem.chunks * problem.chunk_length, problem.first_of(input * problem.per_input));
-  const int64_t stored = problem.prefix_of(input);
-  if (problem.starts != nullptr) begin = std::max<int64_t>(begin, problem.starts[stored]);
-  return begin < problem.prefix_length ? at<scalar_t>(problem.prefix_keys, stored, kv_head, begin) : nullptr;
+  const int64_t begin =
+      std::max<int64_t>(problem.start_of(input, task % problem.chunks), problem.first_of(input * problem.per_input));
+  return begin < problem.prefix_length ? at<scalar_t>(problem.prefix_keys, problem.prefix_of(input), kv_head, begin) : nullptr;
 }
 
 template <typename scalar_t>

@@ -52,6 +52,17 @@ struct AttentionProblem {
   int64_t named_row(int32_t named, int64_t row) const { return named >= 0 && named < stored ? named : row; }
   int64_t suffix_of(int64_t row) const { return row_map == nullptr ? row : row_map[row]; }
   int64_t prefix_of(int64_t input) const { return row_map == nullptr ? input : row_map[input] / copies; }
+  // The positions of an input's prefix that count. They are divided into chunks from the first one on: how much room there
+  // is beside them changes no bit.
+  int64_t start_of(int64_t input) const {
+    const int64_t start = starts == nullptr ? 0 : starts[prefix_of(input)];
+    return start > 0 ? start : 0;
+  }
+  int64_t end_of(int64_t input) const {
+    const int64_t end = ends == nullptr ? prefix_length : ends[prefix_of(input)];
+    return end < prefix_length ? end : prefix_length;
+  }
+  int64_t start_of(int64_t input, int64_t chunk) const { return start_of(input) + chunk * chunk_length; }
   int64_t length_of(int64_t row) const { return lengths == nullptr ? suffix_length : lengths[row]; }
   // Positions of prefix and suffix together before this one do not count for a row.
   int64_t first_of(int64_t row) const {
