@@ -83,6 +83,25 @@ def test_when_inputs_leave_depends_on_no_clock_if_all_is_captured(
     assert len({tuple(dict.fromkeys(each)) for each in found}) == 1 and len({len(each) for each in found}) <= 2
 
 
+def test_inputs_may_leave_behind_any_step_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether buffers grow in this call, or are as large as the one before has left them."""
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 64)
+    model, inputs = build(BY_NAME["llama"], CPU)
+    after, asked = Compaction.after, list[int]()
+
+    def noted(compaction: Compaction, step: Any, seconds: float) -> None:
+        asked.append(int(step.search.length.max()) - step.search.prompt_capacity)
+        after(compaction, step, seconds)
+
+    monkeypatch.setattr(Compaction, "after", noted)
+    with fastgen.settings.changed(captured_step="always"):
+        for _ in range(2):
+            asked.clear()
+            model.generate(**inputs, max_new_tokens=80, min_new_tokens=80)
+            assert asked == [*range(2, 81)]
+    assert captures() == 2, reasons()
+
+
 @pytest.mark.parametrize("beams", [1, 2])
 def test_what_the_penalty_leaves_out_moves_with_its_rows(beams: int, inputs_of_programs: list[int]) -> None:
     """The library leaves padding out of it. Here the first inputs have most: those behind are not to take that over."""

@@ -207,8 +207,9 @@ class Decoding:
                 begun = self._first_steps(step, was_kept, seconds, replays)
             else:
                 replays += 1
-                if compaction is not None:
-                    compaction.after(step, seconds)
+            # Also behind the first step of larger buffers: others may have left such, and then they are not exchanged.
+            if compaction is not None and step.is_captured:
+                compaction.after(step, seconds)
             if self._may_release(step):
                 self._calls.end()
                 self.release()
