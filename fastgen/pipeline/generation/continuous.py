@@ -116,12 +116,14 @@ class AdaptiveStage(ContinuousStage):
         whole.outputs += done.outputs
         whole.failures += done.failures
         whole.told += len(rows)
+        self.tokens += sum(len(tokens) for output in done.outputs for tokens in output.written(self.loaded))
+        self.state = ""  # there are no slots now
         self.tell(len(rows))
 
     def _refuse(self, done: BatchResult[RawOutput], refused: list[tuple[Record, Problem]]) -> None:
         """What the engine refuses, as positions that may not do, `generate` itself may take."""
-        for row, _ in refused:
-            self._static([row], done)
+        for part in self._static_parts(replace(done.batch, rows=[row for row, _ in refused])):
+            self._static(part, done)
 
     def _has_slots(self, batch: Batch) -> bool:
         from fastgen.engine.continuous import ContinuousBatches

@@ -13,6 +13,8 @@ from fastgen.ops import gpu
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions, continuous
 from fastgen.pipeline.generation.loading import load
+from fastgen.pipeline.generation.model import ModelStage
+from fastgen.pipeline.progress import Progress
 from tests.pipeline import tiny
 
 RECORDS = 24
@@ -167,13 +169,35 @@ def test_an_interrupted_run_ends_in_the_same_file(
     assert (tmp_path / "out.txt").read_bytes() == (tmp_path / "whole.txt").read_bytes()
 
 
-def test_what_the_engine_refuses_has_a_call_of_its_own(
-    bart: Path, inputs: Path, tmp_path: Path, served: list[int]
+def test_what_the_engine_refuses_runs_in_static_batches(
+    bart: Path, inputs: Path, tmp_path: Path, served: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has no positions for as many tokens as an output may have; outputs end before."""
+    sizes, forward = list[int](), ModelStage.forward
+    monkeypatch.setattr(
+        ModelStage, "forward", lambda stage, rows, batch: (sizes.append(len(rows)), forward(stage, rows, batch))[1]
+    )
     ends = {"eos_token_id": list(range(2, 200))}
     options = {"generation": {"max_new_tokens": 100, "encoder_repetition_penalty": 1.2, **ends}}
     run(bart, inputs, tmp_path / "static.txt", batching="static", **options)
     report = run(bart, inputs, tmp_path / "out.txt", **options)
+    static, adaptive = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+    assert static == adaptive
     assert served == [12, 12] and report.samples == RECORDS and report.skipped == 0
     assert (tmp_path / "out.txt").read_bytes() == (tmp_path / "static.txt").read_bytes()
+
+
+def test_progress_tells_of_tokens_of_static_batches_too(
+    gpt2: Path, tmp_path: Path, served: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before all of their batch is done."""
+    said, add = list[str](), Progress.add
+
+    def noted(progress: Progress, count: int = 1, rate: str = "") -> None:
+        said.extend([rate] if count == 4 else [])
+        add(progress, count, rate)
+
+    monkeypatch.setattr(Progress, "add", noted)
+    (tmp_path / "in.txt").write_text("light light light\n" * 12)
+    run(gpt2, tmp_path / "in.txt", tmp_path / "out.txt")
+    assert served == [] and len(said) == 3 and not any(rate.startswith("0 tokens") for rate in said)
