@@ -349,6 +349,42 @@ def test_how_many_places_are_computed_depends_on_no_clock_if_all_is_captured(
     assert made[0] == made[1] == made[2] and len(set(made[0])) > 2
 
 
+def test_places_that_were_computed_before_are_again_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that these inputs have waited for is used whenever it fits, if all is captured."""
+    found, advance = list[int](), Slots.advance
+    monkeypatch.setattr(Slots, "advance", lambda step: (advance(step), found.append(step.slots))[0])
+
+    def requests_of(*counts: int) -> list[Any]:
+        options = [{"max_new_tokens": count, "eos_token_id": None} for count in counts]
+        return [make(llama, PROMPTS[0], None, each, None, 4) for each in options]
+
+    executor, waiting, later = ContinuousBatches(llama, 4), requests_of(80, 80, 6, 6), requests_of(6, 6)
+
+    def more() -> list[Any]:
+        if len(found) == 40:
+            waiting.extend(later)
+            later.clear()
+        return executor.choose(waiting) if waiting else []
+
+    with fastgen.settings.changed(captured_step="always"):
+        for _ in executor.steps(more):
+            pass
+    assert {*found[:70]} == {2, 4} and found.count(4) <= 2 * 6, found
+
+
+def test_a_program_waits_until_it_is_known_what_a_step_takes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for more places is there, of other inputs: the first step is made with that."""
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda self, rows, specializes: 0)
+    monkeypatch.setattr(Ledger, "specializing", 1000.0)
+    found, advance = list[int](), Slots.advance
+    monkeypatch.setattr(Slots, "advance", lambda step: (advance(step), found.append(step.slots))[0])
+    for count in (8, 5):
+        found.clear()
+        requests = [make(llama, PROMPTS[0], None, {"max_new_tokens": 9}, None, 8) for _ in range(count)]
+        run(ContinuousBatches(llama, 8), requests, at_once=8)
+    assert {*found} == {8}
+
+
 def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes is measured where no step was recorded for itself: one that takes long is not made for each row."""
     made, specialize = list[int](), CapturedPart.specialize

@@ -11,6 +11,7 @@ one for these rows: until the rows that idle have cost as much as a recording, i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ class Ledger:
         return PART_OF_SPECIALIZING * (self.recording or 0.0)
 
     def steps_of_specializing(self, seconds: float, is_recorded: bool = True) -> float:
-        """What it takes to specialize a step for another number of inputs, in steps of so many seconds.
+        """What it takes to specialize a step for another number of inputs, in steps of so many seconds (0: not known).
 
         Args:
             is_recorded: there is a recording for any number of inputs.
@@ -190,7 +191,7 @@ class Ledger:
         if is_repeatable():
             return PART_OF_SPECIALIZING * STEPS
         taken = self.specializing if is_recorded else _RECORDINGS * (self.recording or 0.0)
-        return taken / seconds if seconds else 0.0
+        return taken / seconds if seconds else math.inf if taken else 0.0
 
     def note_specializing(self, seconds: float) -> None:
         """A step was specialized in so many seconds. Others may have had the processors meanwhile."""

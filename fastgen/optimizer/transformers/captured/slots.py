@@ -80,6 +80,7 @@ class Slots:
         self._is_changing = True  # with the input that has come last, and more are about to come
         self._is_recorded = False  # what serves any number of inputs, the last time that somebody asked
         self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
+        self._paid: set[int] = set()  # numbers of places that steps have computed something of
         self._lost = 0.0  # steps in which idle rows have cost as much, for want of a program for fewer
         self.taken: dict[int, Slot] = {}
         self.is_widened = False
@@ -316,13 +317,15 @@ class Slots:
         batch, count = step.key.batch, max(self.taken) + 1
         every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
         wanted, there = min(-(-count // every) * every, batch), step.parts[1].smallest(count)
-        if is_repeatable():  # other programs that happen to be there do not count
-            there = self._places if self._places >= count else None
+        if is_repeatable():  # programs that others have left do not count
+            there = min((places for places in self._paid if places >= count), default=None)
         if there is None or there > wanted:
             self._lost += 0 if there is None else 1 - wanted / there
             if there is None or self._lost >= self._ledger.steps_of_specializing(self._seconds):
                 there, self._lost = wanted, 0.0
-        return there if any_batch.specialize(self._model, step, there) else batch
+        places = there if any_batch.specialize(self._model, step, there) else batch
+        self._paid.add(places)
+        return places
 
     def _close_ranks(self, step: DecodeStep) -> None:
         """Has inputs take the first places: of those behind, nothing is computed."""
