@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from fastgen.decoding.kv.rows import StepState
-from fastgen.ops import _library
+from fastgen.ops import _library, fingerprint
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops.linear import grouped, tune  # noqa: F401 (defines evict)
 from tests.ops.fuzz import __main__ as fuzzer
@@ -170,13 +170,13 @@ def test_a_storage_that_is_too_small():
     x = torch.ones(1000)
     x.untyped_storage().resize_(8)
     with pytest.raises(RuntimeError, match="smaller than its sizes say"):
-        ops.fingerprint(x)
+        fingerprint.fingerprint(x)
 
 
 def test_numbers_that_are_not_aligned():
     x = torch.frombuffer(bytearray(41), dtype=torch.float32, offset=1, count=10)
     with pytest.raises(RuntimeError, match="not aligned"):
-        ops.fingerprint(x)
+        fingerprint.fingerprint(x)
 
 
 def test_a_team_of_more_threads_than_a_process_has():
