@@ -28,6 +28,7 @@ from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.kind import Kind
+from fastgen.optimizer.transformers.captured.pays import is_repeatable
 from fastgen.optimizer.transformers.captured.slots import Slot, Slots
 from fastgen.optimizer.transformers.entering import entering
 
@@ -300,7 +301,9 @@ class ContinuousBatches:
         if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
             self._state = None
             raise CannotBeCaptured("the model has changed")
-        step = step or Slots(self._inside, kind, self.most_rows // batch[0].rows)
+        if step is None:
+            repeats = self.prefills.max_stall is None and is_repeatable()
+            step = Slots(self._inside, kind, self.most_rows // batch[0].rows, repeats)
         self._budget.note(*decoding.prompt.bytes_per_position)
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request in batch:

@@ -343,10 +343,29 @@ def test_how_many_places_are_computed_depends_on_no_clock_if_all_is_captured(
                 make(llama, prompt, None, {"max_new_tokens": 10 + 8 * n, "eos_token_id": None}, None, 8)
                 for n, prompt in enumerate(PROMPTS[:1] * 8)
             ]
-            run(ContinuousBatches(llama, 8), requests, at_once=8)
+            run(ContinuousBatches(llama, 8, max_stall=None), requests, at_once=8)
             made.append([*found])
             found.clear()
     assert made[0] == made[1] == made[2] and len(set(made[0])) > 2
+
+
+@pytest.mark.parametrize(("max_stall", "most"), [(1.0, 2), (None, 1)], ids=["server", "list"])
+def test_a_step_is_not_recorded_for_each_kind_that_widens_it(
+    llama: Any, max_stall: float | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all is captured, as in a server. Of a list of one kind, the first step is captured already."""
+    recorded, make_one = list[int](), any_batch.SymbolicStep.__init__
+    monkeypatch.setattr(
+        any_batch.SymbolicStep, "__init__", lambda step, *given: (recorded.append(1), make_one(step, *given))[1]
+    )
+    kinds: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.2}, {"do_sample": True, "temperature": 0.7}]
+    kinds += [{"do_sample": True, "top_p": 0.8}, {"do_sample": True, "top_k": 5}]
+    options = [{"max_new_tokens": 30, "eos_token_id": None, **kind} for kind in (kinds if max_stall else kinds[:1] * 5)]
+    executor = ContinuousBatches(llama, 8, max_stall=max_stall)
+    with fastgen.settings.changed(captured_step="always"):
+        requests = [make(llama, prompt, None, each, 3, 8) for prompt, each in zip(PROMPTS, options, strict=False)]
+        run(executor, requests, at_once=8)
+    assert 0 < len(recorded) <= most and executor.counts["steps"] < 40
 
 
 def test_places_that_were_computed_before_are_again_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +377,8 @@ def test_places_that_were_computed_before_are_again_at_once(llama: Any, monkeypa
         options = [{"max_new_tokens": count, "eos_token_id": None} for count in counts]
         return [make(llama, PROMPTS[0], None, each, None, 4) for each in options]
 
-    executor, waiting, later = ContinuousBatches(llama, 4), requests_of(80, 80, 6, 6), requests_of(6, 6)
+    executor = ContinuousBatches(llama, 4, max_stall=None)
+    waiting, later = requests_of(80, 80, 6, 6), requests_of(6, 6)
 
     def more() -> list[Any]:
         if len(found) == 40:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
+from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
@@ -78,7 +78,9 @@ class Compaction:
             return
         self._lost += _EVERY * saved
         cost = _MOVE * (places - left)
-        if self._lost >= cost and (is_repeatable() or step.parts[1].smallest(left) != left):
+        if is_repeatable():
+            cost += STEPS_OF_SPECIALIZING
+        elif self._lost >= cost and step.parts[1].smallest(left) != left:
             is_recorded = any_batch.is_recorded(self._model, step.key, step.sizes)
             cost += self._ledger.steps_of_specializing(seconds, is_recorded)
         if self._lost >= cost:

@@ -27,9 +27,10 @@ PASSES = 64
 ASKED_FOR, STEPS_OF_A_CALL = 256, settings.STEPS_OF_A_CALL
 # So many steps repay a recording, as long as nothing has been measured, and at the least.
 STEPS, LEAST_STEPS = 24, 6
-# What specializing a recording takes of the time of making one; and one for any number of inputs takes the time of so
-# many for one number.
+# What specializing a recording takes of the time of making one, and in steps where none is measured; and one for any
+# number of inputs takes the time of so many for one number.
 PART_OF_SPECIALIZING, _RECORDINGS = 0.25, 2
+STEPS_OF_SPECIALIZING = PART_OF_SPECIALIZING * STEPS
 # At the most: a measurement may have been disturbed, and another recording brings another one.
 MOST_STEPS = 16 * STEPS
 # A call that may end at any token is expected to go on once it has so many of them.
@@ -188,10 +189,10 @@ class Ledger:
         Args:
             is_recorded: there is a recording for any number of inputs.
         """
-        if is_repeatable():
-            return PART_OF_SPECIALIZING * STEPS
         taken = self.specializing if is_recorded else _RECORDINGS * (self.recording or 0.0)
-        return taken / seconds if seconds else math.inf if taken else 0.0
+        if not taken:
+            return 0.0
+        return taken / seconds if seconds else math.inf
 
     def note_specializing(self, seconds: float) -> None:
         """A step was specialized in so many seconds. Others may have had the processors meanwhile."""
@@ -233,7 +234,7 @@ class Ledger:
         """Steps that repay a capture, from what is known of the number of rows that is nearest."""
         known = self.eager.keys() & self.replayed.keys()
         if self.recording is None or not known:
-            return STEPS * (PART_OF_SPECIALIZING if specializes else 1)
+            return STEPS_OF_SPECIALIZING if specializes else STEPS
         seconds = self.specializing if specializes else self.recording
         nearest = min(known, key=lambda other: abs(other - rows))
         saved = self.eager[nearest] - self.replayed[nearest]

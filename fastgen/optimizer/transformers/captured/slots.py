@@ -29,7 +29,7 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.kind import Kind
-from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
+from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -65,6 +65,7 @@ class Slots:
         model: whose step it is.
         kind: of the first inputs that are to enter.
         most: places, at the most.
+        repeats: inputs come in an order that depends on no clock, and nothing else is to.
 
     Attributes:
         taken: by place.
@@ -72,8 +73,8 @@ class Slots:
         failure: why it must not go on; None as long as it may.
     """
 
-    def __init__(self, model: Any, kind: Kind, most: int) -> None:
-        self._model, self._kind, self._most = model, kind, most
+    def __init__(self, model: Any, kind: Kind, most: int, repeats: bool = False) -> None:
+        self._model, self._kind, self._most, self._repeats = model, kind, most, repeats
         self._key = kind.key
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
@@ -282,7 +283,7 @@ class Slots:
             raise self.failure
         if len(self._over(step)) < len(self.taken):
             # What comes next may be of another kind still, for which this recording would not do.
-            captures = self._steps >= self._captures_from and (is_repeatable() or not self._is_changing)
+            captures = self._steps >= self._captures_from and (self._repeats or not self._is_changing)
             self._is_changing = False
             if (captures or step.is_captured) and any_batch.is_symbolic(step.key):
                 self._close_ranks(step)
@@ -317,11 +318,13 @@ class Slots:
         batch, count = step.key.batch, max(self.taken) + 1
         every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
         wanted, there = min(-(-count // every) * every, batch), step.parts[1].smallest(count)
-        if is_repeatable():  # programs that others have left do not count
+        needed = self._ledger.steps_of_specializing(self._seconds)
+        if self._repeats:  # programs that others have left do not count
             there = min((places for places in self._paid if places >= count), default=None)
+            needed = STEPS_OF_SPECIALIZING
         if there is None or there > wanted:
             self._lost += 0 if there is None else 1 - wanted / there
-            if there is None or self._lost >= self._ledger.steps_of_specializing(self._seconds):
+            if there is None or self._lost >= needed:
                 there, self._lost = wanted, 0.0
         places = there if any_batch.specialize(self._model, step, there) else batch
         self._paid.add(places)
