@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.ops import gpu
 from tests.pipeline import tiny
 
 
@@ -19,6 +20,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are programs, as for users: the tests have Triton's kernels interpreted otherwise."""
+    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
 
 
 @pytest.fixture(scope="session")

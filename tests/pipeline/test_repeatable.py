@@ -16,7 +16,6 @@ import torch
 
 import fastgen
 from fastgen.decoding.captured import graph
-from fastgen.ops import gpu as operators
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
 from fastgen.pipeline import generate_dataset
@@ -64,11 +63,9 @@ RUNS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_at_any_moment_it_ends_in_the_same_bytes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+def test_killed_at_any_moment_it_ends_in_the_same_bytes(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)  # the threads of a parent are not those of its child
     run = RUNS[name]
     folder = getattr(tiny, run.model)(tmp_path / "model", **WIDE[run.model])

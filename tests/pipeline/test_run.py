@@ -46,12 +46,10 @@ def one_by_one(model, texts):
     ]
 
 
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(("name", "drafts"), [("out.txt", True), ("out.jsonl", False)])
-def test_prompt_lookup_in_batches(bart, inputs, tmp_path, monkeypatch, name, drafts):
+def test_prompt_lookup_in_batches(bart, inputs, tmp_path, name, drafts):
     """Which the library refuses: each record would run alone. With scores, calls are plain ones."""
-    from fastgen.ops import gpu
-
-    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
     greedy = {"num_beams": 1, "max_new_tokens": 12}
     plain, drafted = tmp_path / f"plain-{name}", tmp_path / f"drafted-{name}"
     run(bart, inputs, plain, generation=greedy)

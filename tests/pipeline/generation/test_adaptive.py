@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastgen.engine import continuous as engine
-from fastgen.ops import gpu
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions, continuous
 from fastgen.pipeline.generation.loading import load
 from fastgen.pipeline.generation.model import ModelStage
 from fastgen.pipeline.progress import Progress
 from tests.pipeline import tiny
+from tests.pipeline.generation.slots import assert_same, interrupt_after
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 RECORDS = 24
 # The library applies it to padding, too: only prompts of one length share a static batch.
 PENALTY = {"max_new_tokens": 16, "repetition_penalty": 1.3}
 SAMPLED = {"do_sample": True, **PENALTY}
-
-
-@pytest.fixture(autouse=True)
-def slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are programs, as for users: the tests have Triton's kernels interpreted otherwise."""
-    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -86,12 +81,7 @@ def test_the_same_file_as_static_batches(
     of_new = run(gpt2, inputs, new, **options)
     assert served == [12, 12] and of_new.batching == "adaptive"
     assert of_static.tokens == of_new.tokens and of_new.samples == RECORDS
-    if form == "txt":
-        assert new.read_bytes() == static.read_bytes()
-        return
-    rows, expected = ([json.loads(line) for line in path.read_text().splitlines()] for path in (new, static))
-    scores = [[row.pop("scores") for row in each] for each in (rows, expected)]
-    assert rows == expected and scores[0] == [pytest.approx(each, abs=1e-4) for each in scores[1]]
+    assert_same(new, static)
 
 
 @pytest.mark.parametrize(
@@ -144,23 +134,12 @@ def test_what_may_gain(gpt2: Path, options: dict[str, Any], expected: str) -> No
 
 
 @pytest.mark.parametrize("after", [1, 9])
-def test_an_interrupted_run_ends_in_the_same_file(
-    gpt2: Path, inputs: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_ends_in_the_same_file(gpt2: Path, inputs: Path, tmp_path: Path, after: int) -> None:
     """Sampled, so that a record which runs another way has another output."""
     options = {"generation": SAMPLED}
     run(gpt2, inputs, tmp_path / "whole.txt", **options)
-    calls, original = 0, engine.call
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 12 + after:
-            raise KeyboardInterrupt
-        return original(*args)
-
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "call", interrupted)
+        interrupt_after(patch, 12 + after)
         run(gpt2, inputs, tmp_path / "out.txt", **options)
     with pytest.raises(SetupError, match=r"other settings: rules\.adaptive was true"):
         run(gpt2, inputs, tmp_path / "out.txt", resume=True, batching="static", **options)

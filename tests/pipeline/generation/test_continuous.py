@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from fastgen.engine import continuous
-from fastgen.ops import gpu
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
@@ -19,18 +17,15 @@ from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.records import Record
 from tests.pipeline import tiny
+from tests.pipeline.generation.slots import assert_same, interrupt_after
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 RECORDS = 24
 # Many tokens that end an output, so that lengths differ much.
 UNEVEN = {"max_new_tokens": 16, "eos_token_id": list(range(2, 40))}
 BEAMS = {"num_beams": 3, "num_return_sequences": 2, **UNEVEN}
 SAMPLED = {"do_sample": True, **UNEVEN}
-
-
-@pytest.fixture(autouse=True)
-def slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are programs, as for users: the tests have Triton's kernels interpreted otherwise."""
-    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -69,26 +64,10 @@ def test_the_same_file_as_static_batches(
     of_new = run(model, inputs, new, **options)
     assert (of_static.batching, of_new.batching) == ("static", "continuous")
     assert of_static.tokens == of_new.tokens and of_new.batches == 3
-    if form == "txt":
-        assert new.read_bytes() == static.read_bytes()
-        return
-    rows, expected = ([json.loads(line) for line in path.read_text().splitlines()] for path in (new, static))
-    scores = [[row.pop("scores") for row in each] for each in (rows, expected)]
-    assert rows == expected and scores[0] == [pytest.approx(each, abs=1e-4) for each in scores[1]]
-    assert len({tuple(row["output_tokens"]) for row in rows}) > 5
-
-
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    count, original = 0, continuous.call
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > calls:
-            raise KeyboardInterrupt
-        return original(*args)
-
-    monkeypatch.setattr(continuous, "call", interrupted)
+    assert_same(new, static)
+    if form == "jsonl":
+        rows = [json.loads(line) for line in new.read_text().splitlines()]
+        assert len({tuple(row["output_tokens"]) for row in rows}) > 5
 
 
 @pytest.mark.parametrize(("form", "generation"), [("txt", SAMPLED), ("jsonl", BEAMS)])
