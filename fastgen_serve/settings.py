@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fastgen.pipeline.settings import DTYPES, dtype_named
+from fastgen.pipeline.settings import DTYPES, dtype_named, must_be
 from fastgen.settings import CHOICES
 
 SCHEDULERS = ("hungry", "lazy", "naive", "none")
@@ -16,10 +17,8 @@ SCHEDULERS = ("hungry", "lazy", "naive", "none")
 REDIS = ("redis://", "rediss://", "unix://")
 # A site, as browsers write it in the header Origin; or any.
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+|[a-z][a-z0-9+.-]*-extension://[^/?#@\s]+")
-# What a field of a simple type may be.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),),
-}  # fmt: skip
+# Fields of several values, whose types are not checked.
+_OF_SEVERAL = ("models", "api_keys", "cors_origins", "languages")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -124,8 +123,10 @@ class ServeSettings:
     log_texts: bool = _option(False, "write inputs to the log", "log", action="store_true")
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check_type(each.name, getattr(self, each.name), str(each.type).split(" | "))
+        for name, hint in typing.get_type_hints(ServeSettings).items():
+            must = None if name in _OF_SEVERAL else must_be(getattr(self, name), hint)
+            if must is not None:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {must}")
         object.__setattr__(self, "dtype", dtype_named(self.dtype))
         names = [name for name, _ in self.models]
         for name in names:
@@ -163,14 +164,6 @@ class ServeSettings:
     def path(self, name: str) -> str:
         """The directory, or the hub name, of the model that is served under this name. Raises KeyError."""
         return dict(self.models)[name]
-
-
-def _check_type(option: str, value: Any, kinds: Sequence[str]) -> None:
-    """Raises ValueError where a value is of none of these types, as far as they are among `_TYPES`."""
-    known = [_TYPES[kind] for kind in kinds if kind in _TYPES]
-    is_one = any(isinstance(value, types) and (isinstance(value, bool) <= (bool in types)) for types in known)
-    if len(known) == len(kinds) and not is_one:
-        raise ValueError(f"{option} is {value!r}: it must be {' or '.join(kinds)}")
 
 
 def _check(option: str, value: Any, about: Mapping[str, Any]) -> None:

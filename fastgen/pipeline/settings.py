@@ -275,13 +275,18 @@ def check_types(options: Any) -> None:
     kind: Any = type(options)
     hints = _hints(kind)
     for each in dataclasses.fields(options):
-        value, kinds = getattr(options, each.name), _kinds(hints[each.name])
-        name = each.name.replace("_", "-")
-        if not any(_is(value, kind) for kind in kinds):
-            must = " or ".join(map(_called, kinds))
+        value, name = getattr(options, each.name), each.name.replace("_", "-")
+        must = must_be(value, hints[each.name])
+        if must is not None:
             raise SetupError(f"{name} is {value!r}: it must be {must}")
         if type(value) is int and each.name not in _UNBOUNDED and not -_LARGEST <= value <= _LARGEST:
             raise SetupError(f"{name} is {value}: it must be of 64 bits")
+
+
+def must_be(value: Any, hint: Any) -> str | None:
+    """What a value must be, in words, that is not of a type; None where it is."""
+    kinds = _kinds(hint)
+    return None if any(_is(value, kind) for kind in kinds) else " or ".join(map(_called, kinds))
 
 
 def check_bounds(options: Any) -> None:
