@@ -240,8 +240,7 @@ class ContinuousBatches:
         entered = [slot for slot in self._running if slot.owner in batch]
         if entered and not isinstance(outcome, BaseException):
             return
-        for slot in entered:  # what failed behind that
-            self._leave(slot)
+        self._withdraw(entered, outcome)  # what failed behind that
         self._settle_call(batch, outcome, is_static)
 
     def _outcome(self, batch: list[Request]) -> Any:
@@ -263,7 +262,8 @@ class ContinuousBatches:
         first, has_failed, middle = batch[0], isinstance(outcome, BaseException), len(batch) // 2
         if not has_failed or isinstance(outcome, Exception):
             if self._evict_if_changed() or any(request.group != first.group for request in batch):
-                self._run_again(batch, error=outcome if has_failed else RuntimeError(CHANGED))
+                error = outcome if has_failed else RuntimeError(CHANGED)
+                self._run_again(batch, error=error, is_unseen=len(batch) > 1)
                 return
             if has_failed and middle:
                 for half in (batch[:middle], batch[middle:]):
@@ -308,6 +308,8 @@ class ContinuousBatches:
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request in batch:
             slot = decoding.slot(request, request.new_tokens, None if is_whole else request.length, request.seed)
+            if len(batch) > 1 and request.options.get("streamer") is not None:  # the call has none
+                slot.streamer, slot.streams_prompt = request.options["streamer"], True
             needed = self._budget.needed(request, slot.new_tokens)
             if not self._budget.has_room(needed):
                 slot.error = ExceedsBudget(f"the request may need {needed} bytes of K and V: cache_gib is less")
@@ -318,13 +320,20 @@ class ContinuousBatches:
         try:
             step.admit(decoding, kind, entered, self._expected)
             decoding.release()
-            caches.limit(self._has_slots)
-            self._has_slots[batch[0].prefill_group] = True
+            if kind.processors is not None:  # otherwise, each has to enter by a call of its own
+                caches.limit(self._has_slots)
+                self._has_slots[batch[0].prefill_group] = True
         except BaseException as error:
             self._is_for_itself = isinstance(error, OfThisCall)
-            for slot in entered:
-                self._leave(slot)
+            self._withdraw(entered, error)
             raise
+
+    def _withdraw(self, entered: list[Slot], error: BaseException) -> None:
+        """Requests leave whose call has failed. Those fail with it that have streamed: no token is to come twice."""
+        for slot in entered:
+            self._leave(slot)
+            if slot.has_streamed:
+                self._settle(slot.owner, error)
 
     def _advance(self, step: Slots) -> None:
         """A decode step, and what comes of it."""
@@ -401,12 +410,13 @@ class ContinuousBatches:
                 self._has_slots[slot.owner.prefill_group] = False
         self._run_again([slot.owner for slot in left], error=error)
 
-    def _run_again(self, requests: list[Request], error: Exception | None = None) -> None:
-        """Requests run in static batches. With an error, those fail that code of the user's has seen, or that have
-        begun too often.
+    def _run_again(self, requests: list[Request], error: Exception | None = None, is_unseen: bool = False) -> None:
+        """Requests run in static batches. With an error, those fail that code of the user's has seen, unless it
+        `is_unseen`, or that have begun too often.
         """
         for request in requests:
-            if error is not None and (request.runs_user_code or request.failures >= _MOST_FAILURES):
+            is_seen = request.runs_user_code and not is_unseen
+            if error is not None and (is_seen or request.failures >= _MOST_FAILURES):
                 self._settle(request, error)
             request.is_static = True
             request.repeats += request.future.begun is not None

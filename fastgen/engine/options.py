@@ -20,8 +20,8 @@ _OF_THE_LOOP = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer
 _ARGUMENTS = {*inspect.signature(GenerationMixin.generate).parameters, *_OF_THE_LOOP, "trust_remote_code"}
 # Methods in which the library looks at values, of models that leave them as they are.
 _LOOK_AT_VALUES = ("_prepare_special_tokens", "_get_logits_processor")
-# Those with which a request may share a batch.
-_HARMLESS = frozenset({"generation_config", "synced_gpus", "tokenizer", "trust_remote_code"})
+# Those with which a request may share a prefill.
+_HARMLESS = frozenset({"generation_config", "synced_gpus", "tokenizer", "trust_remote_code", "streamer"})
 _TOKENS = frozenset({"inputs", "input_ids", "attention_mask"})
 
 # Options that a batch may have if all of its requests agree in them: what they do to a row depends on that row alone.
@@ -35,16 +35,17 @@ _READ_SOURCE = "encoder_repetition_penalty encoder_no_repeat_ngram_size".split()
 _READ_PROMPT = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias forced_bos_token_id".split()
 # For these a batch has its own values, from the most and the fewest new tokens of its requests, in which they agree.
 _LENGTHS = "max_length max_new_tokens min_length min_new_tokens".split()
-# Without effect where nothing is drawn, nothing is drafted, and only tokens are returned.
+# What is drawn from, where anything is.
+_DRAWN = "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff".split()
+# Without effect where nothing is drafted, and only tokens are returned.
 _IDLE = (
-    "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff max_matching_ngram_size "
-    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
-    "target_lookbehind disable_compile compile_config".split()
+    "do_sample max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule "
+    "assistant_confidence_threshold assistant_lookbehind target_lookbehind disable_compile compile_config".split()
 )
 # What is returned beside the sequences. In slots it is each request's own; a static batch returns sequences alone.
 _RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
 _NO_OPTIONS = ("transformers_version", "_from_model_config")
-_KNOWN = frozenset((*_SHARED, *_READ_SOURCE, *_READ_PROMPT, *_LENGTHS, *_IDLE, *_RETURNED))
+_KNOWN = frozenset((*_SHARED, *_READ_SOURCE, *_READ_PROMPT, *_LENGTHS, *_DRAWN, *_IDLE, *_RETURNED))
 # Values that switch an option off, besides those that are false.
 _OFF = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1}
 
@@ -91,8 +92,11 @@ def make(
     made.tokens, made.mask = row_of(given, "input_ids", "inputs"), row_of(given, "attention_mask")
     names, has_encoder = (*given, *others), bool(model.config.is_encoder_decoder)
     made.prompt, made.new_tokens = _lengths(model, made, names, has_default_length)
-    made.is_static, made.alone = bool(of_peft), _alone(made, (*names, *of_peft), has_encoder)
+    apart = _apart(made, (*names, *of_peft), has_encoder)
+    made.is_static, made.alone = bool(of_peft), apart or _alone(made)
     made.group, made.prefill_group = _groups(made, has_encoder)
+    if apart is not None:
+        made.prefill_group = None
     return made
 
 
@@ -180,8 +184,15 @@ def _lengths(model: Any, request: Request, names: Iterable[str], has_default_len
     return prompt, new_tokens
 
 
-def _alone(request: Request, names: Iterable[str], has_encoder: bool) -> str | None:
-    """Why a request must not share a batch; None where it may. A whitelist decides."""
+def _alone(request: Request) -> str | None:
+    """Why a request must not share a batch to its end, though it may share a prefill; None where it may."""
+    if request.config.do_sample or request.seed is not None:
+        return "sampling"
+    return None if request.options.get("streamer") is None else "the argument streamer"
+
+
+def _apart(request: Request, names: Iterable[str], has_encoder: bool) -> str | None:
+    """Why a request must not share a prefill; None where it may. A whitelist decides."""
     tokens, mask, config = request.tokens, request.mask, request.config
     if tokens is None:
         return "inputs other than tokens"
@@ -192,8 +203,6 @@ def _alone(request: Request, names: Iterable[str], has_encoder: bool) -> str | N
         return "an attention mask of another shape"
     if mask is None and not has_encoder and config.pad_token_id in request.token_list:
         return "padding without an attention mask"
-    if config.do_sample or request.seed is not None:
-        return "sampling"
     for name, value in request.options.items():
         if name in _ARGUMENTS and name not in _HARMLESS and value is not None and not only_release(name, value):
             return f"the argument {name}"
@@ -217,10 +226,11 @@ def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
     length = request.length if has((*_READ_SOURCE, *of_prompt)) else None
     alone = object() if request.alone is not None or request.config.return_dict_in_generate else None
     group = shared, request.new_tokens, least, length, alone
-    if request.alone is not None or has((*_READ_SOURCE, "exponential_decay_length_penalty")):
+    if has((*_READ_SOURCE, "exponential_decay_length_penalty")):
         return group, None  # the latter counts from the end of the prompt
     returned = tuple(bool(own.get(name)) for name in _RETURNED)
-    return group, (shared, least, length, returned, len(request.options.get("stopping_criteria") or ()))
+    drawn = tuple((name, repr(own.get(name))) for name in _DRAWN) if request.config.do_sample else None
+    return group, (shared, drawn, least, length, returned, len(request.options.get("stopping_criteria") or ()))
 
 
 def options_of(config: Any) -> dict[str, Any]:

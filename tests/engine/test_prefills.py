@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from fastgen.engine.continuous import ContinuousBatches
+from fastgen.engine.options import make
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured.slots import Slots
-from tests.engine.conftest import PROMPTS, assert_as_alone, requests_for, run
+from tests.engine.conftest import PROMPTS, alone, assert_as_alone, requests_for, run
 from tests.equivalence.models import BY_NAME
 
 
@@ -101,15 +103,16 @@ def test_others_go_on_before_a_long_prompt_enters(llama: Any, monkeypatch: pytes
     assert between >= 1 and steps - chunks[0] == between + 1
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7, "top_p": 0.8}], ids=str)
 @pytest.mark.parametrize(("max_stall", "together"), [(0.0, 1), (3600.0, 5), (None, 5)])
-def test_how_many_are_prefilled_together(max_stall: float | None, together: int) -> None:
+def test_how_many_are_prefilled_together(max_stall: float | None, together: int, options: dict[str, Any]) -> None:
     """No more than take a part of the stall that may be, and others go on before the next ones."""
     model = BY_NAME["llama"].build()
     executor = ContinuousBatches(model, 16, max_stall=max_stall)
     known = [list(range(10, 100))]
-    run(executor, requests_for(model, known))
+    run(executor, requests_for(model, known, **options))
     prompts = [list(range(begin, begin + 40)) for begin in range(5, 10)]
-    left, steps = requests_for(model, prompts), list[int]()
+    left, steps = requests_for(model, prompts, **options), list[int]()
     requests = list(left)
 
     def more() -> list[Request]:
@@ -122,3 +125,136 @@ def test_how_many_are_prefilled_together(max_stall: float | None, together: int)
         pass
     assert len(steps) == len(set(steps)) == 5 // together
     assert_as_alone(model, requests, prompts)
+
+
+def _prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests each call has that enters slots."""
+    counts, admit = list[int](), Slots.admit
+
+    def noted(step: Slots, decoding: Any, kind: Any, entering: list[Any], *rest: Any) -> None:
+        counts.append(len(entering))
+        admit(step, decoding, kind, entering, *rest)
+
+    monkeypatch.setattr(Slots, "admit", noted)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"do_sample": True}, {}),
+        ({"do_sample": True}, {"do_sample": True, "temperature": 0.5}),
+        ({"do_sample": True, "top_k": 5}, {"do_sample": True, "top_k": 6}),
+        ({"do_sample": True, "top_p": 0.5}, {"do_sample": True, "top_p": 0.6}),
+        ({"do_sample": True, "num_beams": 2}, {"num_beams": 2}),
+    ],
+    ids=str,
+)
+def test_those_that_draw_from_the_same_are_prefilled_together(
+    model: Any, one: dict[str, Any], other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draws with a generator of its own. What the others draw from is no matter of theirs."""
+    counts, executor = _prefilled(monkeypatch), ContinuousBatches(model, 32)
+    for options in (one, other):  # it is known that such enter
+        run(executor, requests_for(model, PROMPTS[:1], 32, **options))
+    ones, others = requests_for(model, PROMPTS, 32, **one), requests_for(model, PROMPTS, 32, **other)
+    for number, request in enumerate(request for request in (*ones, *others) if request.seed is not None):
+        request.seed = number
+    counts.clear()
+    run(executor, [*ones, *others], at_once=32)
+    assert_as_alone(model, [*ones, *others], [*PROMPTS, *PROMPTS])
+    assert len(counts) < sum(counts) == 2 * len(PROMPTS) and max(counts) <= len(PROMPTS)
+    assert not (executor.counts["repeated"] or executor.alone)
+
+
+def test_processors_that_slots_do_not_know_have_requests_enter_one_by_one(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, executor = _prefilled(monkeypatch), ContinuousBatches(llama, 16)
+    requests = requests_for(llama, PROMPTS, do_sample=True, top_h=0.5)
+    run(executor, requests[:1])
+    run(executor, requests[1:], at_once=8)
+    assert_as_alone(llama, requests, PROMPTS)
+    assert counts == [1] * len(PROMPTS) and not (executor.counts["repeated"] or executor.alone)
+
+
+class _Streamer(BaseStreamer):
+    """Raises where it has heard so much."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.heard, self.most = list[list[int]](), most
+        self.is_over = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.heard) >= self.most:
+            raise LookupError("of the user's")
+        self.heard.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.is_over = True
+
+
+def _streamed(model: Any, prompts: list[list[int]], failing: dict[int, int], **options: Any) -> list[Request]:
+    given = {"max_new_tokens": 20, "eos_token_id": None, **options}
+    seed = 3 if "do_sample" in options else None
+    return [
+        make(model, prompt, None, {**given, "streamer": _Streamer(failing.get(number, 1000))}, seed, 16)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7}], ids=str)
+def test_streams_are_prefilled_together(model: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hears its prompt and its tokens, as alone; one that fails, at its prompt or later, fails alone."""
+    counts, executor = _prefilled(monkeypatch), ContinuousBatches(model, 16)
+    run(executor, _streamed(model, PROMPTS[:1], {}, **options))
+    failing = {1: 0, 3: 1, 4: 7}
+    counts.clear()
+    requests = _streamed(model, PROMPTS, failing, **options)
+    run(executor, requests, at_once=16)
+    assert max(counts) > 1 and sum(counts) == len(PROMPTS)
+    for number, (request, prompt) in enumerate(zip(requests, PROMPTS, strict=True)):
+        own = _streamed(model, [prompt], {}, **options)[0].options
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            expected = alone(model, prompt, **own)
+        heard = request.options["streamer"].heard
+        assert heard == own["streamer"].heard[: failing.get(number, 1000)]
+        if number in failing:
+            assert isinstance(request.future.exception(0), LookupError)
+        else:
+            assert request.options["streamer"].is_over and torch.equal(request.future.result(0), expected)
+    assert not (executor.counts["repeated"] or executor.alone or executor.busy)
+
+
+@pytest.mark.parametrize("fails_behind", [False, True])
+def test_what_a_prefill_of_streams_fails_with(llama: Any, fails_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have heard nothing begin again, each for itself. Those that have fail: none hears a token twice."""
+    executor, admit = ContinuousBatches(llama, 16), Slots.admit
+    run(executor, _streamed(llama, PROMPTS[:1], {}))
+    enter = Slots._enter
+
+    def without_memory(step: Slots, *args: Any) -> None:
+        if len(step.taken) == 2 and not fails_behind:
+            raise MemoryError("cannot allocate memory")
+        enter(step, *args)
+
+    def failing(step: Slots, *args: Any) -> None:
+        admit(step, *args)
+        if fails_behind:
+            raise MemoryError("cannot allocate memory")
+
+    requests = _streamed(llama, PROMPTS[:4], {})
+    with monkeypatch.context() as planted:
+        planted.setattr(Slots, "_enter", without_memory)
+        planted.setattr(Slots, "admit", failing)
+        run(executor, requests, at_once=16)
+    for request, prompt in zip(requests, PROMPTS, strict=False):
+        own = _streamed(llama, [prompt], {})[0].options
+        expected = alone(llama, prompt, **own)
+        heard = request.options["streamer"].heard
+        if fails_behind:
+            assert isinstance(request.future.exception(0), MemoryError) and heard == own["streamer"].heard[:2]
+        else:
+            assert torch.equal(request.future.result(0), expected) and heard == own["streamer"].heard
+    assert not executor.busy

@@ -25,10 +25,12 @@ class Slot:
         host: what the host does in each step; None if that is nothing.
         generator: what its tokens are drawn with; None where none are.
         streamer: gets each token, [1], as it comes.
+        streams_prompt: the streamer gets the prompt here, and not from the call, which is one of several inputs.
         error: what code of the user's has raised, or that there is nothing to draw from.
         certain_tokens: that it generates whatever the model says.
         entered: steps that had been made when it came.
         positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
+        has_streamed: its streamer has got the prompt here.
         is_over: it has come to its end.
     """
 
@@ -39,12 +41,14 @@ class Slot:
     host: Host | None = None
     generator: torch.Generator | None = None
     streamer: Any = None
+    streams_prompt: bool = False
     error: BaseException | None = None
     place: int = field(default=-1, init=False)
     certain_tokens: int = field(default=0, init=False)
     entered: int = field(default=0, init=False)
     positions: int = field(default=0, init=False)
     source: int = field(default=0, init=False)
+    has_streamed: bool = field(default=False, init=False)
     is_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

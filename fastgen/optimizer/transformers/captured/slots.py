@@ -135,6 +135,12 @@ class Slots:
             slot.certain_tokens, slot.entered = decoding.certain_tokens, self._steps
             self._note(slot)
             self._enter(step, slot, prompt, decoding, kind)
+        self._check_numbers(step)
+        for slot, prompt in zip(entering, prompts, strict=True):  # none has seen a token if another cannot enter
+            if slot.streams_prompt:
+                slot.has_streamed = True
+                slot.catch(partial(slot.streamer.put, prompt.tokens.clone()))
+            self._stream(step, slot)
 
     def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: EnteringDecoding, kind: Kind) -> None:
         place = next(place for place in range(self._key.batch) if place not in self.taken)
@@ -158,8 +164,6 @@ class Slots:
         step.enter(place, search, choice)
         slot.positions, slot.source = prompt.cached, prompt.sizes.source
         slot.place, self.taken[place] = place, slot
-        self._check_numbers(step)
-        self._stream(step, slot)
 
     def _try(self, step: DecodeStep, place: int) -> None:
         """Raises CannotBeCaptured if the model does something that a step of rows of any lengths cannot do."""
