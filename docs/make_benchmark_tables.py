@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import chart  # noqa: E402
 from benchmarks.measure import format_seconds  # noqa: E402
 from benchmarks.record import Record  # noqa: E402
+from benchmarks.serving import overload, report, schedulers, streams, translation  # noqa: E402
 from benchmarks.tables import table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "intel-xeon-processor-2-core" / "results.json"
@@ -31,6 +32,18 @@ TITLE_OF_SESSIONS = (
     "Times as fast as Transformers: 24 calls that all differ, in a fresh process; two cores of an AMD EPYC (Zen 4), "
     "torch 2.13.0, Transformers 5.24.0"
 )
+SERVING = ROOT / "benchmarks" / "results" / "amd-epyc-2-core" / "serving"
+# The columns of a benchmark of the server that the page shows, by its name.
+COLUMNS_OF_SERVING = {
+    "translation": translation.COLUMNS,
+    "streams": streams.COLUMNS,
+    "schedulers": schedulers.SUMMARY,
+    "overload": overload.COLUMNS,
+}
+LEFT_OUT = {"alive", "statuses", "p99"}
+SERVERS = {"fastgen": "`fastgen-serve`", "transformers": "`transformers serve`"}
+SERVERS["transformers-continuous"] = "`transformers serve --continuous-batching`"
+SERVICES = {"transformers": "a service over Transformers", "ctranslate2": "a service over CTranslate2"}
 SMALL_MODELS = ("smollm2-", "opus-mt-")
 # Where the system names no model.
 PROCESSORS = {"Intel(R) Xeon(R) Processor": "an Intel Xeon with AVX-512 and AMX"}
@@ -113,12 +126,27 @@ def make(path: Path = RESULTS) -> dict[Path, str]:
         path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs/benchmarks.md")
     )
     head, lines = sessions_table()
+    tables = {"sessions": table(head, lines), "numbers": page}
+    for name, text in (tables | {f"serving-{name}": serving_table(name) for name in COLUMNS_OF_SERVING}).items():
+        benchmarks = _between_markers(benchmarks, text, name)
     return {
         ROOT / "README.md": _between_markers(readme, table(head[:5], [line[:5] for line in lines]), "sessions"),
-        ROOT / "docs" / "benchmarks.md": _between_markers(
-            _between_markers(benchmarks, table(head, lines), "sessions"), page, "numbers"
-        ),
+        ROOT / "docs" / "benchmarks.md": benchmarks,
     }
+
+
+def serving_table(name: str) -> str:
+    """What a benchmark of the server has measured."""
+    rows = json.loads((SERVING / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    columns = {key: title for key, title in COLUMNS_OF_SERVING[name].items() if key not in LEFT_OUT}
+    if name == "schedulers":
+        rows = schedulers.summarised(rows)
+    return report.shown([{**row, "side": _server(row.get("side", ""))} for row in rows], columns).rstrip()
+
+
+def _server(side: str) -> str:
+    kind, _, wait = side.rpartition("-")
+    return f"{SERVICES[kind]}, {wait} ms" if wait.isdigit() else SERVERS.get(side, side)
 
 
 def read_sessions() -> list[dict[str, str]]:

@@ -109,8 +109,9 @@ def curves(rows: Sequence[Row], by: str, title: str) -> bytes:
 
 
 def write(folder: Path, name: str, rows: Sequence[Row], text: str) -> None:
-    """Writes NAME.json, with what the numbers depend on, and NAME.md."""
+    """Writes NAME.json, with what the numbers depend on, and NAME.md. What is named `_...` is not written."""
     folder.mkdir(parents=True, exist_ok=True)
     about = machine.about(torch.device("cpu")) | {"commit": machine.commit()}
-    write_whole(folder / f"{name}.json", (json.dumps({**about, "rows": rows}, indent=1) + "\n").encode())
+    kept = [{column: value for column, value in row.items() if not column.startswith("_")} for row in rows]
+    write_whole(folder / f"{name}.json", (json.dumps({**about, "rows": kept}, indent=1) + "\n").encode())
     write_whole(folder / f"{name}.md", text.encode())

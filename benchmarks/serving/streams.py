@@ -55,7 +55,7 @@ def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
             "first50": report.first_tokens(answers, seconds, 50),
             "first95": report.first_tokens(answers, seconds, 95),
             "answers": len(good),
-            "texts": texts_of(good),
+            "_texts": texts_of(good),
         }
 
 
@@ -69,8 +69,8 @@ def compare(rows: Sequence[Row]) -> None:
     own = next((row for row in rows if row["side"] == "fastgen"), None)
     for row in rows:
         if own is not None and row is not own:
-            both = own["texts"].keys() & row["texts"].keys()
-            same = sum(own["texts"][question] == row["texts"][question] for question in both)
+            both = own["_texts"].keys() & row["_texts"].keys()
+            same = sum(own["_texts"][question] == row["_texts"][question] for question in both)
             row |= {"same": f"{same} of {len(both)}", "times": own["tokens"] / row["tokens"]}
 
 

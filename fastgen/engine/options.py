@@ -201,7 +201,7 @@ def _apart(request: Request, names: Iterable[str], has_encoder: bool) -> str | N
             return f"the model's input {name}"
     if "attention_mask" in request.inputs and (mask is None or mask.shape != tokens.shape):
         return "an attention mask of another shape"
-    if mask is None and not has_encoder and config.pad_token_id in request.token_list:
+    if mask is None and not has_encoder and _infers_mask(config, request.token_list):
         return "padding without an attention mask"
     for name, value in request.options.items():
         if name in _ARGUMENTS and name not in _HARMLESS and value is not None and not only_release(name, value):
@@ -210,6 +210,14 @@ def _apart(request: Request, names: Iterable[str], has_encoder: bool) -> str | N
         if name not in _KNOWN and _is_on(name, value):
             return f"the option {name}"
     return None
+
+
+def _infers_mask(config: Any, tokens: list[int]) -> bool:
+    """Whether a decoder leaves tokens of a prompt without a mask out, as padding: not those that end a sequence, of
+    which each turn of a chat may have one (`GenerationMixin._prepare_attention_mask_for_generation`).
+    """
+    ends = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
+    return config.pad_token_id in tokens and config.pad_token_id not in ends
 
 
 def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:

@@ -80,8 +80,8 @@ def test_schedulers_beside_each_other() -> None:
 
 def test_streams_are_compared_by_their_texts() -> None:
     rows: list[dict[str, Any]] = [
-        {"side": "transformers", "tokens": 10.0, "texts": {0: "a", 1: "b", 2: "c"}},
-        {"side": "fastgen", "tokens": 30.0, "texts": {0: "a", 1: "x"}},
+        {"side": "transformers", "tokens": 10.0, "_texts": {0: "a", 1: "b", 2: "c"}},
+        {"side": "fastgen", "tokens": 30.0, "_texts": {0: "a", 1: "x"}},
     ]
     streams.compare(rows)
     assert (rows[0]["same"], rows[0]["times"]) == ("1 of 2", 3.0) and "times" not in rows[1]

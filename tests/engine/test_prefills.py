@@ -167,6 +167,21 @@ def test_those_that_draw_from_the_same_are_prefilled_together(
     assert not (executor.counts["repeated"] or executor.alone)
 
 
+@pytest.mark.parametrize(("ends", "together"), [(2, True), ([3, 2], True), (3, False), (None, False)])
+def test_padding_that_ends_sequences_is_no_padding(
+    llama: Any, ends: Any, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of a chat end with such a token. Where it ends nothing, the library leaves it out of a prompt."""
+    counts, executor = _prefilled(monkeypatch), ContinuousBatches(llama, 16)
+    options, prompts = {"pad_token_id": 2, "eos_token_id": ends}, [[5, 6, 2, 7, 8], [2, 9, 10], [30, 31, 2]]
+    run(executor, requests_for(llama, PROMPTS[:1], **options))
+    counts.clear()
+    requests = requests_for(llama, prompts, **options)
+    run(executor, requests, at_once=8)
+    assert_as_alone(llama, requests, prompts)
+    assert (counts == [3]) is together and bool(executor.alone) is not together
+
+
 def test_processors_that_slots_do_not_know_have_requests_enter_one_by_one(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
