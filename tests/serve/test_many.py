@@ -179,7 +179,9 @@ def test_the_processes_of_a_server_that_is_killed_end(served: Command) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("known")
 def test_memory_does_not_grow() -> None:
-    """A loop of 20,000 requests: what the first 2,000 take is all, but for steps of further numbers of requests."""
+    """A loop of 20,000 requests: what the first 2,000 take is all, but for steps of further numbers of requests, which
+    by chance meet later. From the 10,000th on there are none.
+    """
     with command(*FOLDERS.values(), "--slots", "32", "--no-warm-up") as server:
         server.wait_until_ready()
         main = psutil.Process(server.process.pid)
@@ -196,4 +198,7 @@ def test_memory_does_not_grow() -> None:
             load.run()
             assert not load.wrong
             sizes.append(resident())
-        assert max(sizes) < before + 2**25, [before >> 20, *[size >> 20 for size in sizes]]
+        in_mib = f"{before >> 20} MiB, then {[size >> 20 for size in sizes]}"
+        print(in_mib)
+        assert max(sizes[4:]) < max(sizes[:4]) + 2**23, in_mib
+        assert max(sizes) < before + 2**26, in_mib
