@@ -69,6 +69,19 @@ class Generated:
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """What comes of an `Encode`.
+
+    Attributes:
+        values: the vector, or the scores of all labels.
+        seconds: of its batch, shared among all that were in it.
+    """
+
+    values: list[float]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Delta:
     """New tokens of a stream.
 

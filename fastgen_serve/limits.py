@@ -59,11 +59,18 @@ class Admission:
         # Seconds in which all slots were taken, as only these say how fast it goes then; and when rows left in them.
         self._full, self._last = 0.0, now()
         self._ends: deque[float] = deque(maxlen=_LAST)
+        self._makes_batches = False
 
     def batch_all(self) -> None:
-        """The model has no slots: one request keeps it busy, and it makes batches of all that wait."""
-        self._tick()
-        self._slots = 1
+        """The model has no slots: one request keeps it busy, and it makes batches of all that wait. How fast it goes,
+        `note` is told: a scheduler may have requests wait for others, while the model has nothing to do.
+        """
+        self._slots, self._makes_batches = 1, True
+
+    def note(self, seconds: float) -> None:
+        """A row has taken so much of the time of a model that makes batches."""
+        self._full += seconds
+        self._ends.append(self._full)
 
     @property
     def waiting(self) -> int:
@@ -90,7 +97,7 @@ class Admission:
     def leave(self, rows: int = 1) -> None:
         """A request has its result, or has gone."""
         self._tick()
-        if self.rows >= self._slots:
+        if self.rows >= self._slots and not self._makes_batches:
             self._ends.extend([self._full] * rows)
         self.rows -= rows
 
@@ -100,13 +107,13 @@ class Admission:
         return None if pace is None else max(self.rows + rows - self._slots, 0) * pace
 
     def _pace(self) -> float | None:
-        """Seconds between the ends of two rows while all slots are taken; None where that is not known."""
+        """Seconds from the end of one row to that of the next, while all slots are taken; None if that is not known."""
         if len(self._ends) < 2:
             return None
         return (self._full - self._ends[0]) / (len(self._ends) - 1)
 
     def _tick(self) -> None:
         now = self._now()
-        if self.rows >= self._slots:
+        if self.rows >= self._slots and not self._makes_batches:
             self._full += now - self._last
         self._last = now

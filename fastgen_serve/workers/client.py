@@ -199,7 +199,8 @@ class ClientModel(ABC):
         metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
         async with aclosing(self._answers(job)) as answers:
             async for answer in answers:
-                return list(answer)
+                self._admission.note(answer.seconds)
+                return list(answer.values)
         raise AssertionError("answers end with a result, or raise")
 
     @contextmanager

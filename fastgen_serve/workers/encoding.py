@@ -11,7 +11,7 @@ from typing import Any
 
 from fastgen import openmp
 from fastgen_serve.errors import Unavailable
-from fastgen_serve.jobs import Encode
+from fastgen_serve.jobs import Encode, Encoded
 from fastgen_serve.scheduling import Limits, Scheduler, make_scheduler
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.encoders import load_encoder
@@ -47,14 +47,14 @@ class EncodingWorker:
     def submit(
         self,
         job: Encode,
-        on_done: Callable[[list[float]], object],
+        on_done: Callable[[Encoded], object],
         on_error: Callable[[BaseException], object],
         on_delta: Callable[[Any], object] | None = None,
     ) -> Request:
         """Takes a job. The thread of the batches calls one of `on_done` and `on_error`; none once it is cancelled.
 
         Args:
-            on_done: gets the vector, or the scores of all labels.
+            on_done: gets the result.
             on_delta: is not called.
 
         Raises:
@@ -127,10 +127,15 @@ class EncodingWorker:
             results = list(self._encoder.run([request.job for request in batch]))
         except Exception as error:  # not of one job: those have results of their own
             results = [error] * len(batch)
-        self._count(batch, results, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._count(batch, results, seconds)
         for request, result in zip(batch, results, strict=True):
-            if not request.is_cancelled:
-                (request.on_error if isinstance(result, Exception) else request.on_done)(result)
+            if request.is_cancelled:
+                continue
+            if isinstance(result, Exception):
+                request.on_error(result)
+            else:
+                request.on_done(Encoded(result, seconds / len(batch)))
 
     def _count(self, batch: list[Request], results: list[Any], seconds: float) -> None:
         lengths = [len(request.job.tokens) for request in batch]

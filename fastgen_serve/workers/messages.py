@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen_serve.errors import ServeError
-from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
+from fastgen_serve.jobs import Delta, Encode, Encoded, Generate, Generated, ModelInfo
 
 # ---- to the process
 
@@ -75,7 +75,7 @@ class Done:
     """The result of a request."""
 
     number: int
-    result: Generated | list[float]
+    result: Generated | Encoded
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def labels(classifier: Path) -> Iterator[EncodingWorker]:
 
 def ask(worker: EncodingWorker, job: Encode) -> Future[list[float]]:
     future: Future[list[float]] = Future()
-    worker.submit(job, future.set_result, future.set_exception)
+    worker.submit(job, lambda made: future.set_result(made.values), future.set_exception)
     return future
 
 

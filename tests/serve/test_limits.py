@@ -116,13 +116,16 @@ def test_a_budget_refuses_nobody_for_whom_there_are_slots() -> None:
 
 
 def test_a_budget_without_slots() -> None:
-    """An encoder is busy with one request: how fast it goes is known then, however many slots generation has."""
+    """An encoder is busy with one request, however many slots generation has. Its batches say how fast it goes, and
+    not the clock: requests may wait for others, while it does nothing.
+    """
     clock = Clock()
     admission = Admission(slots=64, most=100, budget=3.0, now=clock)
     admission.batch_all()
     admission.enter(4)
     for _ in range(4):  # two a second
-        clock.now += 0.5
+        clock.now += 20
+        admission.note(0.5)
         admission.leave()
         admission.enter()
     admission.enter(2)
