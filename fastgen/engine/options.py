@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerationMixin
 
 from fastgen.engine import adapters
 from fastgen.engine.requests import Request, inputs_of, only_release, row_of
+from fastgen.optimizer.transformers.models import text_config
 
 # Arguments of `generate` that no generation config has.
 _OF_THE_LOOP = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")
@@ -260,7 +261,7 @@ def _is_on(name: str, value: Any) -> bool:
 def positions_of(config: Any, of_source: bool = False) -> int | None:
     """Tokens that a model generates behind, or, `of_source`, that its encoder reads; None for any number."""
     if not of_source:
-        config = config.get_text_config(decoder=True)
+        config = text_config(config)
     names = _SOURCE_POSITIONS if of_source else _POSITIONS
     return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
 

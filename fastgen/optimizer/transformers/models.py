@@ -92,7 +92,7 @@ def unsupported(model: Any) -> str | None:
             return f"{kind.__name__}.{method} is not the library's own"
         if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
             return Usual(f"{method} has been replaced on this model")
-    config = _text_config(model)
+    config = text_config(model.config)
     if config is not model.config and not model.config.is_encoder_decoder:
         return f"{kind.__name__} takes more than text"
     if getattr(config, "attention_chunk_size", None) is not None:
@@ -104,11 +104,10 @@ def unsupported(model: Any) -> str | None:
     return modules_unsupported(model)
 
 
-def _text_config(model: Any) -> Any:
+def text_config(config: Any) -> Any:
     """The configuration of what generates. The library copies that of a model with an encoder, where it is flat: in
     each call, that would take longer than all else that is looked at.
     """
-    config = model.config
     is_flat = type(config).get_text_config is PreTrainedConfig.get_text_config and not any(
         getattr(config, name, None) is not None for name in ("decoder", "generator", "text_config")
     )
@@ -205,7 +204,7 @@ def has_growing_frequencies(model: Any) -> bool:
 
     It asks the host how long that is, so no step is captured; but one that is tried leaves them changed.
     """
-    config = _text_config(model)
+    config = text_config(model.config)
     return any("dynamic" in repr(getattr(config, name, None)) for name in _ROPE - {"rope_type"})
 
 
@@ -233,7 +232,7 @@ def may_begin_again(model: Any, prompt: int, length: int) -> bool:
     Phi-3 does so in its preparation of inputs, which a captured step does not run, where the frequencies of short
     sequences give way to those of long ones.
     """
-    config = _text_config(model)
+    config = text_config(model.config)
     switch = getattr(config, "original_max_position_embeddings", None)
     switches = switch is not None and prompt <= switch < length
     return switches and any("longrope" in repr(getattr(config, name, None)) for name in _ROPE)
@@ -244,7 +243,7 @@ def reads_padding(model: Any, config: Any) -> bool:
 
     With beams, those of such an input go on.
     """
-    pad, text = config._pad_token_tensor, _text_config(model)
+    pad, text = config._pad_token_tensor, text_config(model.config)
     size = getattr(text, "decoder_vocab_size", None) or getattr(text, "vocab_size", None)
     return config.num_beams > 1 or pad is None or size is None or 0 <= int(pad) < size
 
