@@ -24,7 +24,7 @@ from fastgen.pipeline.encoding.loading import (
 from fastgen.pipeline.encoding.modules import read_prompts
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import ClassificationStage, EmbeddingStage, EncodingStage
-from fastgen.pipeline.loading import file_of, sentence_files_of
+from fastgen.pipeline.loading import file_of, labels_of_adapters, sentence_files_of
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.settings import STANDARD_STREAM
 from fastgen_serve.errors import BadRequest, Failed
@@ -54,7 +54,7 @@ def load_encoder(path: str, settings: ServeSettings) -> Encoder:
 
 
 def classifies(path: str) -> bool:
-    """Whether a model has a classification head, by the architecture that its configuration names.
+    """Whether a model has a classification head, by the architecture that its configuration names, or its adapters.
 
     Raises:
         SetupError: its configuration cannot be read.
@@ -62,7 +62,7 @@ def classifies(path: str) -> bool:
     names = read_config(path).architectures or ()
     if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers: it makes vectors
         return False
-    return any(name.endswith("ForSequenceClassification") for name in names)
+    return any(name.endswith("ForSequenceClassification") for name in names) or labels_of_adapters(path) is not None
 
 
 class Encoder(ABC):
