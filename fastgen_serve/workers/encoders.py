@@ -74,9 +74,10 @@ class Encoder(ABC):
     """
 
     info: ModelInfo
-    _stage: EncodingStage
 
-    def __init__(self, path: str, loaded: LoadedEncoder) -> None:
+    def __init__(self, path: str, loaded: LoadedEncoder, stage: EncodingStage) -> None:
+        self._stage = stage
+        self._stage.may_give_up = False  # texts are those of many requests
         self._path, self.positions = path, loaded.longest or MOST_TOKENS
         self._vocabulary = int(loaded.model.get_input_embeddings().num_embeddings)
         has_types = "token_type_ids" in inspect.signature(loaded.model.forward).parameters
@@ -148,8 +149,7 @@ class LabelEncoder(Encoder):
 
     def __init__(self, options: ClassifyOptions) -> None:
         loaded: LoadedClassifier = load_classifier(options)
-        super().__init__(options.model, loaded)
-        self._stage = ClassificationStage(loaded, options)
+        super().__init__(options.model, loaded, ClassificationStage(loaded, options))
         labels = tuple(loaded.labels)
         self.info = ModelInfo(options.model, "encoder", (LABELS,), self.positions, labels=labels, scores=loaded.scores)
 
@@ -159,15 +159,15 @@ class VectorEncoder(Encoder):
 
     def __init__(self, options: EmbedOptions) -> None:
         loaded: LoadedEmbedder = load_embedder(options)
-        super().__init__(options.model, loaded)
         prompts = read_prompts(sentence_files_of(options.model))
-        self._stage = _Vectors(loaded, options, [*prompts.values(), loaded.prompt])
+        stage = _Vectors(loaded, options, [*prompts.values(), loaded.prompt])
+        super().__init__(options.model, loaded, stage)
         self.info = ModelInfo(
             options.model,
             "encoder",
             (VECTOR,),
             self.positions,
-            vector_size=self._stage.dimension(),
+            vector_size=stage.dimension(),
             prompt=loaded.prompt,
             prompts=prompts,
             lower_case=loaded.lower_case,
