@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fastgen.decoding.back_off import BackOff
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.speculation.back_off import BackOff
 
 # What the host does behind a piece, if anything; and such a piece, with that.
 Then = Callable[..., None] | None
