@@ -73,7 +73,14 @@ if hasattr(os, "register_at_fork"):
 
 def is_out(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on whichever device. On the CPU torch has no type for it."""
-    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "allocate memory:", "bad_alloc")
+    signs = (
+        "out of memory",
+        "not enough memory",
+        "can't allocate memory",
+        "cannot allocate memory",
+        "allocate memory:",
+        "bad_alloc",
+    )
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)

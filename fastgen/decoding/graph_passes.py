@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch.utils._pytree import tree_unflatten
@@ -43,6 +44,8 @@ def run(recording: Recording) -> Recording:
     operations = [each for each in operations if not each.made or not each.made <= constants]
     operations = _with_own_attention(_without_copies(operations), recording)
     found.operations = _needed(lm_head_pass.with_greedy_heads(_with_biases(operations)), found.made)
+    read = frozenset[int]().union(*(each.used for each in found.operations))
+    found.constants = _needed(found.constants, constants, read)
     return found
 
 
@@ -195,9 +198,9 @@ def _has_layout(one: TensorRef, other: TensorRef) -> bool:
     return one.dtype is other.dtype and one.size == other.size and distances[0] == distances[1]
 
 
-def _needed(operations: list[Operation], made: set[int]) -> list[Operation]:
-    """The operations without those that only compute results which nobody reads."""
-    read: set[int] = set()
+def _needed(operations: list[Operation], made: set[int], later: Iterable[int] = ()) -> list[Operation]:
+    """The operations without those that only compute results which nobody reads, of these or `later`."""
+    read = set(later)
     found = []
     for each in reversed(operations):
         if not each.only_computes or not each.written or not each.written <= made or each.written & read:

@@ -260,6 +260,8 @@ class BatchStage(ABC, Generic[Output]):
         """Called with a number of rows that are done, while their batch runs, to show it."""
         self.tokens, self.state = 0, ""
         """What is shown then: the tokens generated so far, and what there is to say beside their rate."""
+        self.may_give_up = True
+        """It ends where many records have failed and none has succeeded: they are those of one run."""
         self._device = device
         self._weights = weights
         self._failures = 0
@@ -311,7 +313,7 @@ class BatchStage(ABC, Generic[Output]):
         done.failures.append((row, problem))
         self._failures += 1
         self._first_error = self._first_error or problem.message
-        if self._failures >= MOST_FAILURES:
+        if self.may_give_up and self._failures >= MOST_FAILURES:
             self.finish()
 
     def _tried(self, rows: list[Record], batch: Batch) -> Output | Problem:

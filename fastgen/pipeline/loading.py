@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,13 @@ from fastgen.pipeline.readers import quiet_hub
 from fastgen.pipeline.settings import DTYPES, DataOptions
 
 _ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}
-# What a folder with adapters of peft says of them.
+# What a folder with adapters of peft says of them, and where their weights are.
 _ADAPTERS = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# What the last layer of a classification head is called, of which adapters may have their own.
+_LABELS = re.compile(r"(score|classifier|(classifier|classification_head)\.out_proj|logits_proj)\.weight")
+# Names of the hub that could not be asked for files.
+_out_of_reach: set[str] = set()
 
 
 @dataclass
@@ -92,7 +98,8 @@ def read_model(
         finally:
             transformers_logging.set_verbosity(before)
         model, found = loaded
-        _check_weights(found, settings, needed, unused)
+        own = () if base == settings.model else weights_of_adapters(settings.model)
+        _check_weights(found, settings, needed, unused, own)
         if base != settings.model:
             of_adapters = model.load_adapter(settings.model)
             if of_adapters is not None:  # of some releases: those before show a table of what is missing
@@ -110,15 +117,15 @@ def is_gguf(model: str) -> bool:
 
 
 def base_of(model: str) -> str:
-    """What holds the configuration and the weights of a model: where its folder has adapters of peft alone, the model
-    that they were trained for; else itself.
+    """What holds the configuration and the weights of a model: where it has adapters of peft alone, the model that they
+    were trained for; else itself.
 
     Raises:
         SetupError: peft is not installed, the adapters do not name their model, or it is not there; or there are
             adapters, of it or beside it, that are not loaded.
     """
     values = _adapters_in(model)
-    if values is None or Path(model, "config.json").exists():
+    if values is None or _part_of(model, "config.json"):
         return model
     check_installed("peft", f"model {model}: it has adapters alone, and", "pip install peft")
     if values.get("alora_invocation_tokens"):  # which only peft's own models look for
@@ -135,18 +142,68 @@ def base_of(model: str) -> str:
 
 
 def _adapters_in(model: str) -> dict[str, Any] | None:
-    """What a folder says of the adapters in it; None where it has none.
+    """What a model says of the adapters in it; None where it has none.
 
     Raises:
         SetupError: they are for Megatron: peft would import the module that the file names. Or the file is damaged.
     """
-    path = Path(model, _ADAPTERS)
-    if not path.is_file():
+    path = _part_of(model, _ADAPTERS)
+    if path is None:
         return None
     values = read_json_object(path, "the configuration of the adapters")
     if values.get("megatron_config"):
         raise SetupError(f"model {model} has adapters for Megatron, which are not loaded")
     return values
+
+
+def _part_of(model: str, name: str) -> Path | None:
+    """A file of a model: in its folder, or of a hub name, for which it is downloaded."""
+    path = Path(model, name)
+    if Path(model).exists():
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        known = try_to_load_from_cache(model, name)
+        if known is None and model not in _out_of_reach:
+            known = hf_hub_download(model, name)
+    except LocalEntryNotFoundError:  # without a connection: asking again takes long
+        _out_of_reach.add(model)
+        return None
+    except (OSError, ValueError):  # there is no such file; whoever needs it says where it was looked for
+        return None
+    return Path(known) if isinstance(known, str) else None
+
+
+def weights_of_adapters(model: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a model's adapters have of each weight, by its name in the model that they were trained for.
+
+    Layers that were trained as a whole have the names that they have there.
+
+    Raises:
+        SetupError: the file is damaged.
+    """
+    import torch
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    path = next(filter(None, (_part_of(model, name) for name in _ADAPTER_WEIGHTS)), None)
+    with explained(f"the weights of the adapters in {model} cannot be read"):
+        if path is not None and path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as weights:
+                found = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        elif path is not None:
+            found = {name: tuple(each.shape) for name, each in torch.load(path, "meta", weights_only=True).items()}
+    return {name.removeprefix("base_model.model."): shape for name, shape in found.items()}
+
+
+def labels_of_adapters(model: str) -> int | None:
+    """Of how many labels the classification head is that adapters alone have with them; None where they have none."""
+    if base_of(model) == model:
+        return None
+    shapes = weights_of_adapters(model).items()
+    return next((shape[0] for name, shape in shapes if _LABELS.fullmatch(name) and len(shape) == 2), None)
 
 
 def both_of(model: str, base: str) -> str:
@@ -156,7 +213,8 @@ def both_of(model: str, base: str) -> str:
 
 def source_of(model: str, file: str) -> str:
     """Where a file of a model is: beside its adapters, or else with the model that they were trained for."""
-    return model if Path(model, file).is_file() else base_of(model)
+    base = base_of(model)
+    return model if base == model or _part_of(model, file) else base
 
 
 def tokenizer_of(model: str) -> str:
@@ -264,14 +322,22 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def _check_weights(
-    found: Mapping[str, Any], settings: DataOptions, needed: Mapping[str, str], unused: str = ""
+    found: Mapping[str, Any],
+    settings: DataOptions,
+    needed: Mapping[str, str],
+    unused: str = "",
+    there: Container[str] = (),
 ) -> None:
-    """Raises `SetupError` where the files have too few weights, or weights that the model has no place for."""
+    """Raises `SetupError` where the files have too few weights, or weights that the model has no place for.
+
+    Args:
+        there: weights that come from other files.
+    """
     if settings.allow_missing_weights:
         return
     for kind, what in needed.items():
         names = sorted(str(name) for name in found.get(f"{kind}_keys") or ())
-        names = [name for name in names if not (unused and name.startswith(unused))]
+        names = [name for name in names if name not in there and not (unused and name.startswith(unused))]
         if names:
             raise SetupError(
                 f"model {settings.model}: {len(names)} of its weights are {what}, {names[0]} the first of them "

@@ -24,7 +24,7 @@ from fastgen.pipeline.encoding.loading import (
 from fastgen.pipeline.encoding.modules import read_prompts
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import ClassificationStage, EmbeddingStage, EncodingStage
-from fastgen.pipeline.loading import file_of, sentence_files_of
+from fastgen.pipeline.loading import file_of, labels_of_adapters, sentence_files_of
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.settings import STANDARD_STREAM
 from fastgen_serve.errors import BadRequest, Failed
@@ -54,7 +54,7 @@ def load_encoder(path: str, settings: ServeSettings) -> Encoder:
 
 
 def classifies(path: str) -> bool:
-    """Whether a model has a classification head, by the architecture that its configuration names.
+    """Whether a model has a classification head, by the architecture that its configuration names, or its adapters.
 
     Raises:
         SetupError: its configuration cannot be read.
@@ -62,7 +62,7 @@ def classifies(path: str) -> bool:
     names = read_config(path).architectures or ()
     if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers: it makes vectors
         return False
-    return any(name.endswith("ForSequenceClassification") for name in names)
+    return any(name.endswith("ForSequenceClassification") for name in names) or labels_of_adapters(path) is not None
 
 
 class Encoder(ABC):
@@ -74,9 +74,10 @@ class Encoder(ABC):
     """
 
     info: ModelInfo
-    _stage: EncodingStage
 
-    def __init__(self, path: str, loaded: LoadedEncoder) -> None:
+    def __init__(self, path: str, loaded: LoadedEncoder, stage: EncodingStage) -> None:
+        self._stage = stage
+        self._stage.may_give_up = False  # texts are those of many requests
         self._path, self.positions = path, loaded.longest or MOST_TOKENS
         self._vocabulary = int(loaded.model.get_input_embeddings().num_embeddings)
         has_types = "token_type_ids" in inspect.signature(loaded.model.forward).parameters
@@ -148,8 +149,7 @@ class LabelEncoder(Encoder):
 
     def __init__(self, options: ClassifyOptions) -> None:
         loaded: LoadedClassifier = load_classifier(options)
-        super().__init__(options.model, loaded)
-        self._stage = ClassificationStage(loaded, options)
+        super().__init__(options.model, loaded, ClassificationStage(loaded, options))
         labels = tuple(loaded.labels)
         self.info = ModelInfo(options.model, "encoder", (LABELS,), self.positions, labels=labels, scores=loaded.scores)
 
@@ -159,15 +159,15 @@ class VectorEncoder(Encoder):
 
     def __init__(self, options: EmbedOptions) -> None:
         loaded: LoadedEmbedder = load_embedder(options)
-        super().__init__(options.model, loaded)
         prompts = read_prompts(sentence_files_of(options.model))
-        self._stage = _Vectors(loaded, options, [*prompts.values(), loaded.prompt])
+        stage = _Vectors(loaded, options, [*prompts.values(), loaded.prompt])
+        super().__init__(options.model, loaded, stage)
         self.info = ModelInfo(
             options.model,
             "encoder",
             (VECTOR,),
             self.positions,
-            vector_size=self._stage.dimension(),
+            vector_size=stage.dimension(),
             prompt=loaded.prompt,
             prompts=prompts,
             lower_case=loaded.lower_case,

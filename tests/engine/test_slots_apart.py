@@ -31,15 +31,26 @@ from tests.engine.conftest import (
 from tests.equivalence.models import BY_NAME
 
 
-def test_one_beyond_a_sliding_window_says_nothing_of_others() -> None:
-    """It runs in a call of its own, and those that fit in slots, whoever came first."""
+def test_of_a_sliding_window_counts_what_those_that_are_there_may_need() -> None:
+    """Neither the room that buffers have, which is rounded up and kept, nor what others needed that have left."""
     model = BY_NAME["mistral-long-window"].build()
-    prompts = [[10 + n % 100 for n in range(model.config.sliding_window - 30)], *PROMPTS[:3]]
-    executor, requests = ContinuousBatches(model, 8), requests_for(model, prompts, max_new_tokens=4)
-    for request in requests:
-        run(executor, [request])
-    assert_as_alone(model, requests, prompts)
-    assert executor.counts["steps"] and list(executor.alone.values()) == [1]
+    window = model.config.sliding_window
+    long = [10 + n % 100 for n in range(window - 10)]
+    executor = ContinuousBatches(model, 8)
+    for prompts, new_tokens, are_alone in (
+        ([PROMPTS[0]], [window - 10], 0),  # buffers are larger than the window then
+        ([long], [8], 0),
+        ([PROMPTS[0], PROMPTS[1]], [window - 20, 9], 0),
+        ([PROMPTS[0], long, PROMPTS[1]], [40, 8, 9], 1),  # each fits alone: that says nothing of others
+    ):
+        before = sum(executor.alone.values())
+        requests = [
+            make(model, prompt, None, {"max_new_tokens": count, "eos_token_id": None}, None, 8)
+            for prompt, count in zip(prompts, new_tokens, strict=True)
+        ]
+        run(executor, requests)
+        assert_as_alone(model, requests, prompts)
+        assert sum(executor.alone.values()) - before == are_alone, (prompts, new_tokens)
 
 
 def test_one_that_is_over_has_its_result_whatever_becomes_of_the_step(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding.captured import program, symbolic_batch
+from fastgen.decoding.captured import part, program, symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
 from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, pays, sizes
 from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
@@ -168,10 +168,32 @@ def test_without_memory_for_a_recording_all_places_are_computed(
     assert fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
     made, specialize = list[int](), CapturedPart.specialize
     monkeypatch.setattr(
-        CapturedPart, "specialize", lambda part, inputs, *given: (made.append(inputs), specialize(part, inputs, *given))
+        CapturedPart, "specialize", lambda self, inputs, *given: (made.append(inputs), specialize(self, inputs, *given))
     )
     check(model, family.make_inputs(7, LONG), LEAVING)
     assert made and fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
+
+
+def test_once_there_is_memory_a_kept_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials are some steps apart, as they take time."""
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    inputs, tried, made = family.make_inputs(6, LONG), list[int](), list[Any]()
+    monkeypatch.setattr(part, "_PAUSES", (1, 8))
+
+    def fails(*given: Any) -> Any:
+        tried.append(1)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(any_batch, "SymbolicStep", fails)
+        for _ in range(2):
+            check(model, inputs, LEAVING)
+    assert len(tried) > 1
+    monkeypatch.setattr(any_batch, "SymbolicStep", lambda *given: (made.append(SymbolicStep(*given)), made[-1])[1])
+    for _ in range(2):
+        check(model, inputs, LEAVING)
+    assert made and recordings(model)
 
 
 def recordings(model: Any) -> list[Any]:
@@ -231,7 +253,7 @@ def test_of_more_inputs_than_are_recorded_those_leave_that_are_too_many(
     model, _ = build(family, CPU)
     made, specialize = list[int](), CapturedPart.specialize
     monkeypatch.setattr(
-        CapturedPart, "specialize", lambda part, inputs, *given: (made.append(inputs), specialize(part, inputs, *given))
+        CapturedPart, "specialize", lambda self, inputs, *given: (made.append(inputs), specialize(self, inputs, *given))
     )
     for inputs in (24, 5):
         made.clear()

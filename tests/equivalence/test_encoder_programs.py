@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastgen
+from fastgen.decoding.captured.part import CapturedPart
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import programs
@@ -154,6 +155,18 @@ def test_code_of_others_runs_each_time(model: Any) -> None:
             for _ in range(5):
                 one(**inputs([9]))
         assert len(seen) == 5 and not _recorded()
+
+
+def test_memory_that_runs_out_for_a_recording_may_be_there_later(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(CapturedPart, "capture", fails)
+        for _ in range(2):
+            _check(model, inputs([9]))
+    assert fastgen.stats()[programs.ENTRY_POINT]["not used"] == {"out of memory": 1}
+    _warm(model)
 
 
 def test_modules_are_those_of_the_model() -> None:

@@ -28,6 +28,7 @@ SCALED = {
 KINDS: dict[str, Callable[[str], Any]] = {
     "lora": lambda name: peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
     "dora": lambda name: peft.LoraConfig(r=4, use_dora=True, target_modules="all-linear"),
+    "tokens": lambda name: peft.LoraConfig(r=4, target_modules="all-linear", trainable_token_indices=[5, 20, 33]),
     "ia3": lambda name: peft.IA3Config(target_modules=SCALED[name][0], feedforward_modules=SCALED[name][1]),
 }
 PROMPTS = {"prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
@@ -45,7 +46,7 @@ def fill(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if any(part in name for part in ("lora_", "ia3_", "prompt_")):
+            if any(part in name for part in ("lora_", "ia3_", "prompt_", "trainable_tokens_")):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("ia3_" in name))
 
 
@@ -123,6 +124,20 @@ def test_a_changed_adapter(name: str) -> None:
         change()
         seen.append(tokens(model, inputs, SEARCHES[0]))
     assert all(before != after for before, after in itertools.pairwise(seen))
+
+
+def test_other_trained_tokens(captured_step: str) -> None:
+    """Their numbers are in no tensor of the model: peft makes one of them in each pass."""
+    model, inputs = adapted("llama", "tokens"), BY_NAME["llama"].make_inputs(3)
+    seen = [tokens(model, inputs, SEARCHES[0])]
+    for indices in ([6, 20, 33], [6, 21, 34], [5, 20, 33]):
+        for layer in model.modules():
+            if "default" in getattr(layer, "token_indices", {}):
+                layer.token_indices["default"][:] = indices
+        seen.append(tokens(model, inputs, SEARCHES[0]))
+    assert seen[0] == seen[-1] and seen[0] != seen[2]
+    if captured_step == "always":
+        assert fastgen.stats()["transformers.captured_step"]["accelerated"] >= len(seen)
 
 
 @pytest.mark.parametrize("kind", PROMPTS)

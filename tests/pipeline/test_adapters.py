@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
@@ -140,7 +146,7 @@ def test_what_is_damaged(both: tuple[Path, Path], damage: Callable[[Path, Path],
     assert "\n" not in str(raised.value)
 
 
-def test_a_model_that_is_not_here(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_here(both: tuple[Path, Path], hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
 
@@ -209,6 +215,104 @@ def test_vectors_are_made_as_the_model_makes_them(tmp_path: Path) -> None:
     assert modules.pooling == ("cls",) and [step.about["type"] for step in modules.steps] == ["Normalize"]
     assert VectorEncoder(options).info.prompts == {"query": "q: "}
     assert not (generates(options.model) or classifies(options.model))
+
+
+@pytest.mark.parametrize("labels", [2, 3])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_head_that_is_with_the_adapters(kind: str, labels: int, tmp_path: Path) -> None:
+    """The model that they were trained for has none, and does not say how many labels there are."""
+    from fastgen.pipeline.encoding import classify_dataset
+    from fastgen_serve.workers.encoders import classifies
+
+    base, folder = tmp_path / kind, tmp_path / "adapters"
+    getattr(tiny, kind)(base)
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
+    layers = {"bert": ["query"], "gpt2": ["c_attn"]}[kind]
+    config = peft.LoraConfig(r=4, target_modules=layers, task_type="SEQ_CLS", init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    texts = tiny.sentences(5)
+    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
+    options = {"device": "cpu", "quiet": True, "top_k": labels, "scores": "raw"}
+    classify_dataset(folder, tmp_path / "in.txt", tmp_path / "out.jsonl", **options)
+    librarys = peft.AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=labels).eval()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for text, line in zip(texts, (tmp_path / "out.jsonl").read_text().splitlines(), strict=True):
+        found = json.loads(line)
+        with torch.no_grad():
+            numbers = librarys(**tokenizer(text, return_tensors="pt")).logits[0]
+        order = numbers.argsort(descending=True).tolist()
+        assert found["labels"] == [f"LABEL_{number}" for number in order]
+        assert found["scores"] == pytest.approx(numbers[order].tolist(), abs=1e-5)
+    assert classifies(str(folder)) and not classifies(str(base))
+
+
+def test_half_a_head_with_the_adapters(tmp_path: Path) -> None:
+    """That of BART has a name that peft does not look for."""
+    from fastgen.pipeline.encoding import classify_dataset
+
+    base, folder = tiny.bart(tmp_path / "bart"), tmp_path / "adapters"
+    model = AutoModelForSequenceClassification.from_pretrained(base)
+    options = {"modules_to_save": ["classification_head.out_proj"], "task_type": "SEQ_CLS"}
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **options)).save_pretrained(folder)
+    (tmp_path / "in.txt").write_text("a\n")
+    with pytest.raises(SetupError, match=r"2 of its weights are missing, classification_head\.dense\.bias"):
+        classify_dataset(folder, tmp_path / "in.txt", tmp_path / "out.jsonl", device="cpu", quiet=True)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], Path]:
+    """Has a folder be what has been downloaded of a name on the hub, which is out of reach."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("fastgen.pipeline.loading._out_of_reach", set())
+
+    def moved(folder: Path, name: str) -> Path:
+        of_name = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (of_name / "refs").mkdir(parents=True)
+        (of_name / "refs" / "main").write_text("a" * 40)
+        return Path(shutil.move(folder, of_name / "snapshots" / ("a" * 40)))
+
+    return moved
+
+
+def test_names_of_the_hub(both: tuple[Path, Path], hub: Callable[[Path, str], Path]) -> None:
+    from fastgen_serve.cache import identity_of
+    from fastgen_serve.settings import ServeSettings
+    from fastgen_serve.workers import loading
+
+    base, folder = both
+    expected, _ = loading.read_generating(str(folder), "fp32")
+    change(folder, base_model_name_or_path="a/base")
+    hub(base, "a/base")
+    folder = hub(folder, "a/adapters")
+    loaded = load(settings(Path("a/adapters"), quiet=True))
+    found = dict(loaded.model.named_parameters())
+    assert any("lora_" in name for name in found)
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.named_parameters())
+    assert loaded.tokenizer.get_vocab() == tiny.tokenizer(True).get_vocab()
+    assert loading.generates("a/adapters") and identity_of("a/adapters", ServeSettings(models=(("a", "a/adapters"),)))
+    assert load(settings(Path("a/base"), quiet=True)).model.name_or_path == "a/base"
+    change(folder, megatron_config={"a": 1}, megatron_core="this")
+    with pytest.raises(SetupError, match="a/adapters has adapters for Megatron"):
+        load(settings(Path("a/adapters")))
+
+
+def test_a_name_of_the_hub_that_is_out_of_reach_is_asked_for_once(
+    hub: Callable[[Path, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To find that there is no connection takes long."""
+    import huggingface_hub
+
+    asked: list[str] = []
+    download = huggingface_hub.hf_hub_download
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda name, file: (asked.append(name), download(name, file))[1]
+    )
+    for _ in range(2):
+        with pytest.raises(SetupError, match=r"a/nothing cannot be loaded"):
+            load(settings(Path("a/nothing")))
+    assert asked == ["a/nothing"]
 
 
 def test_quantising_refuses_them(both: tuple[Path, Path], tmp_path: Path) -> None:

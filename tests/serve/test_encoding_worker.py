@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.pipeline.batches import MOST_FAILURES
 from fastgen_serve.errors import BadRequest, Failed, Unavailable
 from fastgen_serve.jobs import Encode
 from fastgen_serve.settings import ServeSettings
@@ -248,6 +249,14 @@ def test_a_job_that_fails_fails_alone(faulty: EncodingWorker) -> None:
         else:
             assert len(future.result(60)) == 32
     assert faulty.stats()["failed"] == 3 and faulty.stats()["batch_sizes"] == {1: 1, 7: 1}
+
+
+def test_many_that_fail_first_say_nothing_of_the_others(faulty: EncodingWorker, bert: Path) -> None:
+    """A run over a file ends there, as its model is at fault. A server goes on, whichever its scheduler is."""
+    encoder = load_encoder(str(bert), ServeSettings())
+    made = encoder.run([*[Encode((300, 4, 5))] * (MOST_FAILURES + 1), Encode((10, 4, 5))])
+    assert all(isinstance(each, Failed) and "a fault" in str(each) for each in made[:-1])
+    assert isinstance(made[-1], list) and len(made[-1]) == 32
 
 
 def test_what_is_no_fault_of_a_job_is_told_to_all(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

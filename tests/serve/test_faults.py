@@ -117,6 +117,7 @@ def local(enabled: None) -> Iterator[LocalModel]:
     [
         (MemoryError(), "not enough memory"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried"), "not enough memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "not enough memory"),
         (IndexError("beyond"), "IndexError: beyond"),
     ],
 )

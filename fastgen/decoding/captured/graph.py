@@ -131,6 +131,8 @@ class _Shared(NamedTuple):
 
 
 _shared: dict[int, _Shared] = {}
+# Of so many numbers a tensor is made on the device, at the most: each takes a call.
+_MOST_NUMBERS = 256
 # Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
 _abandoned: list[Any] = []
 
@@ -291,10 +293,18 @@ def _where_of(*args: Any, **options: Any) -> Any:
 
 
 def _tensor_of(*args: Any, **options: Any) -> Tensor:
-    """`torch.tensor`, which makes that of a number for a device there."""
-    is_number = len(args) == 1 and isinstance(args[0], (bool, int, float))
-    if is_number and options.get("device") is not None and options.keys() <= {"device", "dtype"}:
-        return torch.full((), *args, **options)
+    """`torch.tensor`, which makes that of a number for a device there, and that of a few numbers.
+
+    The numbers are arguments of what is recorded: so they are frozen, and compared with sizes, as all others are.
+    """
+    if len(args) != 1 or not options.keys() <= {"device", "dtype"}:
+        return torch.tensor(*args, **options)
+    numbers = args[0]
+    if isinstance(numbers, (bool, int, float)) and options.get("device") is not None:
+        return torch.full((), numbers, **options)
+    kinds = set(map(type, numbers)) if isinstance(numbers, (list, tuple)) and len(numbers) <= _MOST_NUMBERS else ()
+    if len(kinds) == 1 and kinds <= {bool, int, float}:
+        return torch.stack([torch.full((), number, **options) for number in numbers])
     return torch.tensor(*args, **options)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fastgen.decoding.back_off import BackOff
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.kv.exchange import Growing
@@ -14,6 +15,8 @@ from fastgen.decoding.kv.exchange import Growing
 # What the host does behind a piece, if anything; and such a piece, with that.
 Then = Callable[..., None] | None
 Piece = tuple[Callable[[], object], Then]
+# Steps from a lack of memory to the next trial: half of what it is at first, and at the most.
+_PAUSES = 16, 512
 
 
 class CapturedPart:
@@ -28,6 +31,7 @@ class CapturedPart:
     Attributes:
         made: the recordings of its pieces; none until it is captured.
         declined: numbers of inputs that there are no programs for: not to be asked for once more.
+        out_of_memory: numbers of inputs that there was no memory for, to be asked for again by and by.
     """
 
     def __init__(self, device: torch.device, growing: Growing | None = None, warm_ups: int = 0) -> None:
@@ -35,6 +39,7 @@ class CapturedPart:
         self.made: list[tuple[graph.Graph | Program, Then]] = []
         self._by_inputs: dict[int, list[tuple[graph.Graph | Program, Then]]] = {}
         self.declined: set[int] = set()
+        self.out_of_memory: dict[int, BackOff] = {}
 
     @property
     def is_captured(self) -> bool:
@@ -57,6 +62,15 @@ class CapturedPart:
         self.declined = set()
 
     # ---- programs for numbers of inputs
+
+    def is_declined(self, inputs: int) -> bool:
+        """Whether programs for so many inputs are not to be asked for now. To be asked once in each step."""
+        back_off = self.out_of_memory.get(inputs)
+        return inputs in self.declined or (back_off is not None and back_off.waits())
+
+    def decline_for_now(self, inputs: int) -> None:
+        """There was too little memory for programs for so many inputs. Later there may be more."""
+        self.out_of_memory.setdefault(inputs, BackOff(*_PAUSES)).fail()
 
     @property
     def is_specialized(self) -> bool:

@@ -140,6 +140,11 @@ class Prepared:
         return itertools.chain.from_iterable(self.groups)
 
     @property
+    def all_operations(self) -> Iterator[Operation]:
+        """With those that have made the constants."""
+        return itertools.chain(self.constants, self.operations)
+
+    @property
     def chunks(self) -> set[arena.Chunk]:
         """What the results lie in."""
         return {chunk for chunk, _ in self.places.values()}
@@ -152,7 +157,7 @@ class _Compiler:
         self._growing = growing
         known = prepared.follows
         self.follows = growing is not None and (
-            growing.serves(prepared.operations, prepared.storages) if known is None else known
+            growing.serves(prepared.all_operations, prepared.storages) if known is None else known
         )
         self._groups, self._storages, self._places = prepared.groups, prepared.storages, prepared.places
         self._read, self._written = prepared.read, prepared.written

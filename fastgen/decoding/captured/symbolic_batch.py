@@ -129,7 +129,8 @@ class SymbolicRecording:
 
     def __init__(self, smaller: Recorded, larger: Recorded) -> None:
         for each in (smaller, larger):
-            if each.growing is not None and not each.growing.serves(each.prepared.operations, each.prepared.storages):
+            prepared = each.prepared
+            if each.growing is not None and not each.growing.serves(prepared.all_operations, prepared.storages):
                 raise DoesNotFollow("sizes of buffers that may grow are a part of what was recorded")
         self._batches, self.most, self.follows = (smaller.batch, larger.batch), larger.batch, larger.growing is not None
         one, other = smaller.prepared, larger.prepared

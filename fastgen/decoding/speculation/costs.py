@@ -6,7 +6,7 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 
-from fastgen.decoding.speculation.back_off import BackOff
+from fastgen.decoding.back_off import BackOff
 
 # Parts of an iteration besides verifies, which have their number of positions: a step of the draft, what the host does.
 DRAFT, HOST = 0, -100

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from fastgen.decoding.speculation.back_off import BackOff
+from fastgen.decoding.back_off import BackOff
 from fastgen.decoding.speculation.costs import Costs
 
 # Which of the lengths is drafted as long as nothing is known: it says something about shorter and longer ones.

@@ -8,7 +8,14 @@ from typing import Any
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.loading import Loaded, check_path, is_gguf, read_model, sentence_files_of
+from fastgen.pipeline.loading import (
+    Loaded,
+    check_path,
+    is_gguf,
+    labels_of_adapters,
+    read_model,
+    sentence_files_of,
+)
 
 # A checkpoint may have heads that are not asked for.
 _NEEDED = {"missing": "missing", "mismatched": "misshapen"}
@@ -113,7 +120,13 @@ def load_classifier(settings: ClassifyOptions) -> LoadedClassifier:
     """The model that the settings name. Raises `SetupError` where any of it is damaged, or there is no head."""
     from transformers import AutoModelForSequenceClassification
 
-    model, tokenizer = read_model(settings, lambda config: AutoModelForSequenceClassification, needed=_NEEDED)
+    def kind(config: Any) -> Any:
+        count = labels_of_adapters(settings.model)
+        if count not in (None, config.num_labels):  # nothing else says how many there are
+            config.num_labels = count
+        return AutoModelForSequenceClassification
+
+    model, tokenizer = read_model(settings, kind, needed=_NEEDED)
     return prepare_classifier(model, tokenizer, settings)
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from fastgen import caches
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import OUT_OF_MEMORY, Batch, BatchResult, Rules, cut, problem_of
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding
@@ -16,6 +17,8 @@ from fastgen.pipeline.records import Problem, Record
 
 # Static batches are good where they are filled to this part, or are no more than so many.
 FILLED, FEW_BATCHES = 0.75, 4
+# A record that has failed, and why.
+_Failure = tuple[Record, Problem]
 
 
 class ContinuousStage(ModelStage):
@@ -27,22 +30,39 @@ class ContinuousStage(ModelStage):
     """
 
     def run(self, batch: Batch) -> BatchResult[RawOutput]:
-        generation, begin = self.loaded.generation, time.perf_counter()
-        slots = batch.at_once * max(generation.num_beams or 1, generation.num_return_sequences or 1)
-        done: BatchResult[RawOutput] = BatchResult(batch)
+        begin, done = time.perf_counter(), BatchResult[RawOutput](batch)
         with process_settings.changed(**self._weights, **self._captured_step(batch)):
-            refused = self._serve(batch.rows, slots, done)
+            refused = self._serve(batch.rows, batch.at_once, done)
         self.seconds += time.perf_counter() - begin
         self._refuse(done, refused)
         return done
 
-    def _serve(self, rows: list[Record], slots: int, done: BatchResult[RawOutput]) -> list[tuple[Record, Problem]]:
-        """Runs records in slots. Those that the engine refuses, and why."""
+    def _serve(self, rows: list[Record], at_once: int, done: BatchResult[RawOutput]) -> list[_Failure]:
+        """Runs records in slots, and those that have failed with others with fewer. Those that the engine refuses."""
+        refused: list[_Failure] = []
+        while rows:
+            failed = self._tried_in_slots(rows, at_once, done, refused)
+            # As static batches do: in halves while it is memory; one by one to find what the model does not take.
+            is_memory = any(problem.kind == OUT_OF_MEMORY for _, problem in failed)
+            at_once = max(min(at_once, len(rows)) // 2, 1) if is_memory else 1
+            again = {row.position for row, _ in failed}
+            rows = [row for row in rows if row.position in again]
+        return refused
+
+    def _tried_in_slots(
+        self, rows: list[Record], at_once: int, done: BatchResult[RawOutput], refused: list[_Failure]
+    ) -> list[_Failure]:
+        """Runs records in slots. Those that have failed and are to be run again, with fewer others.
+
+        Args:
+            refused: gets those that the engine refuses.
+        """
         from fastgen.engine.continuous import ContinuousBatches
         from fastgen.engine.foreground import turns
 
+        generation = self.loaded.generation
+        slots = at_once * max(generation.num_beams or 1, generation.num_return_sequences or 1)
         made: dict[Any, tuple[Record, SequenceScores | None]] = {}
-        refused: list[tuple[Record, Problem]] = []
         for row in rows:
             scores, options = self.options()
             try:
@@ -51,16 +71,22 @@ class ContinuousStage(ModelStage):
                 refused.append((row, problem_of(error)))
         # Without a limit for stalls the order depends on no clock.
         executor, tokens_before = ContinuousBatches(self.loaded.model, slots, max_stall=None), self.tokens
+        again: list[_Failure] = []
         for turn in turns(executor, list(made)):
+            left = len(again)
             for request in turn.finished:
-                self._take(done, *made[request], request.future)
+                again += self._take(done, request, *made[request], is_alone=at_once == 1)
             self.tokens = tokens_before + executor.counts["tokens"]
             self.state = f"{turn.busy} of {slots} slots busy, {turn.waiting} waiting"
-            done.told += len(turn.finished)
-            self.tell(len(turn.finished))
-        return refused
+            told = len(turn.finished) - (len(again) - left)
+            done.told += told
+            self.tell(told)
+        if any(problem.kind == OUT_OF_MEMORY for _, problem in again):
+            self.out_of_memory += 1
+            caches.free_captured_steps()
+        return again
 
-    def _refuse(self, done: BatchResult[RawOutput], refused: list[tuple[Record, Problem]]) -> None:
+    def _refuse(self, done: BatchResult[RawOutput], refused: list[_Failure]) -> None:
         for row, problem in refused:
             self._fail(done, row, problem)
 
@@ -76,15 +102,22 @@ class ContinuousStage(ModelStage):
         seed = self.seed(row.position) if generation.do_sample else None
         return make(model, inputs, generation, options, seed, slots)
 
-    def _take(self, done: BatchResult[RawOutput], row: Record, scores: SequenceScores | None, future: Any) -> None:
-        error = future.exception()
-        if error is not None:
-            problem = problem_of(error)
-            self.out_of_memory += problem.kind == OUT_OF_MEMORY
-            self._fail(done, row, problem)
-            return
-        self._succeeded = True
-        done.outputs.append(self.raw([row], future.result(), len(row.ids), scores))
+    def _take(
+        self, done: BatchResult[RawOutput], request: Any, row: Record, scores: SequenceScores | None, is_alone: bool
+    ) -> list[_Failure]:
+        """Takes what has come of a record; returns it if it is to be run again."""
+        error = request.future.exception()
+        if error is None:
+            self._succeeded = True
+            done.outputs.append(self.raw([row], request.future.result(), len(row.ids), scores))
+            return []
+        problem = problem_of(error)
+        # Others may have taken the memory. With a step, all fail whose criteria have seen it, whoever is at fault.
+        if not is_alone and (problem.kind == OUT_OF_MEMORY or request.failures):
+            return [(row, problem)]
+        self.out_of_memory += problem.kind == OUT_OF_MEMORY
+        self._fail(done, row, problem)
+        return []
 
 
 class AdaptiveStage(ContinuousStage):
@@ -120,7 +153,7 @@ class AdaptiveStage(ContinuousStage):
         self.state = ""  # there are no slots now
         self.tell(len(rows))
 
-    def _refuse(self, done: BatchResult[RawOutput], refused: list[tuple[Record, Problem]]) -> None:
+    def _refuse(self, done: BatchResult[RawOutput], refused: list[_Failure]) -> None:
         """What the engine refuses, as positions that may not do, `generate` itself may take."""
         for part in self._static_parts(replace(done.batch, rows=[row for row, _ in refused])):
             self._static(part, done)

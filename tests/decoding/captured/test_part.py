@@ -71,3 +71,15 @@ def test_what_fails_is_not_captured(moment: str, monkeypatch: pytest.MonkeyPatch
     assert not part.is_captured
     part.capture(counts.pieces(), "")
     assert part.is_captured
+
+
+def test_what_there_was_no_memory_for_is_asked_for_again_by_and_by() -> None:
+    part = CapturedPart(CPU)
+    part.declined.add(3)
+    asked = []
+    for step in range(120):
+        assert part.is_declined(3) and not part.is_declined(5)
+        if not part.is_declined(4):
+            asked.append(step)
+            part.decline_for_now(4)
+    assert asked == [0, 33, 98]

@@ -209,8 +209,17 @@ def test_buffers_that_grow_may_have_any_size() -> None:
     def reads(own: Buffers) -> None:
         own["new"].copy_(own["keys"].sum(dim=2))
 
-    with pytest.raises(DoesNotFollow):
-        SymbolicRecording(*(recorded(reads, batch) for batch in BOTH))
+    def has_the_length(own: Buffers) -> None:
+        own["new"].add_(torch.full((), 40))
+
+    def has_it_where_nobody_reads_it(own: Buffers) -> None:
+        torch.arange(40)
+        writes(own)
+
+    for function in (reads, has_the_length):
+        with pytest.raises(DoesNotFollow):
+            SymbolicRecording(*(recorded(function, batch) for batch in BOTH))
+    assert SymbolicRecording(*(recorded(has_it_where_nobody_reads_it, batch) for batch in BOTH)).follows
 
 
 def test_tensors_are_found_by_where_they_are() -> None:

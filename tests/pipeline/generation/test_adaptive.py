@@ -36,9 +36,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many records each batch has given to the engine."""
     counts, original = list[int](), continuous.ContinuousStage._serve
 
-    def counted(stage: Any, rows: Any, slots: int, done: Any) -> Any:
+    def counted(stage: Any, rows: Any, at_once: int, done: Any) -> Any:
         counts.append(len(rows))
-        return original(stage, rows, slots, done)
+        return original(stage, rows, at_once, done)
 
     monkeypatch.setattr(continuous.ContinuousStage, "_serve", counted)
     return counts

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
@@ -119,6 +120,51 @@ def test_records_that_fail(bart: Path, tmp_path: Path, monkeypatch: pytest.Monke
     good = (tmp_path / "good.out").read_text().splitlines()
     expected = ["" if number in bad else line for number, line in enumerate(good)]
     assert (tmp_path / "out.txt").read_text().splitlines() == expected and report.skipped == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), LookupError("a token")], ids=repr)
+@pytest.mark.parametrize("generation", [UNEVEN, SAMPLED], ids=["greedy", "sampled"])
+def test_a_step_that_fails_for_one_of_its_records(
+    error: Exception, generation: dict[str, Any], gpt2: Path, inputs: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Scores are followed by a criterion, which must not see a step twice: no record that was in it goes on."""
+    expected, output = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
+    run(gpt2, inputs, expected, generation=generation)
+    rows = {line: json.loads(line) for line in expected.read_text().splitlines(keepends=True)}
+    bad = next(row for row in rows.values() if row["output_tokens"][0] > 8)
+    expected.write_text("".join(line for line, row in rows.items() if row is not bad))
+    tokens, advance = tiny.tokenizer(encoder_decoder=False)(bad["input"])["input_ids"], Slots.advance
+
+    def fails(step: Slots) -> list[Any]:
+        if any(slot.owner.token_list == tokens and slot.entered + 3 < step._steps for slot in step.taken.values()):
+            raise error
+        return advance(step)
+
+    monkeypatch.setattr(Slots, "advance", fails)
+    report = run(gpt2, inputs, output, generation=generation)
+    errors = [json.loads(line) for line in (tmp_path / "out.jsonl.errors.jsonl").read_text().splitlines()]
+    kind = "out-of-memory" if isinstance(error, RuntimeError) else "model-error"
+    assert [each["position"] for each in errors if each["error"] == kind] == [bad["id"]]
+    assert bool(report.out_of_memory) is (kind == "out-of-memory")
+    assert_same(output, expected)
+
+
+def test_a_step_that_memory_runs_out_for_has_fewer_records(
+    gpt2: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, output, advance, said = tmp_path / "expected.jsonl", tmp_path / "out.jsonl", Slots.advance, list[int]()
+    run(gpt2, inputs, expected, generation=UNEVEN)
+
+    def fails(step: Slots) -> list[Any]:
+        if len(step.taken) > 2:
+            raise RuntimeError("can't allocate memory")
+        return advance(step)
+
+    monkeypatch.setattr(Slots, "advance", fails)
+    monkeypatch.setattr(Progress, "add", lambda self, count=1, rate="": said.append(count))
+    report = run(gpt2, inputs, output, generation=UNEVEN)
+    assert_same(output, expected)
+    assert report.out_of_memory and sum(said) == RECORDS
 
 
 def test_what_the_engine_refuses_ends_the_run(bart: Path, inputs: Path, tmp_path: Path) -> None:

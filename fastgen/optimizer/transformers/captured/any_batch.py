@@ -67,20 +67,23 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
         return is_symbolic(step.key)
     if inputs == batch and not part.is_specialized and (part.is_captured or not step.key.slots):
         return False
-    if inputs not in part.declined:
+    if not part.is_declined(inputs):
         try:
             programs = _programs(model, step, inputs)
+            part.out_of_memory.pop(inputs, None)
         except Exception as error:
             if not memory.is_out(error):
                 raise
             counters.count_not_used(ENTRY_POINT, "out of memory")
+            part.decline_for_now(inputs)
             programs = None
         if programs is not None:
             part.specialize(inputs, batch, programs, step.pieces(model))
             return True
     if part.is_specialized and not part.use(batch):
         part.drop()  # what is there is for fewer inputs
-    part.declined.add(inputs)
+    if inputs not in part.out_of_memory:
+        part.declined.add(inputs)
     return False
 
 

@@ -76,6 +76,11 @@ class StepBuffers:
         """Of the inputs that are present."""
         return self.present * self._key.per_input
 
+    @property
+    def longest_prompt(self) -> int:
+        """Positions of the longest prompt of those that are there, from the first one that counts on."""
+        return max(int((kv.ends - kv.starts).max()) for kv in self.own)
+
     def _input(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
         buffer = torch.zeros(self._key.rows, self._width_of(name, self.sizes), dtype=first.dtype, device=first.device)

@@ -86,7 +86,6 @@ class Slots:
         self.taken: dict[int, Slot] = {}
         self.is_widened = False
         self.failure: Exception | None = None
-        self._longest = 0  # prompt, in positions
         self._step: DecodeStep | None = None
 
     @property
@@ -177,14 +176,16 @@ class Slots:
             raise CannotBeCaptured(str(error)) from error
 
     def _check_window(self, decoding: EnteringDecoding, needed: Sizes) -> None:
-        """Masks of a sliding window are those of the longest row: no row may lose a position by that."""
+        """Masks of a sliding window are those of the longest row: no row may lose a position by that.
+
+        What counts is what those that are there, and those that come, may need: buffers may have room for more.
+        """
         if decoding.window is None:
             return
-        longest = max(self._longest, needed.cached)
-        new = max(self._rounded(decoding, needed).new, 0 if self._step is None else self._step.sizes.new)
-        if longest + new > decoding.window:
+        there = 0 if self._step is None else self._step.buffers.longest_prompt
+        new = max([needed.new, *(slot.new_tokens for slot in self.taken.values())])
+        if max(there, needed.cached) + new > decoding.window:
             raise TooLong("more positions than the sliding window")
-        self._longest = longest
 
     def _note(self, slot: Slot) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen import counters, interrupts, settings
+from fastgen import counters, interrupts, memory, settings
 from fastgen.decoding import panel_ops
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
@@ -178,6 +178,10 @@ def _record(
             raise RuntimeError("the recorded pass gives another result")
     except Exception as reason:
         interrupts.pass_on(reason)
+        if memory.is_out(reason):  # there may be more when such passes have come as often again
+            pays.Ledger.of(model).forget(key)
+            counters.count_not_used(ENTRY_POINT, "out of memory")
+            return expected
         graph_cache.refuse(model, key, f"{type(reason).__name__}: {reason}"[:200])
         counters.count_not_used(ENTRY_POINT, f"{type(reason).__name__}: {reason}"[:200])
         return expected
