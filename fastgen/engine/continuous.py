@@ -43,6 +43,9 @@ _BREATH = 0.001
 SHARE_OF_FREE, LONGEST_WAIT = 0.25, 8
 # Bytes of beginnings that prompts share, where nothing may depend on what is free.
 PREFIX_BYTES = 2**28
+# So many requests of a prefill group have to be declined until others are not tried: it may be a matter of one request,
+# as its length.
+_MOST_DECLINED = 3
 # So often a request may meet a step that fails, or a model that has changed, and begin again: the next time it fails.
 _MOST_FAILURES = 2
 COUNTED = ("steps", "row_steps", "busy_row_steps", "batches", "rows", "tokens", "repeated", "preempted")
@@ -74,6 +77,7 @@ class ContinuousBatches:
         self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
         self._expected = 0  # requests that waited with the latest, and may be in one step
         self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
+        self._declined = dict[Hashable, int]()  # how many requests could not enter, by prefill group
         self._is_for_itself = False  # the latest that could not says nothing of others
         self._state: Any = None  # of the model that requests in slots have entered with
         self.reset()
@@ -274,13 +278,20 @@ class ContinuousBatches:
                 return
             says_nothing = is_static or self._is_for_itself or len(self._in_use) >= MOST_IN_USE
             if not (has_failed or says_nothing or first.prefill_group is None):
-                caches.limit(self._has_slots)
-                self._has_slots.setdefault(first.prefill_group, False)
+                self._note_declined(first.prefill_group)
             reason = first.alone or alone_for_model(self.model) or (None if is_static else DECLINED)
             if reason and len(batch) == 1:
                 self.alone[reason] += 1
         for request, result in zip(batch, [outcome] * len(batch) if has_failed else outcome, strict=True):
             self._settle(request, result)
+
+    def _note_declined(self, prefill_group: Hashable) -> None:
+        """A call has run to its end whose inputs were to enter slots."""
+        caches.limit(self._declined)
+        self._declined[prefill_group] = self._declined.get(prefill_group, 0) + 1
+        if self._declined[prefill_group] >= _MOST_DECLINED:
+            caches.limit(self._has_slots)
+            self._has_slots.setdefault(prefill_group, False)
 
     def _settle(self, request: Request, result: Any) -> None:
         sequences = result if isinstance(result, Tensor) else getattr(result, "sequences", None)

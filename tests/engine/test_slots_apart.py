@@ -53,6 +53,19 @@ def test_of_a_sliding_window_counts_what_those_that_are_there_may_need() -> None
         assert sum(executor.alone.values()) - before == are_alone, (prompts, new_tokens)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_long_ones_that_come_first_say_nothing_of_short_ones(count: int) -> None:
+    """They are declined before they are about to enter."""
+    model = BY_NAME["mistral-long-window"].build()
+    long = [[10 + n % 100 for n in range(model.config.sliding_window - 3)]] * count
+    executor, prompts = ContinuousBatches(model, 8), [*long, *PROMPTS[:3]]
+    requests = requests_for(model, prompts, max_new_tokens=4)
+    for request in requests:
+        run(executor, [request])
+    assert_as_alone(model, requests, prompts)
+    assert executor.counts["steps"] and sum(executor.alone.values()) == count
+
+
 def test_one_that_is_over_has_its_result_whatever_becomes_of_the_step(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
