@@ -42,7 +42,7 @@ COLUMNS_OF_SERVING = {
 }
 LEFT_OUT = {"alive", "statuses", "p99"}
 SERVERS = {"fastgen": "`fastgen-serve`", "transformers": "`transformers serve`"}
-SERVERS["transformers-continuous"] = "`transformers serve --continuous-batching`"
+SERVERS["transformers-continuous"] = "`transformers serve`, with continuous batching"
 SERVICES = {"transformers": "a service over Transformers", "ctranslate2": "a service over CTranslate2"}
 SMALL_MODELS = ("smollm2-", "opus-mt-")
 # Where the system names no model.
