@@ -290,6 +290,14 @@ def test_calls_left_to_the_original_code(reason: str) -> None:
     assert not _accelerated() and reason in _reasons()[0]
 
 
+def test_a_decoder_that_looks_at_states_of_an_encoder() -> None:
+    config = transformers.BertConfig(**WITHOUT_PADDING["Bert"], is_decoder=True, add_cross_attention=True)
+    model, given = transformers.BertLMHeadModel(config).eval(), inputs(LENGTHS)
+    given["encoder_hidden_states"] = torch.randn(len(LENGTHS), 5, config.hidden_size)
+    assert torch.equal(_fast(model, given).logits, _plain(model, given).logits)
+    assert not _accelerated() and "encoder_hidden_states" in _reasons()[0]
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("architecture", [*WITHOUT_PADDING, *OF_SEQ2SEQ])
 def test_states_of_all_layers(architecture: str, side: str) -> None:

@@ -286,7 +286,8 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
         return "a sequence that is all padding"
     if known.way != VARLEN and bool(((mask[:, 1:] != mask[:, :-1]).sum(dim=1) > 1).any()):
         return "a mask with holes"
-    more = [name for name in _MORE if given.get(name) not in (None, False)]
+    # By identity: a tensor compares its elements.
+    more = [name for name in _MORE if given.get(name) is not None and given[name] is not False]
     more += [name for name in _FURTHER_OUTPUTS if given.get(name) is None and getattr(config, name, False)]
     if more and not (more == ["output_hidden_states"] and padding == "zero"):
         return f"arguments that ask for more ({', '.join(more)})"
