@@ -5,8 +5,9 @@ one encoder (Fang et al., "TurboTransformers", PPoPP 2021, section 6.3).
 * "left out": FastGen computes no padding. "computed": batches are padded (`FASTGEN_PADDING=exact`).
 
 Each scheduler first gets 64 clients that wait for their answers, which says how much it can do. Then requests come by
-themselves, at parts of that rate. The highest rate at which latency stays level counts. Lazy has a latency budget, in
-which so many cannot be answered: the parts are those of what hungry, which makes the same batches, can do.
+themselves, at parts of that rate. The highest rate counts up to which latency stays level at all rates. Lazy has a
+latency budget, in which so many cannot be answered: the parts are those of what hungry, which makes the same batches,
+can do.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def summarised(rows: Sequence[Row]) -> list[Row]:
     made: dict[tuple[str, str], Row] = {}
     for key, group in itertools.groupby(rows, lambda row: (row["padding"], row["scheduler"])):
         closed, *opened = group
-        best = max((row for row in opened if row["level"]), key=lambda row: row["answered"], default=None)
+        *_, best = (None, *itertools.takewhile(lambda row: row["level"], sorted(opened, key=lambda row: row["part"])))
         made[key] = {"padding": key[0], "scheduler": key[1], "capacity": closed["answered"], "open": opened}
         made[key] |= {"level": best and best["answered"], "p95": best and best["p95"]}
     for (padding, _), row in made.items():
@@ -111,7 +112,7 @@ def summarised(rows: Sequence[Row]) -> list[Row]:
             row[f"over_{other}"] = row["level"] / there if there and row["level"] else None
         naive = made.get((padding, "naive"))
         if naive and naive["level"]:
-            row["equal_p95"] = rate_at(row["open"], naive["p95"]) / naive["level"]
+            row["equal_p95"] = rate_at(row["open"], naive["p95"]) / naive["level"] or None
     return list(made.values())
 
 

@@ -9,7 +9,9 @@ import operator
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
 from fastgen.engine import adapters
@@ -230,7 +232,7 @@ def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
     def has(names: Iterable[str]) -> bool:
         return any(_is_on(name, own.get(name)) for name in names)
 
-    shared = tuple((name, repr(own.get(name))) for name in (*_SHARED, *_READ_SOURCE, *_READ_PROMPT))
+    shared = tuple((name, _exact(own.get(name))) for name in (*_SHARED, *_READ_SOURCE, *_READ_PROMPT))
     least = least_new_tokens(request.config, request.prompt)
     length = request.length if has((*_READ_SOURCE, *of_prompt)) else None
     alone = object() if request.alone is not None or request.config.return_dict_in_generate else None
@@ -238,8 +240,19 @@ def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
     if has((*_READ_SOURCE, "exponential_decay_length_penalty")):
         return group, None  # the latter counts from the end of the prompt
     returned = tuple(bool(own.get(name)) for name in _RETURNED)
-    drawn = tuple((name, repr(own.get(name))) for name in _DRAWN) if request.config.do_sample else None
+    drawn = tuple((name, _exact(own.get(name))) for name in _DRAWN) if request.config.do_sample else None
     return group, (shared, drawn, least, length, returned, len(request.options.get("stopping_criteria") or ()))
+
+
+def _exact(value: Any) -> str:
+    """Equal for equal values alone: what is printed of tensors and arrays leaves digits out, and numbers."""
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return f"{value.dtype} {value.tolist()!r}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(_exact, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_exact(key)}: {_exact(each)}' for key, each in value.items())}}}"
+    return repr(value)
 
 
 def options_of(config: Any) -> dict[str, Any]:

@@ -162,16 +162,16 @@ def _part_of(model: str, name: str) -> Path | None:
     if Path(model).exists():
         return path if path.is_file() else None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         known = try_to_load_from_cache(model, name)
         if known is None and model not in _out_of_reach:
             known = hf_hub_download(model, name)
-    except LocalEntryNotFoundError:  # without a connection: asking again takes long
-        _out_of_reach.add(model)
-        return None
-    except (OSError, ValueError):  # there is no such file; whoever needs it says where it was looked for
+    except Exception as error:  # of the hub, or of how it is reached: whoever needs the file says what is wrong
+        is_absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+        if not is_absent:  # asking again may take long
+            _out_of_reach.add(model)
         return None
     return Path(known) if isinstance(known, str) else None
 

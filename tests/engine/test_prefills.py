@@ -6,6 +6,7 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -180,6 +181,18 @@ def test_padding_that_ends_sequences_is_no_padding(
     run(executor, requests, at_once=8)
     assert_as_alone(llama, requests, prompts)
     assert (counts == [3]) is together and bool(executor.alone) is not together
+
+
+def test_numbers_that_print_alike_are_drawn_with_as_they_are(llama: Any) -> None:
+    numbers = [torch.tensor(0.90001), torch.tensor(0.90004), np.float64(0.5), np.float64(0.5)]
+    groups = [make(llama, [5, 6], None, {"do_sample": True, "top_p": each}, 1, 8).prefill_group for each in numbers]
+    assert groups[0] != groups[1] and groups[2] == groups[3]
+    suppressed = torch.arange(20, 150).repeat(10)
+    others = torch.cat([suppressed[:600], torch.tensor([7]), suppressed[601:]])
+    assert repr(suppressed) == repr(others)
+    options = [{"suppress_tokens": each} for each in (suppressed, others)]
+    one, other = (make(llama, [5, 6], None, {"max_new_tokens": 4, **each}, None, 8) for each in options)
+    assert one.group != other.group and one.prefill_group != other.prefill_group
 
 
 def test_processors_that_slots_do_not_know_have_requests_enter_one_by_one(

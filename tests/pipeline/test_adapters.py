@@ -298,17 +298,27 @@ def test_names_of_the_hub(both: tuple[Path, Path], hub: Callable[[Path, str], Pa
         load(settings(Path("a/adapters")))
 
 
+class _OfTheTransport(Exception):
+    """As a proxy that refuses, or a connection that is closed, is told of: no OSError."""
+
+
+@pytest.mark.parametrize("error", [None, _OfTheTransport, OSError])
 def test_a_name_of_the_hub_that_is_out_of_reach_is_asked_for_once(
-    hub: Callable[[Path, str], Path], monkeypatch: pytest.MonkeyPatch
+    error: type[Exception] | None, hub: Callable[[Path, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To find that there is no connection takes long."""
     import huggingface_hub
 
     asked: list[str] = []
     download = huggingface_hub.hf_hub_download
-    monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download", lambda name, file: (asked.append(name), download(name, file))[1]
-    )
+
+    def noted(name: str, file: str) -> str:
+        asked.append(name)
+        if error is not None:
+            raise error("403 Forbidden")
+        return download(name, file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", noted)
     for _ in range(2):
         with pytest.raises(SetupError, match=r"a/nothing cannot be loaded"):
             load(settings(Path("a/nothing")))
