@@ -22,7 +22,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.engine import adapters
 from fastgen.engine.calls import alone_for_model, call, pads, state_of, written
 from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
-from fastgen.engine.planning import Costs, next_batch
+from fastgen.engine.planning import Arrivals, Costs, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
@@ -39,8 +39,6 @@ MOST_IN_USE = 8
 _TURN, _SHARED_TURN = 2.0, 0.25
 # Seconds between two turns, in which others may take theirs.
 _BREATH = 0.001
-# A prefill reads all weights, as a decode step does: it waits until this part of the slots is free, or so many steps.
-SHARE_OF_FREE, LONGEST_WAIT = 0.25, 8
 # Bytes of beginnings that prompts share, where nothing may depend on what is free.
 PREFIX_BYTES = 2**28
 # So many requests of a prefill group have to be declined until others are not tried: it may be a matter of one request,
@@ -74,7 +72,7 @@ class ContinuousBatches:
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
         self.prefills = Prefills(pads(model), has_encoder, max_stall, PREFIX_BYTES if max_stall is None else None)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
-        self._waited = LONGEST_WAIT  # steps since the last prefill, while others waited
+        self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
         self._expected = 0  # requests that waited with the latest, and may be in one step
         self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
         self._declined = dict[Hashable, int]()  # how many requests could not enter, by prefill group
@@ -125,9 +123,7 @@ class ContinuousBatches:
         free = self.most_rows - self.busy
         if waiting[0].rows > free or self._again:
             return []
-        # For a few slots together, unless others have waited for some steps.
-        self._waited = self._waited + 1 if self._running else LONGEST_WAIT
-        is_time = free >= self.most_rows * SHARE_OF_FREE or self._waited >= LONGEST_WAIT
+        is_time = self._arrivals.has_come(free, len(waiting) * waiting[0].rows, bool(self._running))
         return self._chosen(waiting, free) if is_time else []
 
     def _next(self, more: Callable[[], list[Request]]) -> list[Request]:
@@ -159,7 +155,7 @@ class ContinuousBatches:
             batch = self._budget.fitting(self._cheapest(like, free), first, self._running)
             chosen = self.prefills.fitting(batch) if has_entered else batch
             if chosen:  # what would have been with them comes behind the next step
-                self._waited = LONGEST_WAIT if len(chosen) < len(batch) else 0
+                self._arrivals.note(len(chosen) == len(batch))
         found = set(chosen)  # a cancelled one may leave the list meanwhile
         waiting[:] = [request for request in tuple(waiting) if request not in found]
         return chosen

@@ -2,11 +2,13 @@
 
 Requests of a group are sorted by length and cut into the batches that cost least, by the costs of whole calls
 (Algorithm 2 of Fang et al., "TurboTransformers", PPoPP 2021). The batch with the oldest request runs; the others are
-planned again, with what has come meanwhile. Costs decide which requests share a batch, never what a request gives.
+planned again, with what has come meanwhile. Those that enter slots wait until enough are free. Costs decide which
+requests share a batch, never what a request gives.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -20,6 +22,13 @@ STEP = 16
 CALL = 256
 # So many batches of waiting requests are looked at: planning takes time, too.
 WINDOW = 16
+# What a prefill takes beside computing, and a decode step beside its weights, in seconds; and bytes of weights in one.
+# No clock says so: which requests run next may depend on nothing else than requests.
+_PREFILL_SECONDS, _STEP_SECONDS, _BYTES_PER_SECOND = 0.025, 0.001, 1.5e10
+# New tokens of a request, as far as this is concerned.
+_NEW_TOKENS = 64
+# A request waits for others for so many steps at the most; where enough of them wait, for so many prefills.
+_LONGEST_WAIT, _PREFILLS_TO_WAIT = 8, 4
 # The part of the latest call in the mean of those like it.
 _LATEST = 0.25
 
@@ -44,6 +53,40 @@ class Costs:
         shape = _like(length, rows, new_tokens)
         self._seconds[shape] = mean(self._seconds.get(shape), seconds)
         self._of_model = mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
+
+
+class Arrivals:
+    """When requests enter that wait for slots: a prefill takes about as long for a few of them as for one.
+
+    Args:
+        slots: rows of a step.
+        weight_bytes: of the model.
+    """
+
+    def __init__(self, slots: int, weight_bytes: int) -> None:
+        prefill = 1 + _PREFILL_SECONDS / (_STEP_SECONDS + weight_bytes / _BYTES_PER_SECOND)  # in steps
+        # Of n slots, k are waited for. Where requests take t steps, half of each for no row, a request takes
+        # t / (n - k / 2) / 2 for that, and p / k for its prefill: least at k = n r / (1 + r / 2), r = 2 sqrt(p / t).
+        ratio = 2 * math.sqrt(prefill / _NEW_TOKENS)
+        self._enough = slots * min(ratio / (1 + ratio / 2), 1.0)  # free slots
+        self._longest = max(_LONGEST_WAIT, _PREFILLS_TO_WAIT * prefill)
+        self._waited = math.inf  # steps since the last prefill, while others waited
+
+    def has_come(self, free: int, rows: int, runs: bool) -> bool:
+        """Whether requests enter now. Asked behind each step while some wait.
+
+        Args:
+            free: slots.
+            rows: that requests wait for.
+            runs: there are others in slots.
+        """
+        self._waited = self._waited + 1 if runs else math.inf
+        longest = self._longest if rows >= self._enough else _LONGEST_WAIT
+        return free >= self._enough or self._waited >= longest
+
+    def note(self, has_all: bool) -> None:
+        """Requests enter; not `has_all` of those that were to: the others are not to wait."""
+        self._waited = 0 if has_all else math.inf
 
 
 def _modelled(length: int, rows: int, new_tokens: int) -> float:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,3 +77,33 @@ def test_what_a_call_costs_here_changes_the_batches() -> None:
     for rows, seconds in ((1, 1.0), (2, 9.0), (3, 90.0), (4, 90.0)):
         costs.note(50, rows, 5, seconds)
     assert len(planning.next_batch(waiting, 4, costs)) == 1
+
+
+def _first_free(arrivals: planning.Arrivals, slots: int) -> int:
+    """With how many free slots requests enter, when many wait and the last prefill was just now."""
+    arrivals.note(has_all=True)
+    return next(free for free in range(slots + 1) if arrivals.has_come(free, 1000, runs=True))
+
+
+def _steps_without_room(arrivals: planning.Arrivals, rows: int) -> int:
+    arrivals.note(has_all=True)
+    return next(step for step in itertools.count(1) if arrivals.has_come(1, rows, runs=True))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 16, 64])
+def test_small_models_wait_for_more_slots(slots: int) -> None:
+    """A prefill takes them many steps, as it computes little: large ones read all weights in both."""
+    small, large = planning.Arrivals(slots, 2**22), planning.Arrivals(slots, 2**33)
+    assert 1 <= _first_free(large, slots) <= _first_free(small, slots) <= slots
+    if slots == 64:
+        assert _first_free(large, slots) < slots / 3 < slots / 2 < _first_free(small, slots)
+
+
+@pytest.mark.parametrize("weight_bytes", [0, 2**22, 2**28, 2**33])
+def test_nobody_waits_for_long(weight_bytes: int) -> None:
+    arrivals = planning.Arrivals(64, weight_bytes)
+    assert _steps_without_room(arrivals, rows=1) <= 8  # nobody comes whom it could share a prefill with
+    assert 8 <= _steps_without_room(arrivals, rows=1000) <= 200
+    assert arrivals.has_come(1, 1000, runs=False)
+    arrivals.note(has_all=False)  # they were to be together: the rest comes behind the next step
+    assert arrivals.has_come(1, 1000, runs=True)
