@@ -235,7 +235,7 @@ def test_each_request_gets_its_own(number: int) -> None:
     with fastgen.Engine(model, slots=draw.choice([4, 8, 16, "auto"])) as engine:
         in_threads(lambda n: _submit(engine, submissions[n::THREADS], random.Random(number + n)), THREADS)
         concurrent.futures.wait([each.future for each in submissions], WAIT)
-        stats = engine.stats()
+    stats = engine.stats()
     for each in submissions:
         _check(model, each)
     assert stats["waiting"] == stats["running"] == 0 and stats["submitted"] == REQUESTS
