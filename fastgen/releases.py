@@ -86,6 +86,14 @@ def cache_in(given: Mapping[str, Any]) -> Any:
     return given.get(cache_name())
 
 
+@functools.cache
+def streams_behind_criteria() -> bool:
+    """Whether the library's loop asks the criteria about a token before it gives that to the streamer: from 5.17 on."""
+    from transformers.generation import utils
+
+    return hasattr(utils, "StopCheck")
+
+
 def has_own_cache(arguments: Mapping[str, Any]) -> bool:
     """Whether the arguments of `generate` have a cache of the user's, by a name of any release."""
     return any(arguments.get(name) is not None for name in CACHE_NAMES)

@@ -9,8 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import fastgen
+from fastgen import releases
 from fastgen.decoding.captured import part, program, symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
 from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, pays, sizes
@@ -18,9 +20,11 @@ from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
 from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
+from tests import near_ties
 from tests.equivalence.captured import FAMILIES, build, captures, every, need_programs, reasons, record_from
 from tests.equivalence.check import check, run
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, Family, padded
+from tests.equivalence.user_code import Listens
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {
@@ -295,3 +299,18 @@ def test_inputs_leave_once_idle_rows_have_cost_as_much(
     for _ in range(40):
         made.after(step, 0.1)
     assert (moved[0] if moved else None) == expected
+
+
+@pytest.mark.parametrize("seen", ["streamed", "in a cache of the user's"])
+def test_nobody_leaves_who_is_seen(seen: str, inputs_of_programs: list[int]) -> None:
+    """A streamer gets a token of each row, and the cache what each of them stores."""
+    model, _ = build(BY_NAME["llama"], CPU)
+    given = BY_NAME["llama"].make_inputs(6, LONG)
+
+    def call() -> Any:
+        streamer, cache = Listens(), DynamicCache(config=model.config)
+        more = {"streamer": streamer} if seen == "streamed" else releases.with_cache(cache)
+        return model.generate(**given, **LEAVING, **more), streamer.heard, cache
+
+    near_ties.check(call)
+    assert captures() == 1 and set(inputs_of_programs) <= {6}, reasons()

@@ -74,7 +74,7 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
 
 
 def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    """Without drafts, none would be recorded yet, or a streamer would keep it from being used."""
+    """Without drafts, none would be recorded yet. A streamer makes no difference."""
     monkeypatch.setattr(decoding, "can_begin", lambda *_: False)
     monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 1.0)
     family = KNOWN["llama"]
@@ -87,11 +87,11 @@ def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.
     same(model, inputs, FEW, **lookup)
     assert counts()["accelerated"] == 2
     model.generate(**inputs, **FEW, **lookup, streamer=transformers.TextStreamer(tokenizer))
-    assert counts()["accelerated"] == 3
+    assert counts()["accelerated"] == 2
     fastgen.enable(captured_step="always")
     same(model, family.make_inputs(2), FEW, **lookup)
     same(model, family.make_inputs(2), FEW, **lookup)
-    assert counts()["accelerated"] == 4
+    assert counts()["accelerated"] == 3
 
 
 def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import fastgen
 from fastgen.decoding.speculation.prompt_lookup import PromptLookup
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from tests import near_ties
 from tests.equivalence.models import SHORT
@@ -81,12 +83,12 @@ def test_the_users_code_gets_what_the_librarys_drafts_give_it(user: str) -> None
 
 
 def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check fails when some tokens have been put; the library's loop goes on."""
+    """A check fails when some tokens have been put; plain steps go on, and the library's loop if they fail, too."""
     model, inputs = made("llama", 1)
-    plain, watcher = Listens(), Listens()
+    plain = Listens()
     with fastgen.disabled():
         model.generate(**inputs, **GREEDY, streamer=plain)
-    take, calls = Positions.take, []
+    take, verify, calls, verifies = Positions.take, DecodeStep.verify, list[int](), list[None]()
 
     def fails(self: Positions, step: Any) -> None:
         take(self, step)
@@ -94,12 +96,24 @@ def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(calls) == 4:
             raise RuntimeError("planted")
 
+    def fails_too(self: DecodeStep, *given: Any) -> None:
+        verifies.append(None)
+        if len(verifies) == plain_after:
+            raise RuntimeError("planted")
+        verify(self, *given)
+
     monkeypatch.setattr(Positions, "take", fails)
+    monkeypatch.setattr(DecodeStep, "verify", fails_too)
+    monkeypatch.setattr(Decoding, "_may_release", lambda *_: False)
     fastgen.enable(self_speculation="int8")
-    model.generate(**inputs, **GREEDY, streamer=watcher)
-    assert calls[-1] > 4
-    assert watcher.heard == plain.heard
-    assert counts()["not used"] == {"RuntimeError: planted": 1}
+    for plain_after in (None, 2, 6):
+        watcher = Listens()
+        calls.clear()
+        verifies.clear()
+        model.generate(**inputs, **GREEDY, streamer=watcher)
+        assert calls[-1] > 4 and (plain_after is None or len(verifies) == plain_after)
+        assert watcher.heard == plain.heard
+    assert counts()["not used"] == {"RuntimeError: planted": 3}
 
 
 def test_what_a_streamer_raises_is_passed_on() -> None:

@@ -140,8 +140,8 @@ class Call:
 
     @property
     def returns_cache(self) -> bool:
-        """Whether what the call returns has the cache in it, and it may be looked at."""
-        return self._returns_cache and not self.cache_is_dropped
+        """Whether somebody may look at the cache behind the call: it is in what that returns, or the user's."""
+        return self.cache_is_the_users or (self._returns_cache and not self.cache_is_dropped)
 
     def decline(self, reason: str) -> None:
         """This call goes on with the original code."""
@@ -162,7 +162,7 @@ class Call:
             if not self.declined:
                 fall_back(self.model, "the decoding loop did not go through _prefill")
             return
-        if self.returns_cache or self.cache_is_the_users:
+        if self.returns_cache:
             self.store.hand_over()
         else:
             self.store.restore()

@@ -78,7 +78,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             draft = draft_for(call, config)
             _check(call, arguments, model_kwargs)
             if draft is None and call.entering is None:
-                _check_without_draft(arguments)
+                _check_without_draft(call, arguments)
         call.prefilled = prefill(
             model._prefill, model, (arguments["input_ids"], config, model_kwargs, not config.is_assistant), {}
         )
@@ -121,7 +121,7 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
             return result
         except CannotBeCaptured as reason:
             counters.count_not_used(SPECULATION, str(reason))
-            _check_without_draft(arguments)
+            _check_without_draft(call, arguments)
     how = call.entering
     if how is None:
         return Decoding(call, arguments, model_kwargs).run()
@@ -149,8 +149,10 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     for name in _NOT_KEPT if config.return_dict_in_generate else ():
         if getattr(config, name):
             raise CannotBeCaptured(name)
-    if call.cache_is_the_users:
+    if call.cache_is_the_users and call.entering is not None:
         raise CannotBeCaptured("a cache that is passed in")
+    if arguments.get("streamer") is not None and call.entering is None:
+        _check_streamer(arguments)
     if config.num_beams < 1:
         raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
     if config.num_beams > 1 and config._eos_token_tensor is not None and not len(config._eos_token_tensor):
@@ -185,10 +187,17 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
             raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
 
 
-def _check_without_draft(arguments: dict[str, Any]) -> None:
+def _check_streamer(arguments: dict[str, Any]) -> None:
+    """Raises `CannotBeCaptured` where the user's criteria would not come behind the streamer, as in older releases."""
+    if user_code.has_own(arguments["stopping_criteria"]) and not releases.streams_behind_criteria():
+        raise CannotBeCaptured("a streamer that comes before criteria")
+
+
+def _check_without_draft(call: Call, arguments: dict[str, Any]) -> None:
     """Raises `CannotBeCaptured` for what is served only where tokens are drafted."""
-    if arguments.get("streamer") is not None:
-        raise CannotBeCaptured("a streamer")
+    is_streamed = arguments.get("streamer") is not None
+    if is_streamed and arguments["generation_config"].do_sample and not graph.is_recorded(call.model.device):
+        raise CannotBeCaptured("a streamer of samples")  # should a capture fail, the library's loop draws others
 
 
 def _check_weights(model: Any) -> None:

@@ -71,8 +71,11 @@ def says(criterion: Any, name: str) -> bool:
 
 
 def wrap(arguments: dict[str, Any], errors: Errors) -> bool:
-    """Wraps the user's code in the arguments of a decoding loop, in place; says whether there is any."""
-    found = arguments.get("streamer") is not None
+    """Wraps the user's code in the arguments of a decoding loop, in place; says whether there is any: the library's own
+    streamers look at nothing but tokens.
+    """
+    streamer = arguments.get("streamer")
+    found = streamer is not None and not _is_the_librarys(_unwrapped(streamer))
     for name in _LISTS:
         parts = arguments[name]
         wrapped = [part if _is_the_librarys(part) else _UserCode(part, errors) for part in parts]
@@ -98,8 +101,13 @@ def _is_the_librarys(part: Any) -> bool:
 
 def kind_of(part: Any) -> Any:
     """The class of a processor or criterion, whatever FastGen has put around it; of a function, itself."""
-    own = part.__wrapped__ if type(part) is _UserCode else part
+    own = _unwrapped(part)
     return own if type(own) in (FunctionType, functools.partial) else type(own)
+
+
+def _unwrapped(part: Any) -> Any:
+    """What FastGen has put something around; anything else, itself."""
+    return part.__wrapped__ if type(part) in (_UserCode, Streamer) else part
 
 
 class _Given(NamedTuple):
@@ -215,8 +223,8 @@ class Streamer(wrapt.ObjectProxy):
 
     @property
     def count(self) -> int:
-        """How many `put`s have been passed on."""
-        return self._self_done
+        """How many `put`s there have been, since the beginning that a `rewind` has gone back to."""
+        return self._self_done - self._self_skip
 
     def rewind(self, to: int = 0) -> None:
         """What comes is what came after the first `to` of them."""

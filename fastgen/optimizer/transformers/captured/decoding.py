@@ -65,6 +65,7 @@ class Decoding:
         self._processors = arguments["logits_processor"]
         self._per_input = max(self.config.num_beams, self.config.num_return_sequences)
         self._input_ids = arguments["input_ids"]
+        self._streamer: Any = arguments.get("streamer")
         self._model_kwargs = model_kwargs
         self._has_released = False
         self._compacted: Compaction | None = None  # where inputs have left the step
@@ -91,6 +92,19 @@ class Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
+        already = 0 if self._streamer is None else self._streamer.count
+        try:
+            result = self._run()
+        except CannotBeCaptured:
+            if self._streamer is not None:
+                self._streamer.rewind(already)  # another loop puts the same tokens again
+            raise
+        if self._streamer is not None:
+            with self._code.running():
+                self._streamer.end()
+        return result
+
+    def _run(self) -> Any:
         self._code.check()
         self._eager_steps = self._steps_before_capture()
         random_state = RandomState(self.model.device)
@@ -102,6 +116,8 @@ class Decoding:
             result = self._result(step)
         except Exception as error:
             if error is self._code.raised or self._has_released:
+                if step is not None and self._call.cache_is_the_users:
+                    self._store.hold(*step.materialized())
                 raise
             interrupts.pass_on(error)
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
@@ -173,10 +189,10 @@ class Decoding:
             raise ValueError(NOT_NUMBERS)
         count = slice(self.prompt.inputs), self._count
         sequences = search.results(*count) if self._compacted is None else self._compacted.results(step)
-        if not config.return_dict_in_generate:
-            return sequences
         if self._call.returns_cache:
             self._store.hold(*step.materialized())
+        if not config.return_dict_in_generate:
+            return sequences
         found = {**recorded(search, *count, self._code.kept, config), **releases.with_cache(self._store.cache)}
         return self.output(sequences=sequences, **found)
 
@@ -191,6 +207,7 @@ class Decoding:
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self.fill(), **options)
         step.choose_first(prompt.logits, self.host)
+        self._stream(step)
         done, replays, begun = 1, 0, None
         compaction = self._compaction()
         while not step.is_over() and done < prompt.new_tokens:
@@ -203,6 +220,7 @@ class Decoding:
             start = time.perf_counter()
             self._start(step, partial(self._verify, step, done, captures, compaction))
             seconds = time.perf_counter() - start
+            self._stream(step)
             if begun is None:
                 begun = self._first_steps(step, was_kept, seconds, replays)
             else:
@@ -222,6 +240,18 @@ class Decoding:
         self._note(done, done - 1 - replays)
         return step
 
+    def _stream(self, step: DecodeStep) -> None:
+        """Puts the tokens of the last step, but of one behind the end, and of one that ends in an error."""
+        if self._streamer is None:
+            return
+        rows, search = self.prompt.inputs * self._per_input, step.search
+        if bool(search.taken.any()) and not bool(search.has_nan):
+            self._put(search.tokens[:rows])
+
+    def _put(self, tokens: Tensor) -> None:
+        with self._code.running():
+            self._streamer.put(tokens.to("cpu", copy=True))
+
     def _verify(self, step: DecodeStep, done: int, captures: bool, compaction: Compaction | None) -> None:
         if (captures or step.is_captured) and graph.is_recorded(step.device):
             any_batch.specialize(self.model, step, None if compaction is None else compaction.places)
@@ -229,7 +259,8 @@ class Decoding:
 
     def _compaction(self) -> Compaction | None:
         """Where it changes nothing that anybody sees: draws, what is returned of every step, other rows."""
-        is_seen = self._key.samples or self._key.waits_for_host or self.config.return_dict_in_generate
+        is_seen = self._key.samples or self._key.waits_for_host or self._streamer is not None
+        is_seen |= self.config.return_dict_in_generate or self._call.cache_is_the_users
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
             return None
         if not reads_padding(self.model, self.config):

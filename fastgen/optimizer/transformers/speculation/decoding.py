@@ -63,7 +63,7 @@ class SpeculativeDecoding(Decoding):
         self._draft = draft
         self._length = 0  # tokens drafted in the last iteration
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
-        self._arguments, self._streamer = arguments, arguments.get("streamer")
+        self._arguments = arguments
         kind = type(draft), arguments["input_ids"].shape[0]  # before anything is made for the call
         self._back_off = _back_offs.setdefault(call.model, {}).setdefault(kind, draft_length.of_calls())
         if draft.schedule is None and self._back_off.waits():
@@ -73,7 +73,8 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a logits processor that runs on the host")
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
-        if self.config.return_dict_in_generate and len(self._input_ids) > 1 and self._eos:
+        is_returned = self.config.return_dict_in_generate or call.cache_is_the_users
+        if is_returned and len(self._input_ids) > 1 and self._eos:
             # Rows that are finished go on in the library, which returns what they store and score then.
             raise CannotBeCaptured("a returned cache of sequences that end one by one")
         if positions_of_step(self.model) != 1:
@@ -87,9 +88,8 @@ class SpeculativeDecoding(Decoding):
         What is known may be wrong: after many such calls, it is measured again.
         """
         step, plain_step = (graph_cache.kept(self.model, key) for key in (self._key, self._plain_key))
-        # A call without drafts must have a step, too. With a streamer, the library's loop would run.
-        is_served = plain_step is not None or not self._must_pay
-        if step is None or not is_served or self._streamer is not None:
+        is_served = plain_step is not None or not self._must_pay  # a call without drafts must have a step, too
+        if step is None or not is_served:
             return False
         # Plain calls of a few tokens do not say what a step takes: a verify without a draft takes about as long.
         costs = step.drafting.costs
@@ -105,17 +105,7 @@ class SpeculativeDecoding(Decoding):
     def run(self) -> Any:
         if self._draft.is_prepared:
             self._ledger.budget(self._key).steps += self._steps_asked_for() if self._must_pay else 0
-        already = 0 if self._streamer is None else self._streamer.count
-        try:
-            result = super().run()
-        except CannotBeCaptured:
-            if self._streamer is not None:
-                self._streamer.rewind(already)  # another loop puts the same tokens again
-            raise
-        if self._streamer is not None:
-            with self._code.running():
-                self._streamer.end()
-        return result
+        return super().run()
 
     def _result(self, step: DecodeStep) -> Any:
         result = super()._result(step)
@@ -242,7 +232,7 @@ class SpeculativeDecoding(Decoding):
         self._draft.begin(step.drafting, self)
         step.begin(prompt, self.fill())
         step.choose_first(prompt.logits, self.host)
-        put = None if self._streamer is None else partial(self._put, self._streamer)
+        put = None if self._streamer is None else self._put
         stops = self._code.stops if self._code.criteria else None
         self._positions = Positions(rows, stops, put, bool(self._eos), self._records())
         progress = self._follow(step)
@@ -309,10 +299,6 @@ class SpeculativeDecoding(Decoding):
                 graph_cache.give_back(self.model, step)
             step = larger
         return step
-
-    def _put(self, streamer: Any, tokens: Tensor) -> None:
-        with self._code.running():
-            streamer.put(tokens)
 
     def _follow(self, step: DecodeStep) -> Progress:
         """The first token has been chosen, or a draft has been verified."""
