@@ -27,6 +27,8 @@ WINDOW = 16
 _PREFILL_SECONDS, _STEP_SECONDS, _BYTES_PER_SECOND = 0.025, 0.001, 1.5e10
 # New tokens of a request, as far as this is concerned.
 _NEW_TOKENS = 64
+# This part of the slots is enough for a prefill of few requests.
+_FEW = 0.25
 # A request waits for others for so many steps at the most; where enough of them wait, for so many prefills.
 _LONGEST_WAIT, _PREFILLS_TO_WAIT = 8, 4
 # The part of the latest call in the mean of those like it.
@@ -68,7 +70,7 @@ class Arrivals:
         # Of n slots, k are waited for. Where requests take t steps, half of each for no row, a request takes
         # t / (n - k / 2) / 2 for that, and p / k for its prefill: least at k = n r / (1 + r / 2), r = 2 sqrt(p / t).
         ratio = 2 * math.sqrt(prefill / _NEW_TOKENS)
-        self._enough = slots * min(ratio / (1 + ratio / 2), 1.0)  # free slots
+        self._slots, self._enough = slots, slots * min(ratio / (1 + ratio / 2), 1.0)  # free slots
         self._longest = max(_LONGEST_WAIT, _PREFILLS_TO_WAIT * prefill)
         self._waited = math.inf  # steps since the last prefill, while others waited
 
@@ -81,8 +83,9 @@ class Arrivals:
             runs: there are others in slots.
         """
         self._waited = self._waited + 1 if runs else math.inf
-        longest = self._longest if rows >= self._enough else _LONGEST_WAIT
-        return free >= self._enough or self._waited >= longest
+        is_backlog = rows >= self._enough  # or there are none to wait with
+        enough = self._enough if is_backlog else min(self._enough, _FEW * self._slots)
+        return free >= enough or self._waited >= (self._longest if is_backlog else _LONGEST_WAIT)
 
     def note(self, has_all: bool) -> None:
         """Requests enter; not `has_all` of those that were to: the others are not to wait."""

@@ -17,7 +17,7 @@ from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
-from tests.equivalence.captured import on_the_cpu
+from tests.equivalence.captured import need_programs, on_the_cpu, record_from, spoil_shared_memory
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,20 @@ def captured(request: pytest.FixtureRequest, device: torch.device) -> Iterator[N
         return
     with on_the_cpu() if always or request.config.getoption("--captured") else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(params=["graphs", "programs"])
+def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How steps are captured: in simulated graphs, or as programs of the CPU."""
+    if request.param == "graphs":
+        with on_the_cpu():
+            yield request.param
+        return
+    need_programs(device, monkeypatch)
+    record_from(monkeypatch, 0)
+    graph_cache.drop_all()
+    spoil_shared_memory(monkeypatch)
+    yield request.param
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ class Family:
     def exceeds_window(self, decoding: dict[str, Any]) -> bool:
         """Whether a long prompt and its continuation, decoded one sequence per input, are longer than a sliding window.
 
-        Such a call is left to the original code, which reads no more than the window.
+        Such a call has captured steps, or is left to the original code: both read no more than the window.
         """
         per_input = max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
         return per_input == 1 and self.config.get("sliding_window", 4096) < LONG

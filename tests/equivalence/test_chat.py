@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +16,10 @@ from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria, St
 import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests import near_ties
-from tests.equivalence.captured import captures, need_programs, on_the_cpu, reasons, record_from, spoil_shared_memory
+from tests.equivalence.captured import captures, reasons
 from tests.equivalence.check import accelerated, fallbacks
 from tests.equivalence.models import BY_NAME, EOS
 from tests.equivalence.user_code import Listens, MyError
@@ -28,18 +28,7 @@ NEW: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 needs_order = pytest.mark.skipif(not releases.streams_behind_criteria(), reason="this release asks criteria afterwards")
 
 
-@pytest.fixture(autouse=True, params=["graphs", "programs"])
-def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """How steps are captured: in simulated graphs, or as programs of the CPU."""
-    if request.param == "graphs":
-        with on_the_cpu():
-            yield request.param
-        return
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
-    graph_cache.drop_all()
-    spoil_shared_memory(monkeypatch)
-    yield request.param
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def _both(call: Callable[[], Any]) -> tuple[Any, Any]:

@@ -283,12 +283,28 @@ def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None
     return own, cross[0] if cross else None
 
 
-def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs_window: str | None) -> str | None:
-    """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
+def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) -> bool:
+    """Whether steps on the store read so much more than a sliding window that the library's layers are better.
+
+    They never read more. With one sequence there is nothing to share that would make up for reading more, and with
+    several, not for a suffix that is longer than the window. A captured step reads no more, either.
 
     Args:
         per_input: sequences per input.
         prompt, to_generate: positions of the prompt, and at the most behind it.
+    """
+    windows = [_window(layer) for part in _parts(cache) for layer in part.layers]
+    shortest = min((window for window in windows if window is not None), default=None)
+    is_exceeded = shortest is not None and prompt + to_generate > shortest
+    return is_exceeded and (per_input == 1 or to_generate > (shortest or 0))
+
+
+def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | None) -> str | None:
+    """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
+
+    Args:
+        per_input: sequences per input.
+        positions: of the prompt, and at the most behind it.
         needs_window: why the cache must drop what lies behind a sliding window; None where the model masks that.
     """
     if type(cache) not in (DynamicCache, EncoderDecoderCache):
@@ -306,13 +322,8 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
             if releases.records_past(layer):
                 return "the cache records its past states"
             window = _window(layer)
-            if window is not None and prompt + to_generate > window:
-                if needs_window is not None:
-                    return needs_window
-                # The original never reads more than the window. With one sequence there is nothing to share that would
-                # make up for reading more, and with several, not for a suffix that is longer than the window.
-                if per_input == 1 or to_generate > window:
-                    return releases.Usual("more positions than the sliding window")
+            if window is not None and positions > window and needs_window is not None:
+                return needs_window
             if layer.keys is None or layer.values is None or layer.get_seq_length() == 0:
                 continue
             if type(layer) is DynamicSlidingWindowLayer:

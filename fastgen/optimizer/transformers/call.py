@@ -29,6 +29,7 @@ from fastgen.optimizer.transformers.models import rows_depend_on_each_other
 from fastgen.optimizer.transformers.user_code import Errors
 
 ENTRY_POINT = counters.GENERATE
+BEYOND_WINDOW = releases.Usual("more positions than the sliding window")
 
 # The classes of linear layers, and whether their weight is stored transposed.
 LINEAR_LAYERS = {**LINEAR, Conv1D: True}
@@ -93,6 +94,8 @@ class Call:
     entering: Any = None  # an `Entering`, where its inputs are to enter slots
     draft: Any = None  # what the call asks to draft its tokens with
     prefilled: Any = None  # the outputs of the prefill, made ahead of the library's loop
+    is_to_be_captured: bool = False  # the prefill is for a captured step
+    reads_too_much: bool = False  # so that only a captured step is to go on from there
     cache_is_dropped: bool = False  # nobody looks at the one that the call returns
     _returns_cache: bool = False
     _packed: ExitStack = field(default_factory=ExitStack)
@@ -149,6 +152,13 @@ class Call:
         self.takes_best = False
         self._packed.close()
         fall_back(self.model, reason)
+
+    def hand_back(self) -> None:
+        """No captured step goes on from the prefill: where others would read too much, the library's loop does."""
+        if self.reads_too_much and self.store is not None:
+            self.store.hand_over()
+            self.store = self.compaction = None
+            self.decline(BEYOND_WINDOW)
 
     def accelerate(self, config: Any) -> None:
         """This call, of this generation config, goes on with FastGen's store in its cache."""

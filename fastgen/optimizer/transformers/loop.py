@@ -79,6 +79,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             _check(call, arguments, model_kwargs)
             if draft is None and call.entering is None:
                 _check_without_draft(call, arguments)
+        call.is_to_be_captured = call.entering is None
         call.prefilled = prefill(
             model._prefill, model, (arguments["input_ids"], config, model_kwargs, not config.is_assistant), {}
         )
@@ -103,6 +104,8 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         counters.count_accelerated(ENTRY_POINT)
         return result
     counters.count_not_used(ENTRY_POINT, reason)
+    call.is_to_be_captured = False
+    call.hand_back()
     result = wrapped(**arguments, **model_kwargs)
     if note is not None:
         sequences = result if isinstance(result, Tensor) else result.sequences

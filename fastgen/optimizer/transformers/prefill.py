@@ -19,7 +19,7 @@ from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers.buckets import prefill_in_groups
 from fastgen.optimizer.transformers.cache import ExchangedLayers
-from fastgen.optimizer.transformers.call import Call, NotAccelerated
+from fastgen.optimizer.transformers.call import BEYOND_WINDOW, Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
 from fastgen.optimizer.transformers.models import handed_on
@@ -131,10 +131,13 @@ def _one_row_each(
     one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
     embedded = model_kwargs.get("inputs_embeds")
     prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
-    reason = caches.unsupported(cache, per_input, prompt, to_generate, _needs_window(call.model, config))
+    reason = caches.unsupported(cache, per_input, prompt + to_generate, _needs_window(call.model, config))
     if reason is not None:
         is_asked_for = call.cache_is_the_users or config.cache_implementation is not None
         raise NotAccelerated(Usual(reason) if is_asked_for else reason)
+    call.reads_too_much = caches.reads_too_much(cache, per_input, prompt, to_generate)
+    if call.reads_too_much and not call.is_to_be_captured:
+        raise NotAccelerated(BEYOND_WINDOW)
     return one_row_ids, one_row_kwargs
 
 
