@@ -138,12 +138,6 @@ CASES = {
         options=lambda: {**BEAM, **releases.with_cache(_prefilled(LLAMA, 4, differing=True))},
         inputs=lambda: LLAMA.make_inputs(padding=None),
     ),
-    "filled cache with a sliding window": Case(
-        "has a sliding window",
-        build=MISTRAL.build,
-        options=lambda: {**BEAM, **releases.with_cache(_prefilled(MISTRAL, 4))},
-        inputs=lambda: MISTRAL.make_inputs(padding=None),
-    ),
     "longer than the sliding window": Case(
         "more positions than the sliding window", build=MISTRAL.build, options=dict, inputs=MISTRAL.make_inputs
     ),

@@ -53,22 +53,47 @@ def test_steps_are_captured(
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("more", [1, 4, 200])
+@pytest.mark.parametrize("first", [5, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("name", ["mistral-short-window", "gemma3"])
-def test_a_cache_of_the_users(name: str) -> None:
-    """It has as many positions behind the call as the library leaves there: the next call goes on behind them."""
+def test_turns_of_a_chat(name: str, first: int, more: int) -> None:
+    """The cache has what the library leaves there behind each call: the next one goes on behind that."""
     family = FAMILIES[name]
-    model, inputs = family.build(), family.make_inputs(1, LONG, padding=None)
+    model, inputs = family.build(), family.make_inputs(1, first, padding=None)
+    question = family.make_inputs(1, more, padding=None)["input_ids"]
+
+    def call() -> Any:
+        cache, tokens, found = DynamicCache(config=model.config), inputs["input_ids"], []
+        for _ in range(3):
+            tokens = model.generate(tokens, attention_mask=torch.ones_like(tokens), **NEW, **releases.with_cache(cache))
+            layers = [(type(x), x.get_seq_length(), x.keys.clone(), x.values.clone()) for x in cache.layers]
+            found.append((tokens, layers))
+            tokens = torch.cat([tokens, question], dim=1)
+        return found
+
+    near_ties.check(call)
+    assert captures() == 3, (reasons(), fallbacks())
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "max_new_tokens": 8}], ids=["long", "short"])
+@pytest.mark.parametrize("filled", [5, 43])
+@pytest.mark.parametrize("name", ["mistral-short-window", "gemma3"])
+def test_beams_behind_a_filled_cache(name: str, filled: int, options: dict[str, Any]) -> None:
+    family = FAMILIES[name]
+    model, inputs = family.build(), family.make_inputs(2, LONG, padding=None)
+    assert filled < LONG
 
     def call() -> Any:
         cache = DynamicCache(config=model.config)
-        tokens = model.generate(**inputs, **NEW, **releases.with_cache(cache))
-        lengths = [(type(layer), layer.get_seq_length(), layer.keys.shape[2]) for layer in cache.layers]
-        more = torch.cat([tokens, inputs["input_ids"][:, :4]], dim=1)
-        again = model.generate(more, attention_mask=torch.ones_like(more), **NEW, **releases.with_cache(cache))
-        return tokens, lengths, again
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"][:, :filled], **releases.with_cache(cache))
+        cache.batch_repeat_interleave(options["num_beams"])
+        result = model.generate(**inputs, **{**NEW, **options}, **releases.with_cache(cache))
+        return result, [(x.get_seq_length(), x.keys, x.values) for x in cache.layers]
 
     near_ties.check(call)
-    assert captures() >= 1, (reasons(), fallbacks())
+    assert captures() == 1, (reasons(), fallbacks())
 
 
 @pytest.mark.parametrize("options", ["greedy", "sampling", "beams", "ends", "returned"])
@@ -97,6 +122,24 @@ def test_without_a_captured_step_the_librarys_layers_go_on(
     with fastgen.disabled():
         expected = run(model, inputs, {**new, **WAYS[options]})
     near_ties.assert_same(expected, run(model, inputs, {**new, **WAYS[options]}))
+
+
+def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_programs(device, monkeypatch)
+    record_from(monkeypatch, 10**6)
+    family = FAMILIES["gemma3"]
+    model, inputs = family.build(), family.make_inputs(1, LONG, padding=None)
+    for options in ({}, {"num_beams": 2, "max_new_tokens": 8}):
+
+        def call(options: dict[str, Any] = options) -> Any:
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(input_ids=inputs["input_ids"][:, :43], **releases.with_cache(cache))
+            cache.batch_repeat_interleave(options.get("num_beams", 1))
+            result = model.generate(**inputs, **{**NEW, **options}, **releases.with_cache(cache))
+            return result, [(x.get_seq_length(), x.keys, x.values) for x in cache.layers]
+
+        near_ties.check(call)
 
 
 def test_within_the_window_steps_need_not_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

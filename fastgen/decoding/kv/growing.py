@@ -84,8 +84,9 @@ class GrowingKV(KVCache):
             return
         keys, values = self.prefix
         if self._window is not None:
-            self.dropped = max(keys.shape[2] - self._window + 1, 0)
-            keys, values = keys[:, :, self.dropped :], values[:, :, self.dropped :]
+            unseen = max(keys.shape[2] - self._window + 1, 0)
+            keys, values = keys[:, :, unseen:], values[:, :, unseen:]
+            self.dropped += unseen
         repeated_bytes = (keys.nbytes + values.nbytes) * beams.per_input
         self._is_short = keys.shape[2] < MIN_SHARED_PREFIX or repeated_bytes < MIN_SHARED_BYTES
         # Projections come with heads and positions swapped in memory; batched products would copy that every step.

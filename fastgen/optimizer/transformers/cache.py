@@ -173,6 +173,7 @@ class ExchangedLayers:
         shared = SharedLayer(initial_capacity, window=_window(layer))
         if layer.get_seq_length():
             shared.update(layer.keys[::per_input].contiguous(), layer.values[::per_input].contiguous())
+            shared.kv.dropped = layer.get_seq_length() - layer.keys.shape[2]  # behind a sliding window
         return shared
 
     def begin_with(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -249,11 +250,13 @@ def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer]:
 
 def _fill(layer: DynamicLayer, kv: GrowingKV) -> None:
     keys, values = kv.materialize()
+    window = _window(layer)
     if layer.get_seq_length():
-        layer.keys, layer.values = keys, values
+        seen = slice(None if window is None else 1 - window, None)
+        layer.keys, layer.values = keys[:, :, seen], values[:, :, seen]
     else:
         layer.update(keys, values)
-    if _window(layer) is not None:
+    if window is not None:
         layer.cumulative_length = kv.length
 
 
@@ -326,8 +329,6 @@ def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | 
                 return needs_window
             if layer.keys is None or layer.values is None or layer.get_seq_length() == 0:
                 continue
-            if type(layer) is DynamicSlidingWindowLayer:
-                return "the cache passed in has a sliding window"
             if not (rows_agree(layer.keys, per_input) and rows_agree(layer.values, per_input)):
                 return "the cache passed in differs between the sequences of an input"
     return None
