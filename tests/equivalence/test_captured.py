@@ -108,6 +108,17 @@ def test_models(name: str, device: torch.device) -> None:
     assert name in BY_RELEASE or captures() == (name not in NOT_CAPTURED), reasons()
 
 
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper", "gpt2"])
+@pytest.mark.parametrize("options", [GREEDY, {**BEAMS, "num_return_sequences": 2}], ids=["greedy", "beams"])
+def test_labels_are_not_read(name: str, options: dict[str, Any], device: torch.device, replays: list[None]) -> None:
+    """`Seq2SeqTrainer` hands them on, and the library leaves them out."""
+    model, inputs = build(BY_NAME[name], device)
+    for length in (5, 70):
+        labels = torch.full((len(next(iter(inputs.values()))), length), EOS, device=device)
+        check(model, inputs | {"labels": labels}, options)
+    assert replays and captures() == 2, reasons()
+
+
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_a_mask_of_frames(options: dict[str, Any], device: torch.device) -> None:
     """Whisper counts the frames of a recording by its mask, and attends to all: steps are the same without it."""

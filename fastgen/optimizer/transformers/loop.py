@@ -32,8 +32,8 @@ from fastgen.optimizer.transformers.captured.key import LAST, MASKS, POSITIONS
 from fastgen.optimizer.transformers.models import (
     has_captured_steps,
     has_growing_frequencies,
-    masks_source,
     may_begin_again,
+    unread_inputs,
 )
 from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
@@ -176,13 +176,13 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
-    ignored = () if masks_source(call.model) else ("attention_mask",)
+    ignored = unread_inputs(call.model)
     is_short = config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS
     if is_short and call.entering is None:
         raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if name in ignored:
-            continue  # of a batch of recordings, when some of them have come to their end
+            continue
         if not _is_known(name, value):
             raise Unexpected(f"the model's input {name}")
         given = value[0] if isinstance(value, ModelOutput) else value

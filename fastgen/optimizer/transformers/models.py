@@ -61,6 +61,19 @@ def masks_source(model: Any) -> bool:
     return _class_of(model) != _SOURCE_WITHOUT_MASK
 
 
+def unread_inputs(model: Any) -> tuple[str, ...]:
+    """Inputs of `generate` that the steps of a model do not read, whatever their shape is.
+
+    `Seq2SeqTrainer` gives the labels of a batch, too. The library's preparation of inputs leaves them out, also where
+    that of a model calls it.
+    """
+    source = () if masks_source(model) else ("attention_mask",)
+    name = "prepare_inputs_for_generation"
+    method = inspect.getattr_static(type(model), name)
+    is_librarys = method is vars(GenerationMixin)[name] or "super" in inspect.unwrap(method).__code__.co_names
+    return (*source, "labels") if is_librarys else source
+
+
 def _class_of(model: Any) -> str:
     kind = type(model)
     return f"{kind.__module__}.{kind.__qualname__}"
