@@ -320,7 +320,8 @@ async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: 
                 yield _event(_error_object(Failed("the server has failed: its log says why")))
             yield "data: [DONE]\n\n"
 
-    return ClosedStream(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx, as it is set up at first
+    return ClosedStream(all_events(), media_type="text/event-stream", headers=headers)
 
 
 async def _events(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncGenerator[str, None]:

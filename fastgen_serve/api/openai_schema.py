@@ -205,6 +205,8 @@ class ContentPart(Body):
 
 class Message(Body):
     role: Literal["developer", "system", "user", "assistant"]
+    tool_calls: Any = off([])  # these two are refused first: a message that has them may have no content
+    function_call: Any = off()
     content: Annotated[
         Text | Annotated[list[ContentPart], Field(min_length=1)],
         described("is no text, and no list of parts {'type': 'text', 'text': ...}: other parts are not supported"),
@@ -213,9 +215,7 @@ class Message(Body):
 
     refusal: Any = off()
     audio: Any = off()
-    tool_calls: Any = off([])
     tool_call_id: Any = off()
-    function_call: Any = off()
     annotations: Any = off([])
 
     def as_template_reads(self) -> dict[str, Any]:
