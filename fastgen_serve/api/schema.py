@@ -26,17 +26,21 @@ def _more_is_null(schema: dict[str, Any]) -> None:
 class Body(BaseModel):
     """A JSON object of a request: a field that is not known, or has another type, is refused.
 
-    Fields that are not known may be null, as some clients send all that they know.
+    Fields that are not known may be null, as some clients send all that they know. 5.0 is the number 5, as in JSON.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_more_is_null)
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out(cls, fields: Any) -> Any:
+    def _as_sent(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
+        known = {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in known.items()
+        }
 
     @field_validator("*", mode="before")
     @classmethod

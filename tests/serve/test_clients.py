@@ -14,8 +14,8 @@ from fastgen_serve.app import create_app
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
-from tests.serve.checkpoints import GREEDY, PROMPT, USER
-from tests.serve.servers import in_thread
+from tests.serve.checkpoints import GREEDY, PROMPT, USER, texts
+from tests.serve.servers import GPT2, in_thread
 
 CHAT = {"model": "chat", "messages": [USER], **GREEDY}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -105,3 +105,30 @@ def test_as_many_inputs_as_clients_send_at_once(paths: dict[str, str]) -> None:
         assert [each["index"] for each in made] == list(range(2048))
         assert made[2046]["embedding"] == pytest.approx(ask(1).json()["data"][0]["embedding"], abs=1e-6)
         assert refusal(ask(1025))[:2] == (400, "input")
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"temperature": 1e-8}, {"do_sample": False}),
+        ({"temperature": 1e-5}, {"do_sample": True, "temperature": 1e-5}),
+        ({"temperature": 1e-4, "top_p": 1e-6}, {"do_sample": True, "temperature": 1e-4, "top_p": 1e-6}),
+        ({"typical_p": 1e-6}, {"do_sample": True, "typical_p": 1e-6}),
+    ],
+    ids=str,
+)
+def test_numbers_next_to_zero(http: httpx.Client, fields: dict[str, Any], options: dict[str, Any]) -> None:
+    """Where a client means greedy search, it may say so with a small number: 0.000001 is what models of Qwen say."""
+    body = {"model": "gpt2", "prompt": PROMPT, "max_tokens": 12, "seed": 1, **fields}
+    expected = texts(GPT2, PROMPT, seed=1, max_new_tokens=12, num_beams=1, top_k=0, **options)
+    assert [each["text"] for each in http.post("/v1/completions", json=body).json()["choices"]] == expected
+
+
+def test_numbers_with_a_point_and_no_model(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "n": 1, "seed": 1}
+    same = {name: float(value) if isinstance(value, int) else value for name, value in body.items()}
+    ask = lambda **fields: http.post("/v1/completions", json=fields).json()  # noqa: E731
+    expected = ask(model="gpt2", **body)["choices"]
+    assert ask(model="gpt2", **same)["choices"] == expected and expected[0]["text"]
+    assert ask(model="", **body)["model"] == ask(**body)["model"] == "bart"
+    assert ask(model="gpt2", **{**body, "max_tokens": 3.5})["error"]["param"] == "max_tokens"
