@@ -19,12 +19,12 @@ class Models:
         self._by_name = {model.name: model for model in models}
 
     def get(self, name: str | None = None) -> ServedModel:
-        """The model of this name; the first one for none, or an empty one.
+        """The model of this name; the first one for None.
 
         Raises:
             ModelNotFound: no such model is served.
         """
-        if not name:
+        if name is None:
             return next(iter(self._by_name.values()))
         found = self._by_name.get(name)
         if found is None:

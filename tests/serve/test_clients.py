@@ -132,3 +132,4 @@ def test_numbers_with_a_point_and_no_model(http: httpx.Client) -> None:
     assert ask(model="gpt2", **same)["choices"] == expected and expected[0]["text"]
     assert ask(model="", **body)["model"] == ask(**body)["model"] == "bart"
     assert ask(model="gpt2", **{**body, "max_tokens": 3.5})["error"]["param"] == "max_tokens"
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
