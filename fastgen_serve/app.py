@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 import fastgen
 from fastgen_serve.api import libretranslate, openai, operations, page, vllm
+from fastgen_serve.api.schema import said
 from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, ServeError
 from fastgen_serve.guard import Guard, Traffic
@@ -68,7 +69,9 @@ def create_app(
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         failure = ServeError(str(error.detail))
-        failure.status, failure.code = error.status_code, "not_found" if error.status_code == 404 else "invalid_request"
+        failure.status, failure.code = error.status_code, "invalid_request"
+        if error.status_code == 404:
+            failure.message, failure.code = "there is no such path: /docs lists those that there are", "not_found"
         response = write_error(request.url.path, failure)
         response.headers.update(error.headers or {})
         return response
@@ -126,12 +129,11 @@ def write_error(path: str, error: ServeError) -> JSONResponse:
 
 def as_bad_request(error: RequestValidationError) -> BadRequest:
     """The first thing that is wrong with a request, with the field that it is about."""
-    first: dict[str, Any] = error.errors()[0]
+    first: Any = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is no JSON: {first['ctx']['error']}")
     where = [str(part) for part in first["loc"][1:]]
     if not where and first["type"] in ("model_attributes_type", "model_type"):  # a text, or a form, for example
         return BadRequest("the body: it is no JSON object, send one, with application/json as its content-type")
     param = ".".join(where) or None
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return BadRequest(f"{param or 'the body'}: {message}", param=param)
+    return BadRequest(f"{param or 'the body'}: {said(first).removeprefix('Value error, ')}", param=param)

@@ -51,6 +51,12 @@ class TooLarge(ServeError):
     status, code = 413, "request_too_large"
 
 
+class Encoded(ServeError):
+    """The body is compressed."""
+
+    status, code = 415, "unsupported_encoding"
+
+
 class Busy(ServeError):
     """As many requests wait as the server lets wait: the client tries again."""
 

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from fastgen_serve import keys, log, metrics
-from fastgen_serve.errors import Failed, ServeError, TimedOut, TooLarge, Unavailable
+from fastgen_serve.errors import Encoded, Failed, ServeError, TimedOut, TooLarge, Unavailable
 from fastgen_serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
@@ -113,6 +113,7 @@ class Guard:
         path, body = scope["path"], _Body(receive, self._settings.max_body_bytes)
         try:
             body.check_length(headers.get("content-length"))
+            _check_encoding(headers.get("content-encoding", ""))
             if self._needs_header(path):
                 keys.check(keys.of_header(headers.get("authorization")), self._settings.api_keys)
             if self._traffic.is_draining and scope["method"] == "POST":  # what asks a model for something
@@ -168,6 +169,12 @@ def _without_body(send: Send) -> Send:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
     return send_head
+
+
+def _check_encoding(encoding: str) -> None:
+    """Raises Encoded for a compressed body, of which nobody knows how large it gets."""
+    if encoding.strip().lower() not in ("", "identity"):
+        raise Encoded("the body is compressed: send it as it is, without the header Content-Encoding")
 
 
 def _stops() -> Unavailable:

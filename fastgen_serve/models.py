@@ -8,6 +8,9 @@ from fastgen_serve.concurrency import together
 from fastgen_serve.errors import ModelNotFound
 from fastgen_serve.served import ServedModel
 
+# Characters of the name of a model that is not known.
+_LONGEST_NAME = 100
+
 
 class Models:
     """The models that a server has, in the order in which they were given. The first is the default."""
@@ -25,7 +28,8 @@ class Models:
             return next(iter(self._by_name.values()))
         found = self._by_name.get(name)
         if found is None:
-            raise ModelNotFound(f"no such model is served: the models are {', '.join(self._by_name)}", param="model")
+            known = ", ".join(self._by_name)
+            raise ModelNotFound(f"model {name[:_LONGEST_NAME]!r} is not served: the models are {known}", param="model")
         return found
 
     def names(self) -> list[str]:

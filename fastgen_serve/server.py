@@ -9,36 +9,13 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from fastgen_serve.protocol import Protocol
 from fastgen_serve.settings import ServeSettings
 
 _log = logging.getLogger("fastgen_serve")
 # Seconds between two looks at whether all requests are over; and in which the last answers get to their clients.
 _LOOK, _LAST_ANSWERS = 0.05, 2
-
-# Bytes of a request beside its body, which is measured by the guard: of headers, and of what chunks have around them.
-_MOST_AROUND_BODY, _MOST_PER_BYTE = 2**19, 8
-
-
-class BoundedHeaders(HttpToolsProtocol):
-    """uvicorn's protocol over httptools, which reads headers of any size. Here a request of too many gets 400."""
-
-    _received = _body = 0
-
-    def on_message_begin(self) -> None:
-        self._received = self._body = 0
-        super().on_message_begin()
-
-    def on_body(self, body: bytes) -> None:
-        self._body += len(body)
-        super().on_body(body)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._received += len(data)
-        if self._received > _MOST_AROUND_BODY + _MOST_PER_BYTE * self._body and not self.transport.is_closing():
-            self.send_400_response("The headers are too long.")
 
 
 class Server(uvicorn.Server):
@@ -53,7 +30,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, settings: ServeSettings) -> None:
         config = uvicorn.Config(
-            app, http=BoundedHeaders, log_level="warning", access_log=False, server_header=False, lifespan="on",
+            app, http=Protocol, log_level="warning", access_log=False, server_header=False, lifespan="on",
             timeout_graceful_shutdown=_LAST_ANSWERS,
         )  # fmt: skip
         super().__init__(config)

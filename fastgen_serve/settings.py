@@ -103,7 +103,8 @@ class ServeSettings:
     max_tokens: int = _option(4096, "new tokens of a request", least=1)
     max_beams: int = _option(16, "beams, or sequences, of a request", least=1)
     """At most `slots`."""
-    max_batch: int = _option(256, "inputs of a request", least=1)
+    max_batch: int = _option(2048, "inputs of a request", least=1)
+    """By default as many as OpenAI embeds, as clients send batches of 1000."""
     request_timeout_s: float = _option(600.0, "seconds that a request may take", above=0, metavar="SECONDS")
     drain_s: float = _option(30.0, "seconds in which requests may end on SIGTERM", least=0, metavar="SECONDS")
 

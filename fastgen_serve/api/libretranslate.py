@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 
 from fastgen_serve import keys
-from fastgen_serve.api.schema import Body, Text
+from fastgen_serve.api.schema import Body, Text, said
 from fastgen_serve.errors import BadRequest, ServeError, Unauthorized
 from fastgen_serve.translation import files, languages, markup, sentences
 from fastgen_serve.translation.detection import Detected
@@ -341,7 +341,7 @@ def _checked(request: Request, model: type[Read], fields: dict[str, Any]) -> Rea
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else None  # of a name that is no text, there is none
-        raise BadRequest(f"{name or 'the body'}: {first['msg']}", param=name) from error
+        raise BadRequest(f"{name or 'the body'}: {said(first)}", param=name) from error
 
 
 async def _translator(app: FastAPI) -> Translator:

@@ -72,6 +72,7 @@ def served_model(request: Request, name: str | None, *tasks: str) -> ServedModel
     """The model of a request.
 
     Args:
+        name: of the model; the first one for none, or an empty one.
         tasks: one of which it must have.
 
     Raises:
@@ -79,7 +80,7 @@ def served_model(request: Request, name: str | None, *tasks: str) -> ServedModel
         Unavailable: it is not ready.
         BadRequest: it is one for something else.
     """
-    model: ServedModel = request.app.state.models.get(name)
+    model: ServedModel = request.app.state.models.get(name or None)
     if not model.is_ready:
         raise Unavailable(f"model {model.name} is not ready: try again", retry_after=5)
     if tasks and not set(tasks) & set(model.info.tasks):
@@ -98,6 +99,7 @@ def check_batch(request: Request, inputs: Sequence[Any], param: str) -> None:
 
 
 @router.get("/v1/models")
+@router.get("/v1/models/", include_in_schema=False)
 async def list_models(request: Request) -> answers.ModelList:
     """The models that are served."""
     return answers.ModelList(object="list", data=[_card(model) for model in request.app.state.models])
@@ -320,7 +322,8 @@ async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: 
                 yield _event(_error_object(Failed("the server has failed: its log says why")))
             yield "data: [DONE]\n\n"
 
-    return ClosedStream(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx, as it is set up at first
+    return ClosedStream(all_events(), media_type="text/event-stream", headers=headers)
 
 
 async def _events(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncGenerator[str, None]:

@@ -15,10 +15,11 @@ from fastgen_serve.errors import BadRequest
 
 _STOPS, _STOP_LENGTH = 16, 256
 _MOST_LOGPROBS = 20
+Probability = Annotated[float, Field(gt=0, le=1)]
 # Numbers beyond these leave no probability that a float32 can hold.
-Probability = Annotated[float, Field(ge=1e-4, le=1)]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
-_LEAST_TEMPERATURE = 1e-3
+# Less is greedy search, as in vLLM. Some clients send such a number where others would send 0.
+_LEAST_TEMPERATURE = 1e-5
 Count = Annotated[int, Field(ge=1)]
 # The library makes a list for each place of an n-gram: no sequence has more tokens.
 _LONGEST_NGRAM = 4096
@@ -81,7 +82,7 @@ class Generation(Cutting):
         described(f"is no text of 1 to {_STOP_LENGTH} characters, and no list of up to {_STOPS} such texts"),
     ] = Field(default=None, description="Strings that end a result.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        default=None, description="0 is greedy search, more is sampling."
+        default=None, description="0 is greedy search, and so is less than 0.00001; more is sampling."
     )
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="0 and -1 switch it off.")
@@ -138,9 +139,7 @@ class Generation(Cutting):
     @field_validator("temperature")
     @classmethod
     def _draws_or_not(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < _LEAST_TEMPERATURE:
-            raise PydanticCustomError("temperature", "is too close to 0: give 0, or 0.001 or more")
-        return value
+        return 0 if value is not None and value < _LEAST_TEMPERATURE else value
 
     @field_validator("logit_bias")
     @classmethod
@@ -205,6 +204,8 @@ class ContentPart(Body):
 
 class Message(Body):
     role: Literal["developer", "system", "user", "assistant"]
+    tool_calls: Any = off([])  # these two are refused first: a message that has them may have no content
+    function_call: Any = off()
     content: Annotated[
         Text | Annotated[list[ContentPart], Field(min_length=1)],
         described("is no text, and no list of parts {'type': 'text', 'text': ...}: other parts are not supported"),
@@ -213,9 +214,7 @@ class Message(Body):
 
     refusal: Any = off()
     audio: Any = off()
-    tool_calls: Any = off([])
     tool_call_id: Any = off()
-    function_call: Any = off()
     annotations: Any = off([])
 
     def as_template_reads(self) -> dict[str, Any]:

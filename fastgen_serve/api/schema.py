@@ -14,14 +14,33 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+
+def _more_is_null(schema: dict[str, Any]) -> None:
+    schema["additionalProperties"] = {"type": "null"}
 
 
 class Body(BaseModel):
-    """A JSON object of a request: a field that is not known, or has another type, is refused."""
+    """A JSON object of a request: a field that is not known, or has another type, is refused.
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    Fields that are not known may be null, as some clients send all that they know. 5.0 is the number 5, as in JSON.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_more_is_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        known = {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in known.items()
+        }
 
     @field_validator("*", mode="before")
     @classmethod
@@ -31,6 +50,11 @@ class Body(BaseModel):
         if isinstance(accepted, list) and not any(_equals(value, each) for each in accepted):
             raise PydanticCustomError("unsupported", "is not supported: leave it out")
         return value
+
+
+def said(error: ErrorDetails) -> str:
+    """What is wrong with a field, for those who sent it."""
+    return "is not known here: leave it out" if error["type"] == "extra_forbidden" else error["msg"]
 
 
 def _equals(value: Any, other: Any) -> bool:

@@ -78,7 +78,7 @@ class RerankRequest(Pairing):
     top_n: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Results, at the most; 0 for all.")
     return_documents: bool | None = Field(default=None, description="false: results have no text.")
 
-    max_tokens_per_doc: Any = off()
+    max_tokens_per_doc: Any = off(0)
 
     @property
     def texts(self) -> list[str]:

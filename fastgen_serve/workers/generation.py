@@ -189,7 +189,9 @@ class GenerationWorker:
             raise BadRequest("all tokens end a sequence: leave one that beams go on with", param="eos_token_id")
         if job.logprobs is not None and beams > 1:
             raise BadRequest(
-                "logprobs are those of sequences without beams: leave them out, or the beams", param="logprobs"
+                f"logprobs are those of sequences without beams, and this search has {beams}: give num_beams=1, or "
+                "leave logprobs out",
+                param="logprobs",
             )
 
     def _prompt(self, job: Generate) -> int:
