@@ -226,6 +226,7 @@ def test_a_model_that_drops_its_cache(options: dict[str, Any], device: torch.dev
     check(model, to(device, family.make_inputs(length=24)), {**options, **ending})
     assert captures() == 0
     check(model, to(device, family.make_inputs(length=9)), {**options, "max_new_tokens": 12})
-    assert captures() == 1
+    waits = any("waits for the device" in reason for reason in reasons())  # older releases ask how long sequences are
+    assert captures() == (not waits)
     check(model, to(device, family.make_inputs(length=25)), {**options, **ending})  # long from the beginning
-    assert not any("gets long" in reason for reason in list(reasons())[1:])
+    assert sum(count for reason, count in reasons().items() if "gets long" in reason) == 2

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 
 import fastgen
-from fastgen import patching
+from fastgen import patching, releases
 from fastgen.decoding.kv.growing import GrowingKV
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons
@@ -184,6 +184,7 @@ def test_other_threads_meet_nothing_of_it() -> None:
     assert accelerated() == 1 and not fallbacks()
 
 
+@pytest.mark.skipif(not releases.streams_behind_criteria(), reason="before 5.17 such calls keep the library's drafts")
 @pytest.mark.usefixtures("speculates_at_once", "any_lengths")
 @pytest.mark.parametrize("family", [LLAMA, BART], ids=str)
 def test_drafts(family: Family) -> None:

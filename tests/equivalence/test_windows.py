@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import fastgen
 from fastgen import counters, releases
 from fastgen.optimizer.transformers.cache import SharedLayer
-from fastgen.optimizer.transformers.captured import sizes
+from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons, record_from
 from tests.equivalence.check import accelerated, check, fallbacks, run
@@ -30,6 +30,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "ends": {"eos_token_id": list(range(11, 40))},
     "returned": {"return_dict_in_generate": True, "output_scores": True},
 }
+
+
+def _record_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is recorded, and none is there."""
+    record_from(monkeypatch, 10**6)
+    graph_cache.drop_all()
 
 
 @pytest.mark.usefixtures("way")
@@ -103,7 +109,7 @@ def test_without_a_captured_step_the_librarys_layers_go_on(
 ) -> None:
     """From the prefill that has been made already. So it is in calls that come before recording pays."""
     need_programs(device, monkeypatch)
-    record_from(monkeypatch, 10**6)
+    _record_never(monkeypatch)
     family = FAMILIES[name]
     model, updates = family.build(), list[int]()
     extend = SharedLayer.update
@@ -126,7 +132,7 @@ def test_without_a_captured_step_the_librarys_layers_go_on(
 
 def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     need_programs(device, monkeypatch)
-    record_from(monkeypatch, 10**6)
+    _record_never(monkeypatch)
     family = FAMILIES["gemma3"]
     model, inputs = family.build(), family.make_inputs(1, LONG, padding=None)
     for options in ({}, {"num_beams": 2, "max_new_tokens": 8}):
@@ -143,7 +149,7 @@ def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatc
 
 
 def test_within_the_window_steps_need_not_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    record_from(monkeypatch, 10**6)
+    _record_never(monkeypatch)
     family = FAMILIES["gemma3"]
     check(family.build(), family.make_inputs(2, 3), {**NEW, "max_new_tokens": 20})
     assert accelerated() == 1 and not fallbacks()
