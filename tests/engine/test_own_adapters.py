@@ -86,7 +86,7 @@ def assert_shared(executor: ContinuousBatches, most_steps: int) -> None:
     assert 0 < executor.counts["steps"] <= most_steps
 
 
-@pytest.mark.sampled(4, each=("name", "options"))
+@pytest.mark.sampled(6, each=("name", "options"))
 @pytest.mark.parametrize("captured_step", ["auto", "always"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES_AND_CONV1D)
@@ -382,3 +382,20 @@ def test_other_kinds_of_adapters_have_calls_of_their_own(kind: str) -> None:
         assert torch.equal(one, two)
     assert not torch.equal(found[0], found[2]) and torch.equal(found[2], found[3])
     assert stats["alone"] == {"the model's input adapter_names": 3} and stats["busy_row_steps"]
+
+
+def test_a_forward_pass_of_the_users_sees_its_adapter() -> None:
+    """FastGen's does not stand for it, so peft's own code has to hand it the names."""
+    model, seen = with_three(), list[Any]()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    plain = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs.get("adapter_names"))
+        return plain(*args, **kwargs)
+
+    layer.forward = forward
+    with fastgen.Engine(model) as engine:
+        found = engine.submit(PROMPTS[0], adapter_names=["one"], **LONG).result(WAIT)
+    assert seen == [["one"]] * len(seen) and seen
+    assert torch.equal(found, alone(model, PROMPTS[0], adapter_names=["one"], **LONG))
