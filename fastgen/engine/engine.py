@@ -85,8 +85,8 @@ class Engine:
             generation_config: as `generate` takes it.
             timeout: seconds to wait while `max_waiting` requests wait; None for as long as it takes, 0 for not at all.
             seed: sampling draws what `torch.manual_seed(seed)` and a call of its own would draw.
-            **generate_kwargs: other arguments of `generate`: options, processors, criteria, a streamer, ... For a model of
-                peft, `adapter_names` of one name is the LoRA adapter of this request.
+            **generate_kwargs: other arguments of `generate`: options, processors, criteria, a streamer, ..., and for a
+                model of peft `adapter_names`, of one name: the LoRA adapter of this request.
 
         Returns:
             A `concurrent.futures.Future` of what `model.generate` returns for this input alone: a LongTensor

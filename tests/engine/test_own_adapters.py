@@ -14,6 +14,7 @@ import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request
+from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import PROMPTS, WAIT, Gate, run
@@ -110,7 +111,7 @@ def test_requests_of_an_adapter_share_prefills(name: str) -> None:
     run(executor, again, at_once=32)
     for those in (requests, again):
         assert_theirs(model, those, names, prompts, max_new_tokens=12)
-    assert executor.counts["batches"] <= 2 * 3 * 3 and not executor.alone
+    assert executor.counts["batches"] <= 2 * 3 * 3 and executor.counts["busy_row_steps"] and not executor.alone
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
@@ -260,10 +261,12 @@ def test_static_batches(name: str, captured_step: str) -> None:
     assert executor.counts["batches"] == 3 and not (executor.alone or executor.counts["steps"])
 
 
-def test_without_fastgen() -> None:
+def test_without_fastgen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft's own code has the adapters."""
     model = with_three()
     requests = requests_for(model, NAMES)
     fastgen.disable()
+    monkeypatch.setattr(row_adapters, "choosing", None)
     run(ContinuousBatches(model, 8), requests, at_once=8)
     assert_theirs(model, requests, NAMES)
 
@@ -332,12 +335,18 @@ def test_several_active_adapters_beside_one() -> None:
     assert_shared(executor, 39 + 3)
 
 
-def test_an_assistant_has_its_own_adapters() -> None:
-    """The layers of a model that drafts do not have the adapter of the request."""
-    model, assistant = with_three(), with_three().get_base_model()
+def test_other_models_have_their_own_adapters() -> None:
+    """Code of the user's may have another model generate, also while the request is prefilled."""
+    model, other = with_three(), with_three()
+
+    def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        said = other.generate(input_ids=ids[:, -3:], max_new_tokens=1, min_new_tokens=1)
+        return scores.index_fill(1, said[0, -1:], 1e4)
+
     with fastgen.Engine(model, slots=8) as engine:
-        found = engine.submit(PROMPTS[3], adapter_names=["two"], assistant_model=assistant, **LONG).result(WAIT)
-    assert torch.equal(found, alone(model, PROMPTS[3], adapter_names=["two"], **LONG))
+        found = engine.submit(PROMPTS[3], adapter_names=["two"], logits_processor=[asks], **LONG).result(WAIT)
+        assert not engine.stats()["alone"]
+    assert torch.equal(found, alone(model, PROMPTS[3], adapter_names=["two"], logits_processor=[asks], **LONG))
 
 
 def test_names_that_are_refused() -> None:
