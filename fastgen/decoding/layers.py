@@ -40,6 +40,9 @@ LINEAR: Kinds = {nn.Linear: False}
 # What layers compute that spell it out.
 Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 
+# What else stands for a layer, and asks at each call what it is to do.
+Forms = Callable[[nn.Module], Replacement | None]
+
 HALF = (torch.float16, torch.bfloat16)
 # Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's kernel takes as long as it
 # saves.
@@ -68,19 +71,26 @@ class FastLayers:
     _freed = threading.Condition(_lock)
     _of: weakref.WeakKeyDictionary[nn.Module, FastLayers] = weakref.WeakKeyDictionary()
 
-    def __init__(self, model: nn.Module, kinds: Kinds, functions: Functions) -> None:
+    def __init__(self, model: nn.Module, kinds: Kinds, functions: Functions, form_of: Forms) -> None:
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._functions = functions
+        self._form_of = form_of
         self._users: list[_User] = []  # each as often as its thread has entered
         self._asked: tuple[str, ...] = ()  # for which products
         self._installed: dict[nn.Module, Replacement] = {}
         self._kept: dict[nn.Module, Replacement] = {}
 
     @classmethod
-    def of(cls, model: nn.Module, kinds: Kinds = LINEAR, functions: Functions = MappingProxyType({})) -> FastLayers:
+    def of(
+        cls,
+        model: nn.Module,
+        kinds: Kinds = LINEAR,
+        functions: Functions = MappingProxyType({}),
+        form_of: Forms = lambda module: None,
+    ) -> FastLayers:
         with cls._lock:
-            return cls._of.setdefault(model, cls(model, kinds, functions))
+            return cls._of.setdefault(model, cls(model, kinds, functions, form_of))
 
     @classmethod
     def drop_kept(cls) -> None:
@@ -173,7 +183,7 @@ class FastLayers:
         if function is not None:
             return FunctionForm(module, function)
         if not module._parameters:
-            return None
+            return self._form_of(module)
         form = norms.form_of(module)
         if form is not None:
             return FunctionForm(module, partial(norms.normalise, module, form), partial(norms.serves, module))

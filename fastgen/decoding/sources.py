@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -25,30 +25,33 @@ class Sources:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes, self.reused = most_bytes, 0, 0
         self.kind: Any = None
-        self._known: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()  # [length, size] each
+        self._known: OrderedDict[tuple[Hashable, ...], Tensor] = OrderedDict()  # [length, size] each
 
     def clear(self) -> None:
         self._known.clear()
         self.nbytes = 0
 
-    def encode(self, run: Callable[[Tensor, Tensor], Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+    def encode(
+        self, run: Callable[[Tensor, Tensor], Tensor], ids: Tensor, mask: Tensor, kind: Hashable = None
+    ) -> Tensor:
         """The encoder output [batch, longest, size] of sources, zero where there is padding.
 
         Args:
             run: encodes some rows: their tokens, and their mask, with padding on the right.
             ids: [batch, longest], int64.
             mask: [batch, longest], 1, and 0 where there is padding, behind them.
+            kind: sources of another one are not the same, whatever their tokens.
         """
         real = mask.bool()
-        keys = [tuple(row[is_real].tolist()) for row, is_real in zip(ids, real, strict=True)]
+        keys = [(kind, *row[is_real].tolist()) for row, is_real in zip(ids, real, strict=True)]
         found = {key: self._known[key] for key in keys if key in self._known}
         new = dict.fromkeys(key for key in keys if key not in found)
         self.reused += len(keys) - len(new)
         if new:
-            rows = [torch.tensor(key) for key in new]
+            rows = [torch.tensor(key[1:]) for key in new]
             masks = [torch.ones_like(row, dtype=mask.dtype) for row in rows]
             states = run(pad_sequence(rows, True), pad_sequence(masks, True))
-            found |= {key: state[: len(key)].clone() for key, state in zip(new, states, strict=True)}
+            found |= {key: state[: len(key) - 1].clone() for key, state in zip(new, states, strict=True)}
         state = found[keys[0]]
         encoded = state.new_zeros(*ids.shape, state.shape[-1])
         for row, key in enumerate(keys):
@@ -57,7 +60,7 @@ class Sources:
             self._keep(key, state)
         return encoded
 
-    def _keep(self, key: tuple[int, ...], state: Tensor) -> None:
+    def _keep(self, key: tuple[Hashable, ...], state: Tensor) -> None:
         if key not in self._known:
             self._known[key] = state
             self.nbytes += state.nbytes

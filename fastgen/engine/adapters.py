@@ -16,7 +16,11 @@ from transformers.generation.utils import GenerationMixin
 
 from fastgen.decoding import library_code
 from fastgen.decoding.modules import modules_of
+from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.models import ADAPTERS
+
+# peft's option: the adapter of each row.
+ADAPTER_NAMES = "adapter_names"
 
 
 def is_pefts(model: Any) -> bool:
@@ -68,6 +72,29 @@ def arguments_of(model: Any, options: Mapping[str, Any]) -> list[str]:
     """The options of a call that peft keeps for itself, such as `adapter_names`: something for each row."""
     own = getattr(model, "special_peft_forward_args", ()) if is_pefts(model) else ()
     return [name for name in own if name in options]
+
+
+def take_adapter(model: Any, inside: Any, options: dict[str, Any]) -> str | None:
+    """The adapter that a request names for itself, taken out of its options where FastGen has it beside others; None
+    where it names none, and where peft's own code has to run it.
+
+    Raises:
+        ValueError: the model has no such adapter.
+    """
+    if ADAPTER_NAMES not in arguments_of(model, options):
+        return None
+    names = options[ADAPTER_NAMES]
+    if names is None:
+        del options[ADAPTER_NAMES]
+    if not isinstance(names, (list, tuple)):
+        return None
+    known = row_adapters.names_in(inside)
+    unknown = [str(name) for name in names if name not in (row_adapters.BASE, *known)] if known else []
+    if unknown:
+        raise ValueError(f"{ADAPTER_NAMES}: the model has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    if len(names) != 1 or inside.device.type != "cpu" or row_adapters.unsupported(inside, names[0]) is not None:
+        return None
+    return str(options.pop(ADAPTER_NAMES)[0])
 
 
 def name_tokens(model: Any, inside: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 
-from fastgen import releases
+from fastgen import patching, releases
 from fastgen.decoding import library_code
 from fastgen.decoding.modules import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of
 from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers import buckets, models
+from fastgen.optimizer.transformers import buckets, models, row_adapters
+from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 
 # What layers of peft, and Transformers' own interface to it, say of the adapters that a forward pass uses.
@@ -30,17 +32,39 @@ def call(model: Any, batch: Sequence[Request]) -> list[Any]:
 
     They agree in their options. The call ends with the step in which the last of them is cancelled.
     """
-    options = _until_cancelled(batch)
-    if len(batch) > 1:
-        return _together(model, batch, options)
-    request, device = batch[0], model.device
+    request, options = batch[0], _until_cancelled(batch)
+    with _having(model, request.adapter, len(batch)) as of_peft:
+        options |= of_peft
+        return _together(model, batch, options) if len(batch) > 1 else [_by_itself(model, request, options)]
+
+
+@contextlib.contextmanager
+def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, Any]]:
+    """A context in which all rows of a call have an adapter of their own; gives the options of peft's that say so where
+    FastGen is off, or the model has changed, and peft's own code has to do it.
+    """
+    if adapter is None:
+        yield {}
+        return
+    inside = adapters.model_inside(model)
+    with fast_layers(inside):
+        is_served = patching.is_active() and alone_for_model(model) is None
+        if is_served and row_adapters.unsupported(inside, adapter) is None and row_adapters.has_forms(inside):
+            with row_adapters.choosing(inside, (adapter,)):
+                yield {}
+        else:
+            yield {adapters.ADAPTER_NAMES: [adapter] * rows}
+
+
+def _by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
+    device, options = model.device, {**request.options, **options}
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None),
-        adapters.without_hooks_left(model, request.options),
+        adapters.without_hooks_left(model, options),
     ):
         if request.seed is not None:
             torch.manual_seed(request.seed)
-        return [model.generate(**request.inputs, **{**request.options, **options})]
+        return model.generate(**request.inputs, **options)
 
 
 def _until_cancelled(batch: Sequence[Request]) -> dict[str, Any]:

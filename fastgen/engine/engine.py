@@ -85,7 +85,8 @@ class Engine:
             generation_config: as `generate` takes it.
             timeout: seconds to wait while `max_waiting` requests wait; None for as long as it takes, 0 for not at all.
             seed: sampling draws what `torch.manual_seed(seed)` and a call of its own would draw.
-            **generate_kwargs: other arguments of `generate`: options, processors, criteria, a streamer, ...
+            **generate_kwargs: other arguments of `generate`: options, processors, criteria, a streamer, ..., and for a
+                model of peft `adapter_names`, of one name: the LoRA adapter of this request.
 
         Returns:
             A `concurrent.futures.Future` of what `model.generate` returns for this input alone: a LongTensor
@@ -96,7 +97,7 @@ class Engine:
             EngineFull: no room within `timeout`; in a callback of the engine's own thread at once.
             MemoryError: from `result()`: it may need more K and V than `cache_gib`.
             ValueError: what `generate` would refuse, an empty input, one with more tokens than the model has positions,
-                more beams than rows, or a closed engine.
+                more beams than rows, an adapter that is not there, or a closed engine.
         """
         (request,) = self._made([inputs], generation_config, seed, **generate_kwargs)
         self._waiting.put([request], timeout)

@@ -84,6 +84,7 @@ def make(
     if made.alone is not None:  # which may take any options
         return made
     adapters.choose_config(outer, model)
+    made.adapter = adapters.take_adapter(outer, model, options)
     of_peft = adapters.arguments_of(outer, options)
     of_model = {name: value for name, value in options.items() if name not in of_peft}
     made.config, others, has_default_length = _checked(model, given, of_model)
@@ -236,12 +237,13 @@ def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
     least = least_new_tokens(request.config, request.prompt)
     length = request.length if has((*_READ_SOURCE, *of_prompt)) else None
     alone = object() if request.alone is not None or request.config.return_dict_in_generate else None
-    group = shared, request.new_tokens, least, length, alone
+    group = shared, request.new_tokens, least, length, alone, request.adapter
     if has((*_READ_SOURCE, "exponential_decay_length_penalty")):
         return group, None  # the latter counts from the end of the prompt
     returned = tuple(bool(own.get(name)) for name in _RETURNED)
     drawn = tuple((name, _exact(own.get(name))) for name in _DRAWN) if request.config.do_sample else None
-    return group, (shared, drawn, least, length, returned, len(request.options.get("stopping_criteria") or ()))
+    criteria = len(request.options.get("stopping_criteria") or ())
+    return group, (shared, drawn, least, length, returned, criteria, request.adapter)
 
 
 def _exact(value: Any) -> str:

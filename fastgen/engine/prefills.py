@@ -73,7 +73,7 @@ class Prefills:
         tokens = self._tokens(first)
         if self.prefixes is None or len(tokens) <= LEAST_SHARED:
             return False
-        if self.prefixes.match(tokens) >= LEAST_SHARED:
+        if self.prefixes.match(tokens, first.adapter) >= LEAST_SHARED:
             return True
         beginning = tokens[:LEAST_SHARED]
         return any(self._tokens(other)[:LEAST_SHARED] == beginning for other in waiting if other is not first)
@@ -118,9 +118,9 @@ class Prefills:
                 if kept is not None:
                     kept.clear()
             self._state = state
-        tokens, beginning = self._tokens(batch[0]), list[Pair]()
-        if self.prefixes is not None and len(batch) == 1 and self.prefixes.match(tokens) >= LEAST_SHARED:
-            beginning = self.prefixes.take(tokens)
+        given, beginning = (self._tokens(batch[0]), batch[0].adapter), list[Pair]()
+        if self.prefixes is not None and len(batch) == 1 and self.prefixes.match(*given) >= LEAST_SHARED:
+            beginning = self.prefixes.take(*given)
         known = beginning[0][0].shape[2] if beginning else 0
         begin, chunks = time.perf_counter(), self.chunks
 
@@ -153,7 +153,8 @@ class Prefills:
             tokens, begin = self._tokens(request), prompt.cached - request.length
             if len(tokens) > LEAST_SHARED:
                 one = slice(row, row + 1)
-                self.prefixes.put(tokens, [(k[one, :, begin:], v[one, :, begin:]) for k, v in prompt.own])
+                own = [(k[one, :, begin:], v[one, :, begin:]) for k, v in prompt.own]
+                self.prefixes.put(tokens, own, request.adapter)
 
     def _tokens(self, request: Request) -> list[int]:
         """Those of a prompt without padding; none of another one."""

@@ -75,6 +75,7 @@ class Request:
         new_tokens: the most that come behind; None where that is not known.
         alone: why it must not share a batch; None where it may, as far as the request goes.
         group: requests with equal ones may share a batch. By default it is this one's alone.
+        adapter: of peft, that it has of its own, beside others; None for those that are active.
         prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
         is_static: it has no slots any more, as it could not go on in them, or with others.
         repeats: so often it has begun again.
@@ -94,6 +95,7 @@ class Request:
     alone: str | None = None
     group: Hashable = field(default_factory=object)
     prefill_group: Hashable = None
+    adapter: str | None = None
     is_static: bool = False
     repeats: int = 0
     failures: int = 0

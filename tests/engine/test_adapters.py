@@ -59,9 +59,9 @@ def adapted(name: str, kind: str = "lora", **options: Any) -> Any:
     return model.eval()
 
 
-def with_two(name: str = "llama") -> Any:
-    model = adapted(name)
-    model.add_adapter("other", config_of(name))
+def with_two(name: str = "llama", kind: str = "lora") -> Any:
+    model = adapted(name, kind)
+    model.add_adapter("other", config_of(name, kind))
     draw(model, 2, ".other.")
     return model.eval()
 
@@ -166,25 +166,10 @@ def test_adapters_that_change_while_requests_are_in_slots(change: str, is_inside
     assert_as_alone(model, requests)
 
 
-def test_an_adapter_for_each_request() -> None:
-    """peft hands each row its adapter by hooks: such a request has a call of its own, beside those in slots."""
-    model = with_two()
-    with fastgen.Engine(model, slots=8) as engine:
-        others = [engine.submit(prompt, **LONG) for prompt in PROMPTS[:3]]
-        named = [engine.submit(PROMPTS[0], adapter_names=[name], **LONG) for name in ("other", "__base__", "default")]
-        found = [future.result(WAIT) for future in (*named, *others)]
-        stats = engine.stats()
-    expected = [alone(model, PROMPTS[0], adapter_names=[name], **LONG) for name in ("other", "__base__", "default")]
-    expected += [alone(model, prompt, **LONG) for prompt in PROMPTS[:3]]
-    for one, two in zip(found, expected, strict=True):
-        assert torch.equal(one, two)
-    assert not torch.equal(found[0], found[2]) and torch.equal(found[2], found[3])
-    assert stats["alone"] == {"the model's input adapter_names": 3} and stats["busy_row_steps"]
-
-
-def test_a_request_with_an_adapter_that_fails() -> None:
+@pytest.mark.parametrize("kind", ["lora", "saved"])
+def test_a_request_with_an_adapter_that_fails(kind: str) -> None:
     """It fails alone: peft leaves the hooks of a call that fails, and every later call would have that adapter."""
-    model = with_two()
+    model = with_two(kind=kind)
     before = alone(model, PROMPTS[0], **LONG)
 
     def fails(ids: torch.Tensor, scores: torch.Tensor, **given: Any) -> torch.Tensor:

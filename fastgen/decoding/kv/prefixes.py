@@ -8,7 +8,7 @@ over whole blocks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,9 +21,9 @@ BLOCK = 16
 @dataclass(eq=False)
 class _Block:
     parent: _Block | None
-    tokens: tuple[int, ...]
+    tokens: tuple[Hashable, ...]
     layers: list[Pair]  # [1, heads, BLOCK, dim] each
-    children: dict[tuple[int, ...], _Block] = field(default_factory=dict)
+    children: dict[tuple[Hashable, ...], _Block] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -32,6 +32,8 @@ class _Block:
 
 class PrefixCache:
     """Of one model as it is. Not for several threads.
+
+    What prompts of different `kind` begin with is not the same, whatever their tokens.
 
     Args:
         most_bytes: of K and V, at the most.
@@ -43,28 +45,28 @@ class PrefixCache:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes, self.reused = most_bytes, 0, 0
-        self._first: dict[tuple[int, ...], _Block] = {}
+        self._first: dict[tuple[Hashable, ...], _Block] = {}
         self._by_use: OrderedDict[_Block, None] = OrderedDict()  # those used last are at the end
 
-    def match(self, tokens: Sequence[int]) -> int:
+    def match(self, tokens: Sequence[int], kind: Hashable = None) -> int:
         """How many of the first tokens are there; at least one is left."""
-        return len(self._found(tokens)) * BLOCK
+        return len(self._found(tokens, kind)) * BLOCK
 
-    def take(self, tokens: Sequence[int]) -> list[Pair]:
+    def take(self, tokens: Sequence[int], kind: Hashable = None) -> list[Pair]:
         """K and V of these, layer by layer, [1, heads, `match` of them, dim]; nothing if none are there."""
-        found = self._found(tokens)
+        found = self._found(tokens, kind)
         for block in reversed(found):  # a parent is used after its children: it must not go before them
             self._by_use.move_to_end(block)
         self.reused += len(found) * BLOCK
         by_layer = zip(*(block.layers for block in found), strict=True)
         return [_joined(pairs) for pairs in by_layer]
 
-    def put(self, tokens: Sequence[int], layers: Sequence[Pair]) -> None:
+    def put(self, tokens: Sequence[int], layers: Sequence[Pair], kind: Hashable = None) -> None:
         """Keeps K and V of a prompt, [1, heads, tokens, dim] each, in whole blocks: as many as there is room for."""
         parent: _Block | None = None
         by_block = [(keys.split(BLOCK, dim=2), values.split(BLOCK, dim=2)) for keys, values in layers]
         of_block = BLOCK * sum(part[:, :, 0].nbytes for pair in layers for part in pair)
-        for number, part in enumerate(_blocks(tokens)[: self.most_bytes // of_block]):
+        for number, part in enumerate(_blocks(tokens, kind)[: self.most_bytes // of_block]):
             known = self._first if parent is None else parent.children
             block = known.get(part)
             if block is None:
@@ -84,10 +86,10 @@ class PrefixCache:
         self._first, self.nbytes = {}, 0
         self._by_use.clear()
 
-    def _found(self, tokens: Sequence[int]) -> list[_Block]:
+    def _found(self, tokens: Sequence[int], kind: Hashable) -> list[_Block]:
         found: list[_Block] = []
         known = self._first
-        for part in _blocks(tokens[:-1]):
+        for part in _blocks(tokens[:-1], kind):
             block = known.get(part)
             if block is None:
                 break
@@ -103,9 +105,10 @@ class PrefixCache:
             self.nbytes -= oldest.nbytes
 
 
-def _blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+def _blocks(tokens: Sequence[int], kind: Hashable) -> list[tuple[Hashable, ...]]:
+    """What tells the blocks of a prompt from others behind the same ones: of the first, also its kind."""
     whole = range(0, len(tokens) - BLOCK + 1, BLOCK)
-    return [tuple(tokens[begin : begin + BLOCK]) for begin in whole]
+    return [(*tokens[begin : begin + BLOCK], *([] if begin else [kind])) for begin in whole]
 
 
 def _joined(pairs: Sequence[Pair]) -> Pair:

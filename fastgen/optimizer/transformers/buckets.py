@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastgen import patching, releases
 from fastgen.decoding import length_buckets
+from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
@@ -84,7 +85,7 @@ def _encode(
         return state
 
     call.has_intervened = True  # until there are all of them: the library's own encoder could have made that
-    encoded = sources.encode(states_of, ids, mask)
+    encoded = sources.encode(states_of, ids, mask, row_adapters.chosen(call.model))
     call.has_intervened = False
     return {**model_kwargs, "encoder_outputs": sources.kind(last_hidden_state=encoded)}
 

@@ -23,6 +23,7 @@ from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.interrupts import undoing
 from fastgen.ops import elementwise
 from fastgen.ops._library import warn_if_missing
+from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.models import rows_depend_on_each_other
@@ -47,7 +48,7 @@ _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {NewGELUActiva
 
 def fast_layers(model: Any) -> FastLayers:
     """The faster form of the model's layers, a context."""
-    return FastLayers.of(model, LINEAR_LAYERS, _ACTIVATIONS)
+    return FastLayers.of(model, LINEAR_LAYERS, _ACTIVATIONS, row_adapters.form_of)
 
 
 class NotAccelerated(Exception):

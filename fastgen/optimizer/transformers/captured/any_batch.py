@@ -29,6 +29,7 @@ from fastgen.decoding.captured.symbolic_batch import (
     batches,
     tensors_of,
 )
+from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
@@ -90,7 +91,7 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
 def _programs(model: Any, step: DecodeStep, inputs: int) -> list[Program] | None:
     """Those of the pieces, for the first inputs; None where nothing is, or can be, recorded for any number of them."""
     for key, follows in _kinds(step.key, step.sizes) if inputs <= MOST else ():
-        found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))
+        found = graph_cache.symbolic(model, key, inputs, partial(_made, model, step, follows))
         begin = time.perf_counter()
         programs = None if found is None else found.specialize(step, inputs)
         if programs is not None:
@@ -160,6 +161,12 @@ def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
     with memory.no_collection():
         pieces = [program.prepared(graph.capturable(run), scratch=scratch) for run, _ in step.pieces(model)]
     return [Recorded(prepared, step.key.batch, buffers, growing) for prepared in pieces]
+
+
+def _made(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
+    """What `_recorded` gives. Slots whose step is captured have left the faster form of the model's layers."""
+    with fast_layers(model):
+        return _recorded(model, step, follows)
 
 
 def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:

@@ -26,7 +26,7 @@ from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.transformers import user_code
+from fastgen.optimizer.transformers import row_adapters, user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.compaction import Compaction, selected
@@ -76,8 +76,9 @@ class Decoding:
         self.host = Host(self._code.process, self._code.stops, self._code.keep)
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
         self.prompt, self._windows = prefilled(*given)
-        if self._enters_slots and self.prompt.cross:  # there, a source has no padding
-            self.prompt.tensors.pop("attention_mask", None)
+        self._adapter = row_adapters.chosen(self.model)
+        if self._enters_slots:
+            self._prepare_for_slots()
         self._lengths = processors.Lengths(
             self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
         )
@@ -85,6 +86,14 @@ class Decoding:
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
         self._key = self.own_key = self._make_key()
         self._ledger = Ledger.of(self.model)
+
+    def _prepare_for_slots(self) -> None:
+        """What the inputs of a step with slots are."""
+        if self.prompt.cross:  # there, a source has no padding
+            self.prompt.tensors.pop("attention_mask", None)
+        if row_adapters.layers_of(self.model):
+            number = row_adapters.number_of(self._adapter)
+            self.prompt.tensors[row_adapters.NUMBERS] = torch.full_like(self.prompt.tokens[:, :1], number)
 
     def run(self) -> Any:
         """What the library's loop returns, on the step that fits.
@@ -422,6 +431,7 @@ class Decoding:
                 window if window and self._needed.cached + self._needed.new > window else None
                 for window in self._windows
             ),
+            adapters=(self._adapter,),
         )
         return self._open(key)
 

@@ -15,6 +15,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.norms import fused
+from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
@@ -38,17 +39,18 @@ class Forward:
 
     def __call__(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
         """[any, width, vocabulary]: the logits behind `tokens`, [any, width]."""
+        adapters = row_adapters.choosing(model, self._key.adapters, inputs.get(row_adapters.NUMBERS))
         inputs = model.prepare_inputs_for_generation(
             tokens,
             next_sequence_length=width,
             **releases.with_cache(cache),
-            **inputs,
+            **{name: given for name, given in inputs.items() if name != row_adapters.NUMBERS},
             **self._constants(width),
         )
         # What is captured is made of torch's own products, for which others stand later.
         products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
         known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else graph.Capturable()
-        with known, fused(), products:
+        with known, fused(), products, adapters:
             logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
             if self._watches and self._key.encoder is not None:
                 self._check_source(logits, lambda given: model(**{**inputs, **given}, return_dict=True).logits)

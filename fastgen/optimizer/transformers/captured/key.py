@@ -16,6 +16,7 @@ from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
 from fastgen.optimizer.transformers.models import masks_source
+from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 
 # Masks, which are among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -60,6 +61,7 @@ class Key:
     windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
     draft: Any = None  # a `DraftKey`, where the step verifies what is drafted
     slots: bool = False  # inputs come and go while others go on: each row has a length of its own
+    adapters: Adapters = ACTIVE  # that rows may have
 
     @property
     def rows(self) -> int:

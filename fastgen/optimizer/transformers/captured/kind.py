@@ -17,11 +17,14 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.host import RECORDS
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.processors import Signed
+from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters, in_order
 
 # Processors of one signature in a step, at the most, that inputs of several kinds have brought. Each reads all scores
 # in each step, and another number of them is another recording: of a translator that forces the token of a language,
 # there are as many as languages.
 MOST_ALIKE = 4
+# Adapters that a step serves, at the most: it computes for all rows what each of them adds.
+MOST_ADAPTERS = 8
 
 
 class Kind(NamedTuple):
@@ -57,12 +60,17 @@ class Kind(NamedTuple):
         key = replace(decoding.of_any_sizes(key), batch=1, slots=True)
         return cls(key, shared, decoding.prompt.eos, decoding.fill())
 
+    def beside(self, adapters: Adapters) -> Kind:
+        """The kind of a step that serves these adapters, too."""
+        return self._replace(key=replace(self.key, adapters=in_order(*self.key.adapters, *adapters)))
+
     def with_inputs_of(self, other: Kind) -> Kind | None:
         """The kind of a step that does for inputs of both what theirs does; None where there is no such."""
         if (self.processors is None) is not (other.processors is None):
             return None
         found = self._merged(other)
-        is_served = all(each.places(found) is not None for each in (self, other))
+        is_served = len(found.key.adapters) <= MOST_ADAPTERS
+        is_served &= all(each.places(found) is not None for each in (self, other))
         is_served &= found.processors in (self.processors, other.processors) or not found._repeats_itself()
         return found if is_served and found._but_for_more() == self._but_for_more() == other._but_for_more() else None
 
@@ -96,6 +104,7 @@ class Kind(NamedTuple):
             has_criteria=self.key.has_criteria or other.key.has_criteria,
             kept=tuple(name for name in RECORDS if name in (*self.key.kept, *other.key.kept)),
             processors=None if made is None else tuple(each.signature for each in made),
+            adapters=in_order(*self.key.adapters, *other.key.adapters),
         )
         return self._replace(key=key, processors=made)
 
@@ -106,7 +115,7 @@ class Kind(NamedTuple):
     def _but_for_more(self) -> Hashable:
         """All that inputs must agree in. Beams are drawn, or they are not: that is another search."""
         samples = self.key.samples and self.key.early_stopping is not None
-        key = replace(self.key, samples=samples, has_criteria=False, kept=(), processors=None)
+        key = replace(self.key, samples=samples, has_criteria=False, kept=(), processors=None, adapters=ACTIVE)
         return self._replace(key=key, processors=None)
 
 

@@ -295,8 +295,7 @@ class Slots:
             for slot in self.taken.values():
                 self._draw(step, slot)
             turns = self._turns(step) if self._key.waits_for_host else []
-            with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
-                self._verify(step, turns, captures)
+            self._verify(step, turns, captures)
             self._steps += 1
             self._check_numbers(step)
             for slot in self.taken.values():
@@ -307,9 +306,10 @@ class Slots:
     def _verify(self, step: DecodeStep, turns: list[Turn], captures: bool) -> None:
         try:
             self._places = self._specialize(step) if captures or step.is_captured else step.key.batch
-            begin = time.perf_counter()
-            step.verify(self._model, turns, captures)
-            self._seconds = time.perf_counter() - begin
+            with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
+                begin = time.perf_counter()
+                step.verify(self._model, turns, captures)
+                self._seconds = time.perf_counter() - begin
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error) or isinstance(error, OfThisCall)):
                 graph_cache.refuse(self._model, step.key, str(error))
