@@ -71,7 +71,7 @@ def test_the_same_file_as_static_batches(
         assert len({tuple(row["output_tokens"]) for row in rows}) > 5
 
 
-@pytest.mark.parametrize(("form", "generation", "calls"), [("txt", SAMPLED, (0, 4, 6)), ("jsonl", BEAMS, (0, 9, 11))])
+@pytest.mark.parametrize(("form", "generation", "calls"), [("txt", SAMPLED, (0, 4, 6)), ("jsonl", BEAMS, (0, 4, 6))])
 def test_an_interrupted_run_ends_in_the_same_file(
     bart: Path, inputs: Path, tmp_path: Path, form: str, generation: dict[str, Any], calls: tuple[int, ...]
 ) -> None:
