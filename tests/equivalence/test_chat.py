@@ -41,14 +41,14 @@ def _both(call: Callable[[], Any]) -> tuple[Any, Any]:
 class Hears(Listens):
     """Raises at one of its tokens, or at the end. In front of them, it hears the prompt."""
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, at: int | None = None, error: type[BaseException] = MyError) -> None:
         super().__init__()
-        self.at = at
+        self.at, self.error = at, error
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value)
         if len(self.heard) - 2 == self.at:
-            raise MyError
+            raise self.error
 
     def end(self) -> None:
         super().end()
@@ -321,21 +321,63 @@ def test_a_streamer_of_the_users_may_look_into_the_cache() -> None:
     assert found == expected and not captures()
 
 
-@pytest.mark.parametrize("at", [0, 5, 22])
-def test_a_cache_behind_a_streamer_that_raises(at: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds what the library would have stored until then: another call goes on with it."""
-    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(1)
+@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
+@pytest.mark.parametrize("error", [MyError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("at", [0, 1, 5, 12, 22])
+def test_a_cache_behind_a_streamer_that_raises(
+    at: int, error: type[BaseException], filled: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds what the library would have stored until then: another call goes on with it. Buffers grow meanwhile."""
+    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(1, padding=None)
     monkeypatch.setattr(transformers.TextStreamer, "put", lambda self, value: self.hears.put(value))
 
     def call() -> Any:
         cache, streamer = _cache(model), transformers.TextStreamer(tokenizer)
-        streamer.hears = Hears(at)
-        with pytest.raises(MyError):
+        if filled:
+            with torch.no_grad():
+                model(input_ids=inputs["input_ids"][:, :6], **releases.with_cache(cache))
+        streamer.hears = Hears(at, error)
+        with pytest.raises(error):
             model.generate(**inputs, **NEW, eos_token_id=None, streamer=streamer, **releases.with_cache(cache))
-        return cache
+        return cache, cache.get_seq_length()
 
     near_ties.check(call)
     assert not fallbacks()
+
+
+@pytest.mark.parametrize("at", [1, 6, 13])
+def test_a_cache_behind_an_interrupt(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In front of a step, without a streamer: the cache has all whole steps."""
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(1, padding=None)
+    verify, calls, cache = DecodeStep.verify, list[None](), _cache(model)
+
+    def stops(self: DecodeStep, *given: Any) -> None:
+        calls.append(None)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        verify(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeStep, "verify", stops)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**inputs, **NEW, eos_token_id=None, **releases.with_cache(cache))
+    length = inputs["input_ids"].shape[1]
+    assert cache.get_seq_length() == length + at - 1
+
+    whole = _stored(model, model.generate(**inputs, **NEW, eos_token_id=None)[:, : length + at - 1])
+    for found, expected in zip(cache.layers, whole.layers, strict=True):
+        torch.testing.assert_close(found.keys, expected.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.values, expected.values, atol=1e-5, rtol=1e-5)
+
+
+def _stored(model: Any, tokens: torch.Tensor) -> Any:
+    """A cache with these tokens."""
+    cache = _cache(model)
+    with torch.no_grad():
+        model(input_ids=tokens, **releases.with_cache(cache))
+    return cache
 
 
 @pytest.mark.parametrize("after", [1, 4, 9])

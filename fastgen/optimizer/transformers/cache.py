@@ -302,6 +302,12 @@ def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) ->
     return is_exceeded and (per_input == 1 or to_generate > (shortest or 0))
 
 
+def has_windows(cache: Any) -> bool:
+    """Whether layers of a cache know of a sliding window. Those of one that is made without a model's config do not."""
+    is_known = type(cache) in (DynamicCache, EncoderDecoderCache)
+    return is_known and any(_window(layer) is not None for part in _parts(cache) for layer in part.layers)
+
+
 def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | None) -> str | None:
     """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
 

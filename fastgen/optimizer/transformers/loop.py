@@ -24,6 +24,7 @@ from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
+from fastgen.optimizer.transformers.cache import has_windows
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
@@ -33,6 +34,7 @@ from fastgen.optimizer.transformers.models import (
     has_captured_steps,
     has_growing_frequencies,
     may_begin_again,
+    text_config,
     unread_inputs,
 )
 from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
@@ -152,8 +154,8 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     for name in _NOT_KEPT if config.return_dict_in_generate else ():
         if getattr(config, name):
             raise CannotBeCaptured(name)
-    if call.cache_is_the_users and call.entering is not None:
-        raise CannotBeCaptured("a cache that is passed in")
+    if call.cache_is_the_users:
+        _check_users_cache(call, config, releases.cache_in(model_kwargs))
     if arguments.get("streamer") is not None and call.entering is None:
         _check_streamer(arguments)
     if config.num_beams < 1:
@@ -188,6 +190,15 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         given = value[0] if isinstance(value, ModelOutput) else value
         if isinstance(given, Tensor) and given.shape[0] != arguments["input_ids"].shape[0]:
             raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
+
+
+def _check_users_cache(call: Call, config: Any, cache: Any) -> None:
+    """Raises `CannotBeCaptured` for a cache that is passed in from which it is not known what a step reads."""
+    if call.entering is not None:
+        raise CannotBeCaptured("a cache that is passed in")
+    window = getattr(text_config(call.model.config), "sliding_window", None)
+    if window is not None and config.max_length > window and not has_windows(cache):  # in masks alone
+        raise CannotBeCaptured("a cache that is passed in without the model's sliding window")
 
 
 def _check_streamer(arguments: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ class Decoding:
         self._streamer: Any = arguments.get("streamer")
         self._model_kwargs = model_kwargs
         self._has_released = False
+        self._current: DecodeStep | None = None  # the one that the call is in, from its first token on
         self._compacted: Compaction | None = None  # where inputs have left the step
         criteria = arguments["stopping_criteria"]
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
@@ -123,12 +124,14 @@ class Decoding:
             step = self._step()
             step = self._decode(step)
             result = self._result(step)
-        except Exception as error:
-            if error is self._code.raised or self._has_released:
-                if step is not None and self._call.cache_is_the_users:
-                    self._store.hold(*step.materialized())
+        except BaseException as error:
+            if not isinstance(error, Exception) or interrupts.behind(error) is not None:
+                self._hold_for_user()
+                interrupts.pass_on(error)
                 raise
-            interrupts.pass_on(error)
+            if error is self._code.raised or self._has_released:
+                self._hold_for_user()
+                raise
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
                 random_state.restore()
                 self._calls.rewind(self.config.do_sample and not graph.is_recorded(self.model.device))
@@ -143,6 +146,11 @@ class Decoding:
         if step.is_captured:
             graph_cache.give_back(self.model, step)
         return result
+
+    def _hold_for_user(self) -> None:
+        """The call ends in the middle: a cache of the user's has what has been stored until then, by whole steps."""
+        if self._current is not None and self._call.cache_is_the_users:
+            self._store.hold(*self._current.materialized())
 
     @property
     def _must_pay(self) -> bool:
@@ -216,6 +224,7 @@ class Decoding:
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self.fill(), **options)
         step.choose_first(prompt.logits, self.host)
+        self._current = step
         self._stream(step)
         done, replays, begun = 1, 0, None
         compaction = self._compaction()
@@ -320,6 +329,7 @@ class Decoding:
         self._key = replace(step.key, sizes=more)
         larger = self._step()
         larger.take_over(step)
+        self._current = None if self._current is None else larger
         graph_cache.give_back(self.model, step)
         return larger
 

@@ -232,6 +232,7 @@ class SpeculativeDecoding(Decoding):
         self._draft.begin(step.drafting, self)
         step.begin(prompt, self.fill())
         step.choose_first(prompt.logits, self.host)
+        self._current = step
         put = None if self._streamer is None else self._put
         stops = self._code.stops if self._code.criteria else None
         self._positions = Positions(rows, stops, put, bool(self._eos), self._records())
