@@ -51,7 +51,7 @@ class TooLarge(ServeError):
     status, code = 413, "request_too_large"
 
 
-class Encoded(ServeError):
+class CompressedBody(ServeError):
     """The body is compressed."""
 
     status, code = 415, "unsupported_encoding"

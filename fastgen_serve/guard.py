@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from fastgen_serve import keys, log, metrics
-from fastgen_serve.errors import Encoded, Failed, ServeError, TimedOut, TooLarge, Unavailable
+from fastgen_serve.errors import CompressedBody, Failed, ServeError, TimedOut, TooLarge, Unavailable
 from fastgen_serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
@@ -172,9 +172,9 @@ def _without_body(send: Send) -> Send:
 
 
 def _check_encoding(encoding: str) -> None:
-    """Raises Encoded for a compressed body, of which nobody knows how large it gets."""
+    """Raises CompressedBody for a compressed body, of which nobody knows how large it gets."""
     if encoding.strip().lower() not in ("", "identity"):
-        raise Encoded("the body is compressed: send it as it is, without the header Content-Encoding")
+        raise CompressedBody("the body is compressed: send it as it is, without the header Content-Encoding")
 
 
 def _stops() -> Unavailable:

@@ -70,7 +70,8 @@ class Arrivals:
         # Of n slots, k are waited for. Where requests take t steps, half of each for no row, a request takes
         # t / (n - k / 2) / 2 for that, and p / k for its prefill: least at k = n r / (1 + r / 2), r = 2 sqrt(p / t).
         ratio = 2 * math.sqrt(prefill / _NEW_TOKENS)
-        self._slots, self._enough = slots, slots * min(ratio / (1 + ratio / 2), 1.0)  # free slots
+        self._enough = slots * min(ratio / (1 + ratio / 2), 1.0)  # free slots
+        self._enough_for_few = min(self._enough, _FEW * slots)
         self._longest = max(_LONGEST_WAIT, _PREFILLS_TO_WAIT * prefill)
         self._waited = math.inf  # steps since the last prefill, while others waited
 
@@ -84,7 +85,7 @@ class Arrivals:
         """
         self._waited = self._waited + 1 if runs else math.inf
         is_backlog = rows >= self._enough  # or there are none to wait with
-        enough = self._enough if is_backlog else min(self._enough, _FEW * self._slots)
+        enough = self._enough if is_backlog else self._enough_for_few
         return free >= enough or self._waited >= (self._longest if is_backlog else _LONGEST_WAIT)
 
     def note(self, has_all: bool) -> None:

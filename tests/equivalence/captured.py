@@ -19,6 +19,8 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, pays
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.equivalence.models import BY_NAME, Family
 from tests.equivalence.options import FAMILIES, every  # noqa: F401
 from tests.equivalence.others import KNOWN  # noqa: F401  (for the tests)
@@ -39,6 +41,26 @@ def need_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, step: int | None, error: type[BaseException] = RuntimeError) -> list[None]:
+    """This captured step of the calls that come fails, counted from 1. From an Exception the library's loop can go on.
+
+    Returns:
+        an entry for each step so far.
+    """
+    verify, steps = DecodeStep.verify, list[None]()
+
+    def fails(self: DecodeStep, *given: Any) -> None:
+        steps.append(None)
+        if len(steps) == step:
+            raise error("planted")
+        verify(self, *given)
+
+    monkeypatch.setattr(DecodeStep, "verify", fails)
+    if issubclass(error, Exception):
+        monkeypatch.setattr(Decoding, "_may_release", lambda *_: False)
+    return steps
 
 
 def spoil_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import sizes
-from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests import near_ties
-from tests.equivalence.captured import captures, reasons
+from tests.equivalence.captured import captures, fail_at, reasons
 from tests.equivalence.check import accelerated, fallbacks
 from tests.equivalence.models import BY_NAME, EOS
 from tests.equivalence.user_code import Listens, MyError
@@ -142,16 +141,7 @@ def test_a_streamer_is_not_fed_twice(after: int, samples: bool, way: str, monkey
     if samples and way == "graphs":
         pytest.skip("samples are not streamed there")
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(1)
-    verify, calls = DecodeStep.verify, list[None]()
-
-    def fails(self: DecodeStep, *given: Any) -> None:
-        calls.append(None)
-        if len(calls) == after:
-            raise RuntimeError("planted")
-        verify(self, *given)
-
-    monkeypatch.setattr(DecodeStep, "verify", fails)
-    monkeypatch.setattr("fastgen.optimizer.transformers.captured.decoding.Decoding._may_release", lambda *_: False)
+    steps = fail_at(monkeypatch, after)
 
     def call() -> Any:
         torch.manual_seed(1)
@@ -160,7 +150,7 @@ def test_a_streamer_is_not_fed_twice(after: int, samples: bool, way: str, monkey
         return model.generate(**inputs, **options, streamer=streamer).tolist(), streamer.heard
 
     expected, found = _both(call)
-    assert found == expected and len(calls) == after
+    assert found == expected and len(steps) == after
     assert reasons() == {"RuntimeError: planted": 1}
 
 
@@ -245,8 +235,8 @@ def test_turns_of_a_chat(
     name: str, options: dict[str, Any], streams: bool, way: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each goes on behind the cache of the last one: what that holds is what the library would have left there."""
-    if streams and (options.get("num_beams") or (options and way == "graphs")):
-        pytest.skip("the library streams no beams, and of graphs no samples are streamed")
+    if streams and "num_beams" in options:
+        pytest.skip("the library streams no beams")
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs(1, padding=None)
     if way == "graphs" and "do_sample" in options:
@@ -351,18 +341,10 @@ def test_a_cache_behind_a_streamer_that_raises(
 def test_a_cache_behind_an_interrupt(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In front of a step, without a streamer: the cache has all whole steps."""
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(1, padding=None)
-    verify, calls, cache = DecodeStep.verify, list[None](), _cache(model)
-
-    def stops(self: DecodeStep, *given: Any) -> None:
-        calls.append(None)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        verify(self, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DecodeStep, "verify", stops)
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(**inputs, **NEW, eos_token_id=None, **releases.with_cache(cache))
+    cache = _cache(model)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        fail_at(patch, at, KeyboardInterrupt)
+        model.generate(**inputs, **NEW, eos_token_id=None, **releases.with_cache(cache))
     length = inputs["input_ids"].shape[1]
     assert cache.get_seq_length() == length + at - 1
 
@@ -385,16 +367,7 @@ def _stored(model: Any, tokens: torch.Tensor) -> Any:
 def test_a_cache_behind_a_step_that_fails(after: int, filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's loop goes on from the prefill, and the cache is that of its call."""
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(1, padding=None)
-    verify, calls = DecodeStep.verify, list[None]()
-
-    def fails(self: DecodeStep, *given: Any) -> None:
-        calls.append(None)
-        if len(calls) == after:
-            raise RuntimeError("planted")
-        verify(self, *given)
-
-    monkeypatch.setattr(DecodeStep, "verify", fails)
-    monkeypatch.setattr("fastgen.optimizer.transformers.captured.decoding.Decoding._may_release", lambda *_: False)
+    steps = fail_at(monkeypatch, after)
 
     def call() -> Any:
         cache = _cache(model)
@@ -404,7 +377,7 @@ def test_a_cache_behind_a_step_that_fails(after: int, filled: bool, monkeypatch:
         return model.generate(**inputs, **NEW, eos_token_id=None, **releases.with_cache(cache)), cache
 
     near_ties.check(call)
-    assert len(calls) == after and reasons() == {"RuntimeError: planted": 1}
+    assert len(steps) == after and reasons() == {"RuntimeError: planted": 1}
 
 
 def test_graphs_are_simulated(way: str, device: torch.device) -> None:

@@ -138,10 +138,10 @@ CASES = {
         options=lambda: {**BEAM, **releases.with_cache(_prefilled(LLAMA, 4, differing=True))},
         inputs=lambda: LLAMA.make_inputs(padding=None),
     ),
-    "longer than the sliding window": Case(
+    "longer than the sliding window, no captured step": Case(
         "more positions than the sliding window", build=MISTRAL.build, options=dict, inputs=MISTRAL.make_inputs
     ),
-    "more to generate than the sliding window": Case(
+    "more to generate than the sliding window, no captured step": Case(
         "more positions than the sliding window",
         build=MISTRAL.build,
         options=lambda: {**BEAM, "max_new_tokens": 45, "min_new_tokens": 45},

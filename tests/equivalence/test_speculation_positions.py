@@ -13,10 +13,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import fastgen
 from fastgen.decoding.speculation.prompt_lookup import PromptLookup
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
-from fastgen.optimizer.transformers.captured.decoding import Decoding
-from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from tests import near_ties
+from tests.equivalence.captured import fail_at
 from tests.equivalence.models import SHORT
 from tests.equivalence.others import made
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, draft_of, same, speculates
@@ -88,7 +87,7 @@ def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Listens()
     with fastgen.disabled():
         model.generate(**inputs, **GREEDY, streamer=plain)
-    take, verify, calls, verifies = Positions.take, DecodeStep.verify, list[int](), list[None]()
+    take, calls = Positions.take, list[int]()
 
     def fails(self: Positions, step: Any) -> None:
         take(self, step)
@@ -96,22 +95,15 @@ def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(calls) == 4:
             raise RuntimeError("planted")
 
-    def fails_too(self: DecodeStep, *given: Any) -> None:
-        verifies.append(None)
-        if len(verifies) == plain_after:
-            raise RuntimeError("planted")
-        verify(self, *given)
-
     monkeypatch.setattr(Positions, "take", fails)
-    monkeypatch.setattr(DecodeStep, "verify", fails_too)
-    monkeypatch.setattr(Decoding, "_may_release", lambda *_: False)
     fastgen.enable(self_speculation="int8")
     for plain_after in (None, 2, 6):
         watcher = Listens()
         calls.clear()
-        verifies.clear()
-        model.generate(**inputs, **GREEDY, streamer=watcher)
-        assert calls[-1] > 4 and (plain_after is None or len(verifies) == plain_after)
+        with monkeypatch.context() as patch:
+            steps = fail_at(patch, plain_after)
+            model.generate(**inputs, **GREEDY, streamer=watcher)
+        assert calls[-1] > 4 and (plain_after is None or len(steps) == plain_after)
         assert watcher.heard == plain.heard
     assert counts()["not used"] == {"RuntimeError: planted": 3}
 

@@ -264,6 +264,12 @@ def _window(layer: Any) -> int | None:
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
 
+def _windows(cache: Cache) -> list[int]:
+    """The sliding windows of the layers that have one."""
+    found = (_window(layer) for part in _parts(cache) for layer in part.layers)
+    return [window for window in found if window is not None]
+
+
 def _layers_with_source(cache: Cache) -> dict[int, bool]:
     """Of each layer, whether it has the K and V of the encoder's output, as the library notes it."""
     return dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
@@ -296,16 +302,15 @@ def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) ->
         per_input: sequences per input.
         prompt, to_generate: positions of the prompt, and at the most behind it.
     """
-    windows = [_window(layer) for part in _parts(cache) for layer in part.layers]
-    shortest = min((window for window in windows if window is not None), default=None)
-    is_exceeded = shortest is not None and prompt + to_generate > shortest
-    return is_exceeded and (per_input == 1 or to_generate > (shortest or 0))
+    shortest = min(_windows(cache), default=None)
+    if shortest is None or prompt + to_generate <= shortest:
+        return False
+    return per_input == 1 or to_generate > shortest
 
 
 def has_windows(cache: Any) -> bool:
     """Whether layers of a cache know of a sliding window. Those of one that is made without a model's config do not."""
-    is_known = type(cache) in (DynamicCache, EncoderDecoderCache)
-    return is_known and any(_window(layer) is not None for part in _parts(cache) for layer in part.layers)
+    return type(cache) in (DynamicCache, EncoderDecoderCache) and bool(_windows(cache))
 
 
 def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | None) -> str | None:

@@ -23,7 +23,7 @@ from fastgen.decoding.captured.search import NOT_NUMBERS
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
-from fastgen.optimizer.transformers.call import fast_layers
+from fastgen.optimizer.transformers.call import BEYOND_WINDOW, fast_layers
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import Turn
@@ -185,7 +185,7 @@ class Slots:
         there = 0 if self._step is None else self._step.buffers.longest_prompt
         new = max([needed.new, *(slot.new_tokens for slot in self.taken.values())])
         if max(there, needed.cached) + new > decoding.window:
-            raise TooLong("more positions than the sliding window")
+            raise TooLong(BEYOND_WINDOW)
 
     def _note(self, slot: Slot) -> None:
         """Whether recording pays is a matter of all inputs that have come so far."""
