@@ -53,6 +53,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # Positions in front of the tokens, an argument of embeddings: up to 5.23 the second.
 CACHE_LENGTHS = ("cache_length", "past_key_values_length")
+
+
+@functools.cache
+def _empty_layer() -> type | None:
+    from transformers import cache_utils
+
+    return getattr(cache_utils, "DummyLayer", None)
+
+
+def holds_nothing(layer: Any) -> bool:
+    """Whether a layer of a cache stands for one of the model that stores nothing: later releases have such."""
+    return type(layer) is _empty_layer()
+
+
 # The conditions of patches (`patching.has`): a parameter of one of these names.
 TAKES_CACHE = "|".join(CACHE_NAMES[:2])
 
@@ -179,6 +193,18 @@ HANDED_ON = {
         ("image_hidden_states",),
     ),
 }
+
+# What encoders have made of pictures, among the inputs of a model.
+ENCODED = "mm_encoder_outputs"
+
+
+@functools.cache
+def read_in_prefill() -> frozenset[str]:
+    """Inputs that models read in the prefill alone, such as pictures: later releases say which."""
+    from transformers.generation import utils
+
+    return frozenset(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+
 
 # The part of `generate` that runs the encoder: its name now, and a former one.
 RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")

@@ -41,6 +41,8 @@ _HARMLESS = frozenset(
     "__module__ __doc__ __qualname__ __init__ __annotations__ __annotate_func__ __annotations_cache__ __firstlineno__ "
     "__static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl config_class".split()
 )
+# What prefills note in a module, which a step does not read that is given positions (`models.notes_positions`).
+NOTED_BY_PREFILL = frozenset({"rope_deltas"})
 # What torch calls of a module.
 _ENTRIES = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"})
 _METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
@@ -267,6 +269,7 @@ class Reached:
                 constructor = vars(base).get("__init__")
                 if isinstance(constructor, FunctionType) and self._is_followed(constructor):
                     self.names |= _named(constructor.__code__)
+        self.names -= NOTED_BY_PREFILL
         self._settle()
 
     @classmethod

@@ -169,7 +169,9 @@ class ExchangedLayers:
                 part.layer_class_to_replicate = make  # type: ignore[assignment]  # the library only calls it
 
     @staticmethod
-    def _shared(layer: Any, per_input: int, initial_capacity: int) -> SharedLayer:
+    def _shared(layer: Any, per_input: int, initial_capacity: int) -> Any:
+        if releases.holds_nothing(layer):
+            return layer
         shared = SharedLayer(initial_capacity, window=_window(layer))
         if layer.get_seq_length():
             shared.update(layer.keys[::per_input].contiguous(), layer.values[::per_input].contiguous())
@@ -243,8 +245,9 @@ class ExchangedLayers:
 
 def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer]:
     """The layers of a cache, or of a part of one, that has the store in it."""
-    shared = [layer for layer in layers if isinstance(layer, SharedLayer)]
-    assert len(shared) == len(layers), "somebody else has put layers into the cache"
+    own = [layer for layer in layers if not releases.holds_nothing(layer)]
+    shared = [layer for layer in own if isinstance(layer, SharedLayer)]
+    assert len(shared) == len(own), "somebody else has put layers into the cache"
     return shared
 
 
@@ -288,7 +291,7 @@ def layers_in(cache: Cache) -> list[list[Any]]:
 
 def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None]:
     """The layers of self-attention, and of cross-attention if there is any, of a cache with a store in it."""
-    own, *cross = layers_in(cache)
+    own, *cross = map(_shared_layers, layers_in(cache))
     return own, cross[0] if cross else None
 
 
@@ -330,7 +333,10 @@ def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | 
             return "the cache is offloaded"
         if part.layer_class_to_replicate not in (None, DynamicLayer):
             return f"the cache makes layers of type {part.layer_class_to_replicate.__name__}"
-        for layer in part.layers:
+        held = _that_hold_something(part.layers)
+        if held is None:
+            return "the cache has layers that hold nothing between others"
+        for layer in held:
             if type(layer) is not DynamicLayer and type(layer) is not DynamicSlidingWindowLayer:
                 return f"the cache has layers of type {type(layer).__name__}"
             if releases.records_past(layer):
@@ -343,6 +349,14 @@ def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | 
             if not (rows_agree(layer.keys, per_input) and rows_agree(layer.values, per_input)):
                 return "the cache passed in differs between the sequences of an input"
     return None
+
+
+def _that_hold_something(layers: Sequence[Any]) -> Sequence[Any] | None:
+    """Layers of a cache without those at its end that hold nothing, as those of layers that read the K and V of others
+    do; None where others come behind them.
+    """
+    held = [layer for layer in layers if not releases.holds_nothing(layer)]
+    return held if list(layers[: len(held)]) == held else None
 
 
 def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:

@@ -17,11 +17,12 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen import releases
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.optimizer.transformers.cache import ExchangedLayers
+from fastgen.optimizer.transformers.models import axis_of_rows
 
 # Compaction copies the K/V of the inputs that stay, so it waits until so large a part of them is finished.
 _MIN_PART = 0.25
 # Tensors of the model's inputs that have a row per sequence, when they are matrices.
-_PER_ROW = frozenset("input_ids attention_mask position_ids token_type_ids".split())
+_PER_ROW = frozenset("input_ids attention_mask position_ids token_type_ids mm_token_type_ids".split())
 _ENCODER_OUTPUTS = "encoder_outputs"
 # The library gives -1e9 where there is no hypothesis; what has a score is far above.
 _NO_SCORE = -1e8
@@ -135,14 +136,15 @@ class BatchCompaction:
         if isinstance(value, Tensor):
             if not self._has_rows(name, value):
                 raise RuntimeError(f"{name} has become an input of the model after rows have left")
-            return value[self._rows]
+            return value.index_select(axis_of_rows(name, value), self._rows)
         return value
 
     def _has_rows(self, name: str, value: Any) -> bool:
         """Whether it is known how an input of the model has to be cut when rows leave."""
         rows = self._numbers.shape[0]
         if isinstance(value, Tensor):
-            return name.removeprefix("decoder_") in _PER_ROW and value.dim() == 2 and value.shape[0] == rows
+            axis = axis_of_rows(name, value)
+            return name.removeprefix("decoder_") in _PER_ROW and value.dim() == axis + 2 and value.shape[axis] == rows
         if isinstance(value, ModelOutput):
             parts = [part for part in value.values() if isinstance(part, Tensor)]
             return name == _ENCODER_OUTPUTS and all(part.shape[0] == rows for part in parts)

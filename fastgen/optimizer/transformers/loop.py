@@ -31,6 +31,7 @@ from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.key import LAST, MASKS, POSITIONS
 from fastgen.optimizer.transformers.models import (
+    axis_of_rows,
     has_captured_steps,
     has_growing_frequencies,
     may_begin_again,
@@ -178,7 +179,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
-    ignored = unread_inputs(call.model)
+    ignored = releases.read_in_prefill().union(unread_inputs(call.model))
     is_short = config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS
     if is_short and call.entering is None:
         raise CannotBeCaptured("only a few tokens to generate")
@@ -188,7 +189,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         if not _is_known(name, value):
             raise Unexpected(f"the model's input {name}")
         given = value[0] if isinstance(value, ModelOutput) else value
-        if isinstance(given, Tensor) and given.shape[0] != arguments["input_ids"].shape[0]:
+        if isinstance(given, Tensor) and given.shape[axis_of_rows(name, given)] != arguments["input_ids"].shape[0]:
             raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
 
 
@@ -239,7 +240,7 @@ def _size_of_weights(model: Any) -> float:
 
 def _is_known(name: str, value: Any) -> bool:
     if isinstance(value, Tensor):
-        return name in (*MASKS, *POSITIONS, *LAST) and value.dim() == 2
+        return name in (*MASKS, *POSITIONS, *LAST) and value.dim() == axis_of_rows(name, value) + 2
     if isinstance(value, ModelOutput):
         return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3
     return value is None or has_no_rows(name, value)

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.modules import module as any_module
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
@@ -41,12 +42,16 @@ ADAPTERS = frozenset(
 _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
+        "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
+        "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
         "led.modeling_led.LEDForConditionalGeneration",
         "longt5.modeling_longt5.LongT5ForConditionalGeneration",
         "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
         "mvp.modeling_mvp.MvpForConditionalGeneration",
         "plbart.modeling_plbart.PLBartForConditionalGeneration",
+        "qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration",
+        "smolvlm.modeling_smolvlm.SmolVLMForConditionalGeneration",
         "xglm.modeling_xglm.XGLMForCausalLM",
     )
 )
@@ -59,6 +64,16 @@ _SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForC
 def masks_source(model: Any) -> bool:
     """Whether `attention_mask` says which positions of the source the decoder attends to."""
     return _class_of(model) != _SOURCE_WITHOUT_MASK
+
+
+def axis_of_rows(name: str, value: Tensor) -> int:
+    """Which axis of an input of the model is its rows: positions in time, height and width have these in front."""
+    return 1 if name == "position_ids" and value.dim() == 3 else 0
+
+
+def notes_positions(model: Any) -> bool:
+    """Whether the prefill notes in the model where its steps are, for steps that are not given positions."""
+    return any(name in vars(part) for part in (model, model.base_model) for name in library_code.NOTED_BY_PREFILL)
 
 
 def unread_inputs(model: Any) -> tuple[str, ...]:
@@ -106,8 +121,8 @@ def unsupported(model: Any) -> str | None:
         if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
             return Usual(f"{method} has been replaced on this model")
     config = text_config(model.config)
-    if config is not model.config and not model.config.is_encoder_decoder:
-        return f"{kind.__name__} takes more than text"
+    if getattr(config, "cross_attention_layers", None):
+        return "K and V of pictures in the cache of the text"  # Mllama
     if getattr(config, "attention_chunk_size", None) is not None:
         return "chunked attention"
     if getattr(config, "keep_window_size", None) is not None:

@@ -17,12 +17,13 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen import patching, releases
 from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
+from fastgen.optimizer.transformers import pictures
 from fastgen.optimizer.transformers.buckets import prefill_in_groups
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
-from fastgen.optimizer.transformers.models import handed_on
+from fastgen.optimizer.transformers.models import axis_of_rows, handed_on
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -128,7 +129,14 @@ def _one_row_each(
     if per_input > 1 and handed_on(call.model) is None:
         raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
-    one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
+    one_row_kwargs = {
+        name: _pictures_once(call.model, one_row_ids, value, per_input)
+        if name == releases.ENCODED
+        else _undo_repeat(name, value, per_input)
+        for name, value in model_kwargs.items()
+    }
+    if per_input > 1 and any(pictures.may_be_several(*each) for each in model_kwargs.items()):
+        raise NotAccelerated("pictures that the library repeats one by one")
     embedded = model_kwargs.get("inputs_embeds")
     prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
     reason = caches.unsupported(cache, per_input, prompt + to_generate, _needs_window(call.model, config))
@@ -147,8 +155,10 @@ def _needs_window(model: Any, config: Any) -> str | None:
         return Usual("the attentions that are returned are as long as the sliding window")
     # In a prefill by chunks, what a chunk sees of the window depends on the cache too. Otherwise the module of a model
     # that masks has the library's function that makes such masks.
-    module = sys.modules[type(model).forward.__module__]
-    if config.prefill_chunk_size is None and hasattr(module, "create_sliding_window_causal_mask"):
+    parts = [model, *getattr(model.base_model, "_modules", {}).values()]  # of one that takes more than text
+    modules = [sys.modules[type(part).forward.__module__] for part in parts if part is not None]
+    makes_masks = any(hasattr(module, "create_sliding_window_causal_mask") for module in modules)
+    if config.prefill_chunk_size is None and makes_masks:
         return None
     return "the model relies on the cache for its sliding window"
 
@@ -166,10 +176,10 @@ def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
     if value is None or has_no_rows(name, value) or per_input == 1:
         return value
     if isinstance(value, torch.Tensor):
-        of_axes = name == "position_ids" and value.dim() > 2  # an axis comes before the rows
-        if value.dim() == 0 or of_axes or not caches.rows_agree(value, per_input):
+        rows = value.movedim(axis_of_rows(name, value), 0) if value.dim() else value
+        if value.dim() == 0 or not caches.rows_agree(rows, per_input):
             raise NotAccelerated(f"{name} is not one row per sequence, equal for the sequences of an input")
-        return value[::per_input].contiguous()
+        return rows[::per_input].movedim(0, axis_of_rows(name, value)).contiguous()
     if isinstance(value, ModelOutput):
         # The library repeats the tensors of the encoder output, not the tuples of hidden states in it.
         fields = {
@@ -180,6 +190,16 @@ def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
     if isinstance(value, dict) and not value:
         return value
     raise NotAccelerated(f"{name} is a {type(value).__name__}")
+
+
+def _pictures_once(model: Any, ids: torch.Tensor, encoded: Any, per_input: int) -> Any:
+    """What encoders have made of pictures, for one sequence of each input."""
+    if not encoded or per_input == 1:
+        return encoded
+    found = pictures.once(model, ids, encoded, per_input)
+    if found is None:
+        raise NotAccelerated("pictures that are not those of each sequence of an input")
+    return found
 
 
 def _repeat(value: Any, batch: int, per_input: int) -> Any:

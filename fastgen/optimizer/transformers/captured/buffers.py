@@ -17,7 +17,7 @@ from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
-from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, Key, Prompt
+from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 
@@ -83,7 +83,8 @@ class StepBuffers:
 
     def _input(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
-        buffer = torch.zeros(self._key.rows, self._width_of(name, self.sizes), dtype=first.dtype, device=first.device)
+        width = self._width_of(name, self.sizes)
+        buffer = torch.zeros(self._key.rows, width, dtype=first.dtype, device=first.device)
         if self.growing is not None and name in MASKS:
             self.growing.add(buffer)
         return buffer
@@ -91,7 +92,9 @@ class StepBuffers:
     def _width_of(self, name: str, sizes: Sizes) -> int:
         if self._key.is_sequences_mask(name):
             return sizes.cached + sizes.new + self._marked - 1
-        return sizes.source if name == "attention_mask" else 1
+        if name == "attention_mask":
+            return sizes.source
+        return self._key.axes if name == AXES else 1
 
     @property
     def _masks(self) -> list[Tensor]:

@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.compaction import Compaction, selected
 from fastgen.optimizer.transformers.captured.host import Host, HostCode, Written
-from fastgen.optimizer.transformers.captured.key import Key, needed_sizes, prefilled, room_for_ends
+from fastgen.optimizer.transformers.captured.key import AXES, Key, needed_sizes, prefilled, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import Ledger, certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -432,7 +432,8 @@ class Decoding:
                 sorted(
                     (name, value)
                     for name, value in self._model_kwargs.items()
-                    if not releases.is_cache(name) and isinstance(value, (bool, int, float, str))
+                    if not (releases.is_cache(name) or name in releases.read_in_prefill())
+                    and isinstance(value, (bool, int, float, str))
                 )
             ),
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
@@ -441,6 +442,7 @@ class Decoding:
                 window if window and self._needed.cached + self._needed.new > window else None
                 for window in self._windows
             ),
+            axes=prompt.tensors[AXES].shape[1] if AXES in prompt.tensors else 0,
             adapters=(self._adapter,),
         )
         return self._open(key)

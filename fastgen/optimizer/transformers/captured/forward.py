@@ -18,7 +18,7 @@ from fastgen.decoding.norms import fused
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
-from fastgen.optimizer.transformers.captured.key import Key, Prompt
+from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.models import counts_on_the_host
 
 
@@ -44,7 +44,7 @@ class Forward:
             tokens,
             next_sequence_length=width,
             **releases.with_cache(cache),
-            **{name: given for name, given in inputs.items() if name != row_adapters.NUMBERS},
+            **_inputs_of_model(inputs),
             **self._constants(width),
         )
         # What is captured is made of torch's own products, for which others stand later.
@@ -118,3 +118,12 @@ class Forward:
         kind_of_output, size = self._key.encoder
         states = filled_with.expand(self._key.rows, self._buffers.sizes.source, size)
         return {"encoder_outputs": kind_of_output(last_hidden_state=states)}
+
+
+def _inputs_of_model(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the model gets of a step's inputs, of which some are the step's own."""
+    found = {name: given for name, given in inputs.items() if name not in (row_adapters.NUMBERS, AXES)}
+    for name in POSITIONS if AXES in inputs else ():
+        if name in found:
+            found[name] = inputs[AXES].t().unsqueeze(2) + found[name].unsqueeze(0)  # [axes, rows, width]
+    return found

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen import releases
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
-from fastgen.optimizer.transformers.models import masks_source
+from fastgen.optimizer.transformers.models import axis_of_rows, masks_source, notes_positions
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 
 # Masks, which are among the inputs of the model.
@@ -24,8 +25,11 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 _ENDS = 4
 # Inputs of the model that go up by one in every step.
 POSITIONS = ("position_ids", "decoder_position_ids")
-# Inputs of the model with a row per sequence that the next step gets as they are.
-LAST = ("token_type_ids",)
+# Where a position has axes, such as time, height and width, these are positions on the first of them, and a step has
+# what the others are behind it, [rows, axes]: all go up together.
+AXES = "position_axes"
+# Inputs of the model with a row per sequence that the next step gets as they are. What is generated is text.
+LAST = ("token_type_ids", "mm_token_type_ids")
 
 
 class DraftKey(NamedTuple):
@@ -59,6 +63,7 @@ class Key:
     constants: tuple[tuple[str, Hashable], ...]  # the others, by name
     kv: Hashable  # shapes and dtypes of K and V of each layer
     windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
+    axes: int = 0  # of positions, where they have such
     draft: Any = None  # a `DraftKey`, where the step verifies what is drafted
     slots: bool = False  # inputs come and go while others go on: each row has a length of its own
     adapters: Adapters = ACTIVE  # that rows may have
@@ -188,7 +193,11 @@ def prefilled(
         raise CannotBeCaptured("a layer of the cache that the model does not use")
     own_kv = [layer.kv.prompt() for layer in own]
     cached = own[0].kv.length
-    given = {name: value[::per_input] for name, value in model_kwargs.items() if isinstance(value, Tensor)}
+    given = {
+        name: value.movedim(axis_of_rows(name, value), 0)[::per_input]
+        for name, value in model_kwargs.items()
+        if isinstance(value, Tensor) and name not in releases.read_in_prefill()
+    }
     masks = {name: given[name] for name in MASKS if name in given}
     if not masks_source(model):
         masks.pop("attention_mask", None)
@@ -226,8 +235,13 @@ def _next_inputs(
     model: Any, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor, own_mask: str
 ) -> dict[str, Tensor]:
     """What the next step gets of the inputs besides masks; and what models would ask the host for."""
-    found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
+    found = {name: given[name][..., -1:] + 1 for name in POSITIONS if name in given}
+    for name in [name for name, positions in found.items() if positions.dim() == 3]:
+        each = found[name].squeeze(2)
+        found[name], found[AXES] = each[:, :1], each - each[:, :1]
     found |= {name: given[name][:, -1:] for name in LAST if name in given}
+    if "mm_token_type_ids" in found:
+        found["mm_token_type_ids"] = torch.zeros_like(found["mm_token_type_ids"])
     parameters = inspect.signature(model.forward).parameters
     # The library leaves out a mask of ones. With one, prompts of all lengths can have padding in front; and some models
     # with an encoder make one themselves, of a size that is on the device.
@@ -239,6 +253,8 @@ def _next_inputs(
         if bool((lengths < tokens.shape[1]).any()):
             raise CannotBeCaptured("a padded decoder prompt")
         found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
+    if not has_positions and notes_positions(model):
+        raise CannotBeCaptured("positions that the model counts from what its prefill has noted")
     return found
 
 
