@@ -19,6 +19,7 @@ from torch import Tensor
 from fastgen import patching, releases
 from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers import row_adapters
+from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
@@ -28,7 +29,10 @@ from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, Un
 # may count from the first column of the batch. Encoders are in `encoders/stacks.py`.
 DECODERS = frozenset(
     f"transformers.models.{name}.modeling_{name}"
-    for name in "bloom gemma gemma2 gpt2 gpt_neox gpt_oss llama mistral mixtral opt phi qwen2 qwen3".split()
+    for name in (
+        "bloom gemma gemma2 gemma3 gemma4 gpt2 gpt_neox gpt_oss idefics3 internvl llama llava mistral mistral3 mixtral"
+        " opt phi qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_vl smolvlm"
+    ).split()
 )
 # Arguments of `generate` that the library does not pass to the encoder.
 _OF_DECODER = ("decoder_", "cross_attn")
@@ -136,6 +140,7 @@ def prefill_in_groups(call: Call, run: Prefill, ids: Tensor, config: Any, model_
             for name, value in model_kwargs.items()
             if isinstance(value, Tensor)
         )
+        and not any(model_kwargs.get(name) for name in releases.read_in_prefill())
         and releases.cache_in(model_kwargs).get_seq_length() == 0
         and config.prefill_chunk_size is None
         and not call.cache_is_the_users  # it would have the K/V of the padding in it
@@ -157,15 +162,15 @@ def _prefill_buckets(buckets: Buckets, run: Prefill, ids: Tensor, model_kwargs: 
         if releases.cache_in(outputs) is not cache:
             return outputs  # which the caller checks, too
         _check_nothing_else("the model", outputs, "logits", releases.cache_name())
-        last = outputs.logits[:, -1:]
+        last, filled = outputs.logits[:, -1:], layers_of(cache)[0]
         if logits is None:
             logits = last.new_empty(ids.shape[0], *last.shape[1:])
             stored = [
                 tuple(x.new_zeros(len(ids), x.shape[1], ids.shape[1], x.shape[3]) for x in (layer.keys, layer.values))
-                for layer in cache.layers
+                for layer in filled
             ]
         logits[rows] = last
-        for layer, (keys, values) in zip(cache.layers, stored, strict=True):
+        for layer, (keys, values) in zip(filled, stored, strict=True):
             keys[rows, :, positions], values[rows, :, positions] = layer.keys, layer.values
     cache.layers = layers
     for index, (keys, values) in enumerate(stored):

@@ -240,6 +240,8 @@ def _size_of_weights(model: Any) -> float:
 
 def _is_known(name: str, value: Any) -> bool:
     if isinstance(value, Tensor):
+        if name == "inputs_embeds":  # the prompt's
+            return value.dim() == 3
         return name in (*MASKS, *POSITIONS, *LAST) and value.dim() == axis_of_rows(name, value) + 2
     if isinstance(value, ModelOutput):
         return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3

@@ -142,6 +142,11 @@ def text_config(config: Any) -> Any:
     return config if is_flat else config.get_text_config(decoder=True)
 
 
+def takes_more_than_text(model: Any) -> bool:
+    """Whether a model without encoder reads pictures or sounds, too, in its prefill."""
+    return text_config(model.config) is not model.config and not model.config.is_encoder_decoder
+
+
 def _is_sharded(model: Any) -> bool:
     """Whether parts of the model are in several processes, which wait for each other in every forward pass.
 

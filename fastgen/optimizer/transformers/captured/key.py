@@ -209,7 +209,9 @@ def prefilled(
     elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
         source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
         own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
-    if cached != (length if own_mask is None else own_mask.shape[1]):
+    embedded = model_kwargs.get("inputs_embeds")  # in place of the tokens, which may be the last ones, or none
+    read = length if embedded is None or config.is_encoder_decoder else embedded.shape[1]
+    if cached != (read if own_mask is None else own_mask.shape[1]):
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
     starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
     # Such a model says so when it has no position left, which it cannot in a captured step.
@@ -224,7 +226,7 @@ def prefilled(
         cross=cross_kv,
         span=span,
         cross_span=cross_span,
-        tensors=masks | _next_inputs(model, tokens, given, ends - starts, own_name),
+        tensors=masks | _next_inputs(model, tokens, given, ends - starts, own_name, read),
         logits=call.prefilled.logits[:, -1],
         eos=eos,
     )
@@ -232,9 +234,13 @@ def prefilled(
 
 
 def _next_inputs(
-    model: Any, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor, own_mask: str
+    model: Any, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor, own_mask: str, read: int
 ) -> dict[str, Tensor]:
-    """What the next step gets of the inputs besides masks; and what models would ask the host for."""
+    """What the next step gets of the inputs besides masks; and what models would ask the host for.
+
+    Args:
+        lengths: [inputs] positions of each that count, of `read`.
+    """
     found = {name: given[name][..., -1:] + 1 for name in POSITIONS if name in given}
     for name in [name for name, positions in found.items() if positions.dim() == 3]:
         each = found[name].squeeze(2)
@@ -247,7 +253,7 @@ def _next_inputs(
     # with an encoder make one themselves, of a size that is on the device.
     has_positions, is_encoder_decoder = not found.keys().isdisjoint(POSITIONS), model.config.is_encoder_decoder
     if (has_positions or is_encoder_decoder) and own_mask in parameters and own_mask not in given:
-        found[own_mask] = torch.ones_like(tokens)
+        found[own_mask] = tokens.new_ones(len(tokens), read)
     if is_encoder_decoder and "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
         # They might be counted from that mask otherwise, which has the capacity of the buffer.
         if bool((lengths < tokens.shape[1]).any()):
@@ -280,7 +286,7 @@ def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tu
     length = prompt.tokens.shape[1]
     encoded = model_kwargs.get("encoder_outputs")
     source = 0 if encoded is None else encoded[0].shape[1]
-    cached = length
+    cached = length if model.config.is_encoder_decoder else prompt.cached
     if encoded is not None and not prompt.cross:  # the source is in front of the prompt
         source = source if length > 1 else round_up(source)
         cached = source + length - 1

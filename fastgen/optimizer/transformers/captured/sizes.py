@@ -42,11 +42,11 @@ def rounded(needed: Sizes, may_pad: bool, on_gpu: bool, at_once: bool = False) -
     if on_gpu:
         new = max(power_of_two(new), _FIRST_NEW)
         if may_pad:
-            prompt = cached = round_up(prompt)
+            prompt = cached = round_up(max(prompt, cached))
         return Sizes(prompt, cached, new, round_up(source))
     new = _power_of_four(new, *_NEW_ON_CPU)
     if may_pad:
-        prompt = cached = _power_of_four(prompt, *_CACHED_ON_CPU)
+        prompt = cached = _power_of_four(max(prompt, cached), *_CACHED_ON_CPU)
     return Sizes(prompt, cached, new, _power_of_four(source, *_SOURCE_ON_CPU) if source else 0)
 
 

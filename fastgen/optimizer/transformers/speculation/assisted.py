@@ -21,11 +21,17 @@ from fastgen import releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.optimizer.transformers import user_code
-from fastgen.optimizer.transformers.models import has_captured_steps, positions_of_step, unsupported
+from fastgen.optimizer.transformers.models import (
+    has_captured_steps,
+    positions_of_step,
+    takes_more_than_text,
+    unsupported,
+)
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Draft, EarlyExitDraft, LookupDraft
 
 # What asks for assisted generation, as an argument or in the generation config.
-OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
+_MODELS = ("assistant_early_exit", "assistant_model")
+OPTIONS = ("prompt_lookup_num_tokens", *_MODELS)
 # With these the call is left to the library.
 _NOT_SERVED = (
     "assistant_tokenizer", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha",
@@ -126,6 +132,8 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
 
 def _draft(request: Request, name: str) -> Draft | None:
     value, model = request.asked(name), request.model
+    if name in _MODELS and takes_more_than_text(model):
+        return None
     if name == "assistant_model":
         return _assistant(request, value)
     if type(value) is not int or value < 1:

@@ -177,6 +177,8 @@ class SpeculativeDecoding(Decoding):
         """
         config = call.model.config.get_text_config(decoder=True)
         kwargs = dict(self._model_kwargs)
+        if kwargs.get("inputs_embeds") is not None:
+            raise CannotBeCaptured("embeddings in place of tokens, which another model would not read")
         cache: Cache = DynamicCache(config=config)
         if source is not None:
             # Of sounds there is no mask, and of tokens one that the library has made where none was given.
