@@ -82,7 +82,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             _check(call, arguments, model_kwargs)
             if draft is None and call.entering is None:
                 _check_without_draft(call, arguments)
-        call.is_to_be_captured = call.entering is None
+        call.is_to_be_captured = True
         call.prefilled = prefill(
             model._prefill, model, (arguments["input_ids"], config, model_kwargs, not config.is_assistant), {}
         )

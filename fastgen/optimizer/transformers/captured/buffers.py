@@ -81,6 +81,12 @@ class StepBuffers:
         """Positions of the longest prompt of those that are there, from the first one that counts on."""
         return max(int((kv.ends - kv.starts).max()) for kv in self.own)
 
+    @property
+    def reads_masks_of_windows(self) -> bool:
+        """Whether a layer with a sliding window needs its mask besides the lengths, as far as is known."""
+        layers = zip(self.own, self._key.windows, strict=True)
+        return any(kv.says_nothing_new == [False] for kv, window in layers if window)
+
     def _input(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
         width = self._width_of(name, self.sizes)

@@ -437,15 +437,16 @@ class Decoding:
                 )
             ),
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
-            # A window that everything fits into is none.
-            windows=tuple(
-                window if window and self._needed.cached + self._needed.new > window else None
-                for window in self._windows
-            ),
+            windows=self._windows_of_key(),
             axes=prompt.tensors[AXES].shape[1] if AXES in prompt.tensors else 0,
             adapters=(self._adapter,),
         )
         return self._open(key)
+
+    def _windows_of_key(self) -> tuple[int | None, ...]:
+        """One that everything fits into is none."""
+        positions = self._needed.cached + self._needed.new
+        return tuple([window if window and positions > window else None for window in self._windows])
 
     def _open(self, key: Key) -> Key:
         """The key for buffers that grow, where there may be such."""

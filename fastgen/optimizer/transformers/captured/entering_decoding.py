@@ -56,6 +56,10 @@ class EnteringDecoding(Decoding):
         results = partial(_results, self._count, kept, self.config, self.output)
         return Slot(owner, most, padding, results, host if is_seen else None, generator, self.streamer)
 
+    def _windows_of_key(self) -> tuple[int | None, ...]:
+        """Those of the model: others that enter may be longer."""
+        return tuple(self._windows)
+
     @property
     def window(self) -> int | None:
         """The shortest sliding window of the model's layers; None if they see everything."""

@@ -145,7 +145,7 @@ class Slots:
         place = next(place for place in range(self._key.batch) if place not in self.taken)
         step.load(place, prompt)
         if not step.forward.is_watched:  # before code of the user's sees a token
-            self._try(step, place)
+            self._try(step, place, decoding, prompt)
         options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
         numbers = [decoding.numbers[each] if isinstance(each, int) else each for each in kind.numbers(self._kind)]
         search, choice = step.arrival(prompt, kind.fill, numbers, **options)
@@ -164,10 +164,11 @@ class Slots:
         slot.positions, slot.source = prompt.cached, prompt.sizes.source
         slot.place, self.taken[place] = place, slot
 
-    def _try(self, step: DecodeStep, place: int) -> None:
+    def _try(self, step: DecodeStep, place: int, decoding: EnteringDecoding, prompt: Prompt) -> None:
         """Raises CannotBeCaptured if the model does something that a step of rows of any lengths cannot do."""
         try:
             step.watch(self._model)
+            self._check_window(decoding, prompt.sizes)
         except Exception as error:
             step.leave(place)
             if memory.is_out(error) or isinstance(error, OfThisCall):
@@ -176,13 +177,13 @@ class Slots:
             raise CannotBeCaptured(str(error)) from error
 
     def _check_window(self, decoding: EnteringDecoding, needed: Sizes) -> None:
-        """Masks of a sliding window are those of the longest row: no row may lose a position by that.
+        """Where masks of a sliding window are read, they are those of the longest row: no row may lose a position by that.
 
         What counts is what those that are there, and those that come, may need: buffers may have room for more.
         """
-        if decoding.window is None:
+        if self._step is None or decoding.window is None or not self._step.buffers.reads_masks_of_windows:
             return
-        there = 0 if self._step is None else self._step.buffers.longest_prompt
+        there = self._step.buffers.longest_prompt
         new = max([needed.new, *(slot.new_tokens for slot in self.taken.values())])
         if max(there, needed.cached) + new > decoding.window:
             raise TooLong(BEYOND_WINDOW)
