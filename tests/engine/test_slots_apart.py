@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -31,17 +32,40 @@ from tests.engine.conftest import (
 from tests.equivalence.models import BY_NAME
 
 
-def test_of_a_sliding_window_counts_what_those_that_are_there_may_need() -> None:
-    """Neither the room that buffers have, which is rounded up and kept, nor what others needed that have left."""
-    model = BY_NAME["mistral-long-window"].build()
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["mistral-short-window", "gemma2", "gpt-oss"])
+def test_beyond_a_sliding_window(name: str, seed: int) -> None:
+    """Rows of any lengths, in front of the window's end and behind it; with masks that are read, and others."""
+    draw, model = random.Random(seed), BY_NAME[name].build()
     window = model.config.sliding_window
-    long = [10 + n % 100 for n in range(window - 10)]
+    lengths = [draw.choice([1, 5, window - 9, window - 1, window, window + 1, 2 * window + 3]) for _ in range(5)]
+    prompts = [[draw.randrange(4, 150) for _ in range(length)] for length in lengths]
+    options = [
+        {
+            **draw.choice([{}, {}, {"num_beams": 2}, {"repetition_penalty": 1.3}]),
+            "max_new_tokens": draw.choice([4, 15, 40]),
+        }
+        for _ in prompts
+    ]
+    requests = [make(model, *each, None, 4) for each in zip(prompts, [None] * len(prompts), options, strict=True)]
+    executor = ContinuousBatches(model, draw.choice([4, 8]))
+    run(executor, requests)
+    assert_as_alone(model, requests, prompts)
+    if name.startswith("mistral"):
+        assert executor.counts["steps"] and not executor.alone
+
+
+def test_where_masks_are_read_those_that_are_there_count_with_what_they_may_need() -> None:
+    """Neither the room that buffers have, which is rounded up and kept, nor what others needed that have left."""
+    model = BY_NAME["gemma2"].build()
+    window = model.config.sliding_window
+    long = [10 + n % 100 for n in range(window - 12)]
     executor = ContinuousBatches(model, 8)
     for prompts, new_tokens, are_alone in (
-        ([PROMPTS[0]], [window - 10], 0),  # buffers are larger than the window then
+        ([PROMPTS[0]], [window - 12], 0),  # buffers are larger than the window then
         ([long], [8], 0),
-        ([PROMPTS[0], PROMPTS[1]], [window - 20, 9], 0),
-        ([PROMPTS[0], long, PROMPTS[1]], [40, 8, 9], 1),  # each fits alone: that says nothing of others
+        ([PROMPTS[0], PROMPTS[1]], [window - 22, 9], 0),
+        ([PROMPTS[0], long, PROMPTS[1]], [20, 8, 9], 1),  # each fits alone: that says nothing of others
     ):
         before = sum(executor.alone.values())
         requests = [
@@ -56,7 +80,7 @@ def test_of_a_sliding_window_counts_what_those_that_are_there_may_need() -> None
 @pytest.mark.parametrize("count", [1, 2])
 def test_long_ones_that_come_first_say_nothing_of_short_ones(count: int) -> None:
     """They are declined before they are about to enter."""
-    model = BY_NAME["mistral-long-window"].build()
+    model = BY_NAME["gemma2"].build()
     long = [[10 + n % 100 for n in range(model.config.sliding_window - 3)]] * count
     executor, prompts = ContinuousBatches(model, 8), [*long, *PROMPTS[:3]]
     requests = requests_for(model, prompts, max_new_tokens=4)

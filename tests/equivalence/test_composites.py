@@ -1,4 +1,4 @@
-"""Models made of two: images or text in, text out. And models that take more than text, which are left alone."""
+"""Models made of two: images or text in, text out."""
 
 from __future__ import annotations
 
@@ -102,16 +102,6 @@ def test_models_of_which_it_is_not_known_what_they_hand_on() -> None:
     assert list(fallbacks()) == ["HandingOn hands on more than K/V from step to step"]
 
 
-def _llava() -> Any:
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**{**_IMAGE, "patch_size": 8}, projection_dim=32),
-        text_config=transformers.LlamaConfig(**_TOKENS, **LLAMA),
-        image_token_index=VOCABULARY - 1,
-        image_seq_length=16,
-    )
-    return transformers.LlavaForConditionalGeneration(config)
-
-
 @functools.cache
 def build(make: Any) -> Any:
     torch.manual_seed(0)
@@ -164,13 +154,3 @@ def test_models_made_of_two(name: str, decoding: str) -> None:
     make, inputs = MODELS[name]
     check(build(make), inputs(), {**DECODING[decoding], **SCORES})
     assert accelerated() == 1
-
-
-@pytest.mark.parametrize("decoding", ["beam", "greedy"])
-def test_images_in_the_prompt(decoding: str) -> None:
-    """Left to the original, with or without an image."""
-    inputs = _tokens(2, LONG)
-    check(build(_llava), inputs, {**DECODING[decoding], **SCORES})
-    inputs["input_ids"][:, 3:19] = VOCABULARY - 1
-    check(build(_llava), {**inputs, "pixel_values": _images(2)}, {**DECODING[decoding], **SCORES})
-    assert fallbacks() == {"LlavaForConditionalGeneration takes more than text": 2}

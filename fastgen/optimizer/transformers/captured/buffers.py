@@ -83,9 +83,9 @@ class StepBuffers:
 
     @property
     def reads_masks_of_windows(self) -> bool:
-        """Whether a layer with a sliding window needs its mask besides the lengths, as far as is known."""
+        """Whether a layer with a sliding window needs its mask besides the lengths, in a step that has been watched."""
         layers = zip(self.own, self._key.windows, strict=True)
-        return any(kv.says_nothing_new == [False] for kv, window in layers if window)
+        return any(kv.says_nothing_new != [True] for kv, window in layers if window)
 
     def _input(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""

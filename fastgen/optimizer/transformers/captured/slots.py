@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -127,13 +127,15 @@ class Slots:
             for number, slot in enumerate(entering)
         ]
         needed = Sizes(*map(max, *(prompt.sizes for prompt in prompts), Sizes(0, 0, 0, 0)))
-        self._check_window(decoding, needed)
         self._is_changing = (self._widen(decoding, kind) or self.is_new) and expected > len(entering)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
+        check_window = partial(self._check_window, step, decoding, needed)
+        if step.forward.is_watched:
+            check_window()
         for slot, prompt in zip(entering, prompts, strict=True):
             slot.certain_tokens, slot.entered = decoding.certain_tokens, self._steps
             self._note(slot)
-            self._enter(step, slot, prompt, decoding, kind)
+            self._enter(step, slot, prompt, decoding, kind, check_window)
         self._check_numbers(step)
         for slot, prompt in zip(entering, prompts, strict=True):  # none has seen a token if another cannot enter
             if slot.streams_prompt:
@@ -141,11 +143,19 @@ class Slots:
                 slot.catch(partial(slot.streamer.put, prompt.tokens.clone()))
             self._stream(step, slot)
 
-    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: EnteringDecoding, kind: Kind) -> None:
+    def _enter(
+        self,
+        step: DecodeStep,
+        slot: Slot,
+        prompt: Prompt,
+        decoding: EnteringDecoding,
+        kind: Kind,
+        check_window: Callable[[], None],
+    ) -> None:
         place = next(place for place in range(self._key.batch) if place not in self.taken)
         step.load(place, prompt)
         if not step.forward.is_watched:  # before code of the user's sees a token
-            self._try(step, place, decoding, prompt)
+            self._try(step, place, check_window)
         options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
         numbers = [decoding.numbers[each] if isinstance(each, int) else each for each in kind.numbers(self._kind)]
         search, choice = step.arrival(prompt, kind.fill, numbers, **options)
@@ -164,11 +174,11 @@ class Slots:
         slot.positions, slot.source = prompt.cached, prompt.sizes.source
         slot.place, self.taken[place] = place, slot
 
-    def _try(self, step: DecodeStep, place: int, decoding: EnteringDecoding, prompt: Prompt) -> None:
+    def _try(self, step: DecodeStep, place: int, check_window: Callable[[], None]) -> None:
         """Raises CannotBeCaptured if the model does something that a step of rows of any lengths cannot do."""
         try:
             step.watch(self._model)
-            self._check_window(decoding, prompt.sizes)
+            check_window()
         except Exception as error:
             step.leave(place)
             if memory.is_out(error) or isinstance(error, OfThisCall):
@@ -176,14 +186,14 @@ class Slots:
             graph_cache.refuse(self._model, step.key, str(error))
             raise CannotBeCaptured(str(error)) from error
 
-    def _check_window(self, decoding: EnteringDecoding, needed: Sizes) -> None:
-        """Where masks of a sliding window are read, they are those of the longest row: no row may lose a position by that.
+    def _check_window(self, step: DecodeStep, decoding: EnteringDecoding, needed: Sizes) -> None:
+        """Masks of a sliding window that are read are those of the longest row: no row may lose a position by that.
 
         What counts is what those that are there, and those that come, may need: buffers may have room for more.
         """
-        if self._step is None or decoding.window is None or not self._step.buffers.reads_masks_of_windows:
+        if decoding.window is None or not step.buffers.reads_masks_of_windows:
             return
-        there = self._step.buffers.longest_prompt
+        there = step.buffers.longest_prompt
         new = max([needed.new, *(slot.new_tokens for slot in self.taken.values())])
         if max(there, needed.cached) + new > decoding.window:
             raise TooLong(BEYOND_WINDOW)
