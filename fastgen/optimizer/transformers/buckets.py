@@ -162,16 +162,13 @@ def _prefill_buckets(buckets: Buckets, run: Prefill, ids: Tensor, model_kwargs: 
         if releases.cache_in(outputs) is not cache:
             return outputs  # which the caller checks, too
         _check_nothing_else("the model", outputs, "logits", releases.cache_name())
-        last, filled = outputs.logits[:, -1:], layers_of(cache)[0]
+        last, filled = outputs.logits[:, -1:], [layer.kv.read() for layer in layers_of(cache)[0]]
         if logits is None:
             logits = last.new_empty(ids.shape[0], *last.shape[1:])
-            stored = [
-                tuple(x.new_zeros(len(ids), x.shape[1], ids.shape[1], x.shape[3]) for x in (layer.keys, layer.values))
-                for layer in filled
-            ]
+            stored = [tuple(x.new_zeros(len(ids), x.shape[1], ids.shape[1], x.shape[3]) for x in kv) for kv in filled]
         logits[rows] = last
-        for layer, (keys, values) in zip(filled, stored, strict=True):
-            keys[rows, :, positions], values[rows, :, positions] = layer.keys, layer.values
+        for kv, (keys, values) in zip(filled, stored, strict=True):
+            keys[rows, :, positions], values[rows, :, positions] = kv
     cache.layers = layers
     for index, (keys, values) in enumerate(stored):
         cache.update(keys, values, index)

@@ -136,7 +136,7 @@ class BatchCompaction:
         if isinstance(value, Tensor):
             if not self._has_rows(name, value):
                 raise RuntimeError(f"{name} has become an input of the model after rows have left")
-            return value.index_select(axis_of_rows(name, value), self._rows)
+            return value[:, self._rows] if axis_of_rows(name, value) else value[self._rows]
         return value
 
     def _has_rows(self, name: str, value: Any) -> bool:
