@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 import fastgen  # noqa: E402
 from fastgen import releases, settings  # noqa: E402
 from tests import survey  # noqa: E402
-from tests.equivalence.cases import BEAM, CONTROL, DRAWING, SAMPLE, SEARCH  # noqa: E402
+from tests.equivalence import multimodal  # noqa: E402
+from tests.equivalence.cases import BEAM, CONTROL, DECODING, DRAWING, SAMPLE, SEARCH  # noqa: E402
 from tests.equivalence.check import ENTRY_POINT, run  # noqa: E402
 from tests.equivalence.models import BY_NAME, FAMILIES, LONG, Family  # noqa: E402
 from tests.equivalence.others import OTHERS  # noqa: E402
@@ -46,6 +47,20 @@ def model_rows(families: Iterable[Family]) -> list[list[str]]:
         for cell in row.values():
             assert all(re.match(_OUTCOMES, found) for found in cell.outcomes), (name, cell.outcomes)
     return [[f"`{name}`", *map(str, row.values())] for name, row in rows]
+
+
+def multimodal_rows() -> list[list[str]]:
+    """A row per class that takes more than text: a cell of prompts of text, and one of a picture or a sound in each."""
+    rows = []
+    for name in multimodal.CONFIGS:
+        model, with_pictures = multimodal.build(name), multimodal.PICTURES.get(name)
+        cells = ["not run", "not run"]
+        for column, make_inputs in enumerate([multimodal.text, *([with_pictures] if with_pictures else [])]):
+            inputs = make_inputs()
+            found = [survey.captured_outcome(model, inputs, options) for options in DECODING.values()]
+            cells[column] = cell(found)
+        rows.append([f"`{type(model).__name__}`", *cells])
+    return rows
 
 
 def cell(outcomes: list[str]) -> str:
@@ -127,6 +142,12 @@ The tests run them with FASTGEN_STRICT=1.
 A model in neither list is accelerated if its K/V cache and its decoding loop are those of the library.
 
 {table(header, model_rows(OTHERS))}
+
+## Models that take more than text
+
+With `captured_step="always"`. What reads pictures and sounds is the library's own code.
+
+{table(["model", "text", "with a picture or a sound in each input"], multimodal_rows())}
 
 ## Options
 

@@ -152,18 +152,18 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
 
 
-def _pictures(counts: tuple[int, ...], tokens: int) -> dict[str, torch.Tensor]:
+def _pictures(counts: tuple[int, ...] = (1, 1), tokens: int = 4) -> dict[str, torch.Tensor]:
     """So many pictures in each input, of so many tokens each."""
     found = text(len(counts), tuple((tokens,) * count for count in counts))
     return {**found, "pixel_values": _noise(sum(counts), 3, 16, 16)}
 
 
-def _of_gemma(counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _of_gemma(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     found = _pictures(counts, 4)
     return {**found, "token_type_ids": (found["input_ids"] == PLACEHOLDER).long()}
 
 
-def _of_qwen(counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _of_qwen(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     """Pictures of an input are larger one by one, and each of their positions has three axes."""
     found = text(len(counts), tuple(tuple(range(1, count + 1)) for count in counts))
     ids = found["input_ids"]
@@ -174,33 +174,33 @@ def _of_qwen(counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {**found, "pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": (ids == PLACEHOLDER).long()}
 
 
-def _of_idefics(counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _of_idefics(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     count = max(counts)
     found = _pictures((count,) * len(counts), 1)
     return {**found, "pixel_values": found["pixel_values"].unflatten(0, (len(counts), count))}
 
 
-def _of_mistral(counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _of_mistral(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**_pictures(counts, 4), "image_sizes": torch.tensor([[16, 16]] * sum(counts))}
 
 
-def _sounds(counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _sounds(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**text(len(counts), tuple((4,) * count for count in counts)), "input_features": _noise(sum(counts), 8, 32)}
 
 
-PICTURES: dict[str, Callable[[tuple[int, ...]], dict[str, torch.Tensor]]] = {
+PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "Gemma3": _of_gemma,
     "Qwen2VL": _of_qwen,
     "Qwen2_5_VL": _of_qwen,
     "Qwen3VL": _of_qwen,
     "Glm4v": _of_qwen,
-    "Llava": lambda counts: _pictures(counts, 4),
+    "Llava": _pictures,
     "Mistral3": _of_mistral,
-    "InternVL": lambda counts: _pictures(counts, 1),
-    "AyaVision": lambda counts: _pictures(counts, 1),
+    "InternVL": functools.partial(_pictures, tokens=1),
+    "AyaVision": functools.partial(_pictures, tokens=1),
     "SmolVLM": _of_idefics,
     "Idefics3": _of_idefics,
-    "PaliGemma": lambda counts: _pictures(counts, 4),
+    "PaliGemma": _pictures,
     "Voxtral": _sounds,
 }
 """Inputs with so many pictures each, for the models that have such here."""
