@@ -57,7 +57,7 @@ def test_beyond_a_sliding_window(name: str, seed: int) -> None:
 
 def test_where_masks_are_read_those_that_are_there_count_with_what_they_may_need() -> None:
     """Neither the room that buffers have, which is rounded up and kept, nor what others needed that have left."""
-    model = BY_NAME["gemma2"].build()
+    model = BY_NAME["gemma2"].build("eager")
     window = model.config.sliding_window
     long = [10 + n % 100 for n in range(window - 12)]
     executor = ContinuousBatches(model, 8)
@@ -80,7 +80,7 @@ def test_where_masks_are_read_those_that_are_there_count_with_what_they_may_need
 @pytest.mark.parametrize("count", [1, 2])
 def test_long_ones_that_come_first_say_nothing_of_short_ones(count: int) -> None:
     """They are declined before they are about to enter."""
-    model = BY_NAME["gemma2"].build()
+    model = BY_NAME["gemma2"].build("eager")
     long = [[10 + n % 100 for n in range(model.config.sliding_window - 3)]] * count
     executor, prompts = ContinuousBatches(model, 8), [*long, *PROMPTS[:3]]
     requests = requests_for(model, prompts, max_new_tokens=4)

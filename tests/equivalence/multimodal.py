@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from tests.equivalence.models import BOS, EOS, PAD, VOCABULARY, Weights, enliven
 
@@ -122,7 +123,11 @@ def build(name: str) -> Any:
     if kind is None:
         pytest.skip("this release has no such model")
     torch.manual_seed(0)
-    model = kind(getattr(transformers, f"{name}Config")(**CONFIGS[name]())).eval()
+    try:
+        config = getattr(transformers, f"{name}Config")(**CONFIGS[name]())
+    except StrictDataclassFieldValidationError:
+        pytest.skip("this release refuses its own configuration")
+    model = kind(config).eval()
     enliven(model, Weights(1))
     tokens = {key: value for key, value in _TOKENS.items() if key != "vocab_size"}
     model.generation_config.update(max_new_tokens=20, **tokens)
