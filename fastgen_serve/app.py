@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import fastgen
-from fastgen_serve.api import libretranslate, openai, operations, page, vllm
+from fastgen_serve.api import libretranslate, openai, operations, page, responses, vllm
 from fastgen_serve.api.schema import said
 from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, ServeError
@@ -24,7 +24,7 @@ from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 
 # In this order: what is asked for first. The shape of an error for an unknown path is OpenAI's.
-_INTERFACES: tuple[ModuleType, ...] = (openai, vllm, libretranslate, page, operations)
+_INTERFACES: tuple[ModuleType, ...] = (openai, responses, vllm, libretranslate, page, operations)
 
 
 def create_app(

@@ -22,7 +22,7 @@ from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
-from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Cutting, EmbeddingRequest
+from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Cutting, EmbeddingRequest, Generation
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
@@ -49,7 +49,7 @@ _ERRORS: dict[int | str, str] = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": answers.ErrorAnswer, "description": text} for status, text in _ERRORS.items()
 }
-_STREAM: dict[int | str, dict[str, Any]] = {
+STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or its chunks."}
 }
 
@@ -122,13 +122,13 @@ def _card(model: ServedModel) -> answers.ModelCard:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """A request that generates, with a job for each input."""
 
     id: str
     created: int
     model: ServedModel
-    body: CompletionRequest | ChatRequest
+    body: Generation
     prompts: list[tuple[int, ...]]
     """The tokens of each input."""
     decoding: Decoding
@@ -182,13 +182,13 @@ def _usage(prompt: int, generated: int) -> answers.Usage:
     return answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
 
 
-def _run(
+def make_run(
     request: Request,
     model: ServedModel,
-    body: CompletionRequest | ChatRequest,
+    body: Generation,
     inputs: list[tuple[int, ...]],
     limits: list[int | None],
-) -> _Run:
+) -> Run:
     how = decoding(body, model.info)
     is_completion = isinstance(body, CompletionRequest)
     options: dict[str, Any] = {}
@@ -212,11 +212,11 @@ def _run(
         for tokens in inputs
         for _ in range(how.results)
     ]
-    name = f"{'cmpl' if is_completion else 'chatcmpl'}-{uuid.uuid4().hex}"
-    return _Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts))
+    name = f"{body.prefix}{uuid.uuid4().hex}"
+    return Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts))
 
 
-def _limit(model: ServedModel, body: CompletionRequest | ChatRequest, prompt: int, most: int, param: str) -> int | None:
+def new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, param: str) -> int | None:
     """New tokens behind a prompt, at the most; None for what the model's generation config says.
 
     Raises:
@@ -235,7 +235,7 @@ def _limit(model: ServedModel, body: CompletionRequest | ChatRequest, prompt: in
     return limit
 
 
-@router.post("/v1/completions", response_model=answers.Completion, response_model_exclude_unset=True, responses=_STREAM)
+@router.post("/v1/completions", response_model=answers.Completion, response_model_exclude_unset=True, responses=STREAM)
 async def complete(body: CompletionRequest, request: Request) -> Any:
     """What comes behind a prompt; of an encoder-decoder model, the target of a source."""
     model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
@@ -248,7 +248,9 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
             return [prompts.tokens_of(model, each, body, "prompt", room) for each in given]
 
     inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
-    run = _run(request, model, body, inputs, [_limit(model, body, len(each), most, "prompt") for each in inputs])
+    run = make_run(
+        request, model, body, inputs, [new_tokens(model, body, len(each), most, "prompt") for each in inputs]
+    )
 
     def written(pieces: Sequence[Piece], **more: Any) -> answers.Completion:
         prompt_of = [tokens for tokens in inputs for _ in range(run.decoding.results)]
@@ -259,7 +261,7 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
         return [written([piece], **run.usage_until(piece, piece.generated))]
 
     if body.stream:
-        return await _streamed(run, chunks, written([]))
+        return await _chunked(run, chunks, written([]))
     pieces, usage = await run.whole()
     answer = written(pieces)
     answer.usage = usage
@@ -267,7 +269,7 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
 
 
 @router.post(
-    "/v1/chat/completions", response_model=answers.ChatCompletion, response_model_exclude_unset=True, responses=_STREAM
+    "/v1/chat/completions", response_model=answers.ChatCompletion, response_model_exclude_unset=True, responses=STREAM
 )
 async def chat(body: ChatRequest, request: Request) -> Any:
     """The answer to a conversation."""
@@ -279,7 +281,7 @@ async def chat(body: ChatRequest, request: Request) -> Any:
             return prompts.chat_tokens(model, messages, body, cut=body, room=body.limit or 1)
 
     tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
-    run = _run(request, model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
+    run = make_run(request, model, body, [tokens], [new_tokens(model, body, len(tokens), most, "messages")])
     prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:
@@ -294,15 +296,21 @@ async def chat(body: ChatRequest, request: Request) -> Any:
         return [chunk([start], **prompt, **run.usage_until(piece, 0)), said]
 
     if body.stream:
-        return await _streamed(run, chunks, chunk([]))
+        return await _chunked(run, chunks, chunk([]))
     pieces, usage = await run.whole()
     choices = [run.writer.message(piece) for piece in pieces]
     return answers.ChatCompletion(object="chat.completion", choices=choices, usage=usage, **run.head, **prompt)
 
 
-async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> ClosedStream:
-    """The response that sends chunks. What fails before the first one is raised here, and has a status of its own."""
-    events = _events(run, write, last)
+async def streamed(
+    run: Run, events: AsyncGenerator[str, None], write_error: Callable[[ServeError], str], end: str = ""
+) -> ClosedStream:
+    """The response that sends events. What fails before the first one is raised here, and has a status of its own.
+
+    Args:
+        write_error: makes the event of what fails later: the status is sent already.
+        end: what comes behind all events.
+    """
     try:
         first = await anext(events)
     except BaseException:
@@ -315,18 +323,24 @@ async def _streamed(run: _Run, write: Callable[[Piece], list[BaseModel]], last: 
             try:
                 async for event in events:
                     yield event
-            except ServeError as error:  # the status is sent already: the error is an event
-                yield _event(_error_object(error))
+            except ServeError as error:
+                yield write_error(error)
             except Exception:
                 _log.exception("%s has failed", run.id)
-                yield _event(_error_object(Failed("the server has failed: its log says why")))
-            yield "data: [DONE]\n\n"
+                yield write_error(Failed("the server has failed: its log says why"))
+            yield end
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx, as it is set up at first
     return ClosedStream(all_events(), media_type="text/event-stream", headers=headers)
 
 
-async def _events(run: _Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncGenerator[str, None]:
+async def _chunked(run: Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> ClosedStream:
+    """The response that sends chunks."""
+    events = _events(run, write, last)
+    return await streamed(run, events, lambda error: _event(_error_object(error)), "data: [DONE]\n\n")
+
+
+async def _events(run: Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> AsyncGenerator[str, None]:
     async with aclosing(run.stream()) as items:
         async for item in items:
             if isinstance(item, Piece):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen_serve.api import openai_answers as answers
-from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest
+from fastgen_serve.api.openai_schema import Generation
 from fastgen_serve.jobs import Delta, TokenLogprob
 from fastgen_serve.jobs import Sequence as Result
 from fastgen_serve.text import TextStream, token_bytes, token_text
@@ -128,7 +128,7 @@ class Choices:
 class Writer:
     """Writes pieces in the shapes of the interface, with what the request wants of them."""
 
-    def __init__(self, tokenizer: Any, body: CompletionRequest | ChatRequest) -> None:
+    def __init__(self, tokenizer: Any, body: Generation) -> None:
         self._tokenizer, self._body = tokenizer, body
         self._has_logprobs = body.wanted_logprobs is not None
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Generation
+from fastgen_serve.api.openai_schema import Generation
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Generate, Generated, ModelInfo
 from fastgen_serve.jobs import Sequence as Result
@@ -97,7 +97,7 @@ def decoding(fields: Generation, info: ModelInfo) -> Decoding:
 
 def make_job(
     decoding: Decoding,
-    body: CompletionRequest | ChatRequest,
+    body: Generation,
     tokens: tuple[int, ...],
     max_tokens: int | None,
     options: Mapping[str, Any] | None = None,

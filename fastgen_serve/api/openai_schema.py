@@ -5,7 +5,7 @@ Each field is honoured, or refused unless its value asks for nothing (`off`). A 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,7 +14,7 @@ from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
 
 _STOPS, _STOP_LENGTH = 16, 256
-_MOST_LOGPROBS = 20
+MOST_LOGPROBS = 20
 Probability = Annotated[float, Field(gt=0, le=1)]
 # Numbers beyond these leave no probability that a float32 can hold.
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
@@ -62,7 +62,10 @@ class Cutting(Body):
 
 
 class Generation(Cutting):
-    """What completions and chat completions have in common."""
+    """What completions, chat completions and responses have in common."""
+
+    prefix: ClassVar[str]
+    """What the ids of answers begin with."""
 
     model: str | None = Field(default=None, description="Name of a model that is served; the first one without it.")
     stream: bool | None = Field(
@@ -157,6 +160,16 @@ class Generation(Cutting):
         return self
 
     @property
+    def limit(self) -> int | None:
+        """New tokens, at the most."""
+        raise NotImplementedError
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Of so many of the likeliest tokens at each position, besides the new one; None for no log-probabilities."""
+        raise NotImplementedError
+
+    @property
     def has_beams(self) -> bool:
         return self.use_beam_search or self.num_beams is not None
 
@@ -178,9 +191,10 @@ class Generation(Cutting):
 class CompletionRequest(Generation):
     """A prompt, or several, that the model continues; or sources that an encoder-decoder model turns into targets."""
 
+    prefix: ClassVar[str] = "cmpl-"
     prompt: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
     max_tokens: Count | None = Field(default=None, description="New tokens, at the most: 16 for decoder-only models.")
-    logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
         default=None,
         description="Log-probabilities of the new tokens, and of so many of the likeliest at each position.",
     )
@@ -253,6 +267,7 @@ class Templating(Body):
 class ChatRequest(Templating, Generation):
     """A conversation that the model answers."""
 
+    prefix: ClassVar[str] = "chatcmpl-"
     messages: Annotated[list[Message], Field(min_length=1)]
     add_special_tokens: bool = Field(
         default=False, description="Special tokens are added to what the chat template writes."
@@ -262,7 +277,7 @@ class ChatRequest(Templating, Generation):
     )
     max_tokens: Count | None = Field(default=None, description="The same, by its old name.")
     logprobs: bool | None = Field(default=None, description="Log-probabilities of the new tokens.")
-    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
         default=None,
         description="Log-probabilities of so many of the likeliest tokens at each position; with logprobs=true.",
     )

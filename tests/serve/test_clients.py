@@ -62,7 +62,7 @@ def test_a_call_of_a_tool_is_named_where_the_message_has_no_content(http: httpx.
 def test_the_model_and_the_path_that_there_are_not(http: httpx.Client) -> None:
     status, param, message = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "dummy"}))
     assert (status, param) == (404, "model") and message.startswith("model 'dummy' is not served: the models are bart,")
-    status, param, message = refusal(http.post("/v1/responses", json={"model": "chat", "input": "a"}))
+    status, param, message = refusal(http.post("/v1/realtime", json={"model": "chat", "input": "a"}))
     assert (status, param) == (404, None) and "/docs" in message
     assert len(refusal(http.get("/v1/models/" + "a" * 5000))[2]) < 300
 

@@ -30,6 +30,7 @@ EXAMPLES = 10
 MODELS = {
     "/v1/completions": "gpt2",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
     "/v1/embeddings": "vectors",
     "/classify": "classes",
     "/score": "pairs",
@@ -45,6 +46,8 @@ def make_possible(path: str, body: dict[str, Any]) -> None:
     if path.endswith("/completions"):
         body["max_tokens"] = 4
         body.pop("max_completion_tokens", None)
+    if path == "/v1/responses":
+        body["max_output_tokens"] = 4
     if path == "/score":
         for name in ("data_1", "data_2", "queries", "documents", "items"):
             body.pop(name, None)

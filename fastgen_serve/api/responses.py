@@ -1,0 +1,157 @@
+"""OpenAI's Responses: a chat in other shapes. Nothing is kept: each request has the whole conversation."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from fastgen_serve.api import openai, prompts
+from fastgen_serve.api.openai import write_error
+from fastgen_serve.api.openai_answers import TokenLogprobs, Usage
+from fastgen_serve.api.openai_choices import Piece
+from fastgen_serve.api.responses_schema import (
+    IncompleteDetails,
+    OutputMessage,
+    OutputText,
+    Response,
+    ResponseError,
+    ResponseRequest,
+    ResponseUsage,
+)
+from fastgen_serve.errors import BadRequest, ServeError
+
+__all__ = ["router", "write_error"]
+
+router = APIRouter(tags=["OpenAI"], responses=openai.ERRORS)
+# What chat completions call it, and its name here.
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    try:
+        yield
+    except BadRequest as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
+
+
+@router.post("/v1/responses", response_model=Response, responses=openai.STREAM)
+async def respond(body: ResponseRequest, request: Request) -> Any:
+    """The answer to a conversation."""
+    model, most = openai.served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
+    messages = body.messages()
+
+    def tokenise() -> tuple[int, ...]:
+        with prompts.source_language(model, body.src_lang):
+            return prompts.chat_tokens(model, messages, body, cut=body, room=body.limit or 1)
+
+    with _named_as_here():
+        tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
+        limit = openai.new_tokens(model, body, len(tokens), most, "input")
+        run = openai.make_run(request, model, body, [tokens], [limit])
+        answer = _Answer(run, body)
+        if body.stream:
+            return await openai.streamed(run, answer.events(), answer.failed)
+        (piece,), usage = await run.whole()
+    answer.add(piece)
+    return answer.finished(piece, usage)
+
+
+@dataclass
+class _Answer:
+    """What has come of an answer, and the events that say so."""
+
+    run: openai.Run
+    body: ResponseRequest
+    item: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sent: int = 0
+
+    def add(self, piece: Piece) -> list[TokenLogprobs]:
+        """Takes a piece; what its tokens have for log-probabilities."""
+        told = self.run.writer.message(piece).logprobs
+        new = [] if told is None else told.content
+        self.text += piece.text
+        self.logprobs += new
+        return new
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        async with aclosing(self.run.stream()) as items:
+            last: Piece | None = None
+            async for item in items:
+                if isinstance(item, Usage):
+                    assert last is not None, "there is a piece with the end"
+                    yield "".join(self._ends(last, item))
+                    return
+                begins = "".join(self._begins()) if last is None else ""
+                new, last = self.add(item), item
+                yield begins + self._of_part("output_text.delta", delta=item.text, logprobs=new)
+
+    def _begins(self) -> Iterator[str]:
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._response("in_progress"))
+        yield self._event("output_item.added", output_index=0, item=self._message("in_progress", []))
+        yield self._of_part("content_part.added", part=OutputText(text=""))
+
+    def _ends(self, last: Piece, usage: Usage) -> Iterator[str]:
+        whole = self.finished(last, usage)
+        message = whole.output[0]
+        yield self._of_part("output_text.done", text=self.text, logprobs=self.logprobs)
+        yield self._of_part("content_part.done", part=message.content[0])
+        yield self._event("output_item.done", output_index=0, item=message)
+        yield self._event(whole.status, response=whole)
+
+    def failed(self, error: ServeError) -> str:
+        return self._event("failed", response=self._response("failed", error=ResponseError(message=error.message)))
+
+    def finished(self, last: Piece, usage: Usage) -> Response:
+        """The whole answer, behind its last piece."""
+        is_cut = last.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        return self._response(
+            status,
+            incomplete_details=IncompleteDetails() if is_cut else None,
+            output=[self._message(status, [OutputText(text=self.text, logprobs=self.logprobs)])],
+            usage=ResponseUsage(
+                input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens, total_tokens=usage.total_tokens
+            ),
+        )
+
+    def _message(self, status: Any, content: list[OutputText]) -> OutputMessage:
+        return OutputMessage(id=self.item, status=status, content=content)
+
+    def _response(self, status: Any, **more: Any) -> Response:
+        body = self.body
+        return Response(
+            id=self.run.id,
+            created_at=self.run.created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self.run.model.name,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            **more,
+        )
+
+    def _of_part(self, name: str, **more: Any) -> str:
+        return self._event(name, item_id=self.item, output_index=0, content_index=0, **more)
+
+    def _event(self, name: str, **fields: Any) -> str:
+        made = _Event(type=f"response.{name}", sequence_number=self.sent, **fields)
+        self.sent += 1
+        return f"event: {made.type}\ndata: {made.model_dump_json()}\n\n"
+
+
+class _Event(BaseModel, extra="allow"):
+    type: str
+    sequence_number: int

@@ -1,0 +1,189 @@
+"""The requests and answers of OpenAI's Responses: what there is of them without tools, reasoning and kept answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from fastgen_serve.api.openai_answers import TokenLogprobs
+from fastgen_serve.api.openai_schema import MOST_LOGPROBS, Count, Generation, Templating
+from fastgen_serve.api.schema import Body, Text, described, off
+from fastgen_serve.errors import BadRequest
+
+_LOGPROBS = "message.output_text.logprobs"
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class InputPart(Body):
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: Any = off([])
+    logprobs: Any = Field(default=None, description="Of an earlier answer: accepted, and not used.")
+
+
+class InputItem(Body):
+    """A message; those of earlier answers are taken as they were sent."""
+
+    role: Literal["developer", "system", "user", "assistant"]
+    content: Annotated[
+        Text | Annotated[list[InputPart], Field(min_length=1)],
+        described("is no text, and no list of parts {'type': 'input_text', 'text': ...}: others are not supported"),
+    ]
+    type: Literal["message"] = "message"
+    id: Text | None = Field(default=None, description="Accepted, and not used.")
+    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
+        default=None, description="Accepted, and not used."
+    )
+    phase: Any = off("commentary", "final_answer")
+
+    def as_template_reads(self) -> dict[str, Any]:
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class TextOptions(Body):
+    format: Any = off({"type": "text"})
+    verbosity: Any = off("medium")
+
+
+class ResponseRequest(Templating, Generation):
+    """A conversation that the model answers."""
+
+    prefix: ClassVar[str] = "resp_"
+
+    input: Annotated[
+        Text | Annotated[list[InputItem], Field(min_length=1)],
+        described("is no text, and no list of messages {'role': ..., 'content': ...}: other items are not supported"),
+    ]
+    instructions: Text | None = Field(default=None, description="What the system says, in front of the input.")
+    max_output_tokens: Count | None = Field(
+        default=None, description="New tokens, at the most; without it, as many as fit."
+    )
+    include: list[Literal["message.output_text.logprobs"]] | None = Field(
+        default=None, description="Log-probabilities of the new tokens."
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
+        default=None,
+        description="Log-probabilities of so many of the likeliest tokens at each position; with `include` for them.",
+    )
+    add_special_tokens: bool = Field(
+        default=False, description="Special tokens are added to what the chat template writes."
+    )
+    metadata: Annotated[dict[str, Text], Field(max_length=16)] | None = Field(
+        default=None, description="The answer has it, too."
+    )
+    text: TextOptions | None = None
+    safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
+    prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
+
+    n: Any = off(1)
+    best_of: Any = off(1)
+    num_return_sequences: Any = off(1)
+    background: Any = off(False)
+    conversation: Any = off()
+    max_tool_calls: Any = off()
+    parallel_tool_calls: Any = off(True, False)
+    previous_response_id: Any = off()
+    prompt: Any = off()
+    reasoning: Any = off({})
+    service_tier: Any = off("auto", "default")
+    store: Any = off(False)
+    tool_choice: Any = off("none", "auto")
+    truncation: Any = off("disabled")
+
+    @model_validator(mode="after")
+    def _agree(self) -> ResponseRequest:
+        if self.top_logprobs is not None and not self.include:
+            raise BadRequest(f'top_logprobs: give include=["{_LOGPROBS}"] with it', param="top_logprobs")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.include else None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What the chat template reads."""
+        said = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            return [*said, {"role": "user", "content": self.input}]
+        return [*said, *(item.as_template_reads() for item in self.input)]
+
+
+# ---- answers
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[None] = []
+    logprobs: list[TokenLogprobs] = []
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: Literal[0] = 0
+
+
+class ReasoningTokens(BaseModel):
+    reasoning_tokens: Literal[0] = 0
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: CachedTokens = CachedTokens()
+    output_tokens: int
+    output_tokens_details: ReasoningTokens = ReasoningTokens()
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseError(BaseModel):
+    code: Literal["server_error"] = "server_error"
+    message: str
+
+
+class TextFormat(BaseModel):
+    type: Literal["text"] = "text"
+
+
+class TextAnswer(BaseModel):
+    format: TextFormat = TextFormat()
+
+
+class Response(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    model: str
+    output: list[OutputMessage] = []
+    parallel_tool_calls: Literal[False] = False
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float | None = None
+    text: TextAnswer = TextAnswer()
+    tool_choice: Literal["none"] = "none"
+    tools: list[None] = []
+    top_p: float | None = None
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
