@@ -96,6 +96,7 @@ def make(
     made.tokens, made.mask = row_of(given, "input_ids", "inputs"), row_of(given, "attention_mask")
     names, has_encoder = (*given, *others), bool(model.config.is_encoder_decoder)
     made.prompt, made.new_tokens = _lengths(model, made, names, has_default_length)
+    made.reads_more = not _TOKENS.issuperset(names)
     apart = _apart(made, (*names, *of_peft), has_encoder)
     made.is_static, made.alone = bool(of_peft), apart or _alone(made)
     made.group, made.prefill_group = _groups(made, has_encoder)

@@ -157,7 +157,7 @@ class Prefills:
                 self.prefixes.put(tokens, own, request.adapter)
 
     def _tokens(self, request: Request) -> list[int]:
-        """Those of a prompt without padding; none of another one."""
-        if request.tokens is None or not (request.mask is None or bool(request.mask.all())):
+        """Those of a prompt without padding that is tokens alone; none of another one."""
+        if request.tokens is None or request.reads_more or not (request.mask is None or bool(request.mask.all())):
             return []
         return request.token_list

@@ -44,6 +44,7 @@ class Entering:
         """Whether there is something to do besides the library's prefill, and the model allows it."""
         given = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
         per_position = all(name in PER_POSITION and value.shape == ids.shape for name, value in given.items())
+        per_position &= not any(model_kwargs.get(name) for name in releases.read_in_prefill() - given.keys())
         is_known = type(model).forward.__module__ in DECODERS and config.prefill_chunk_size is None
         is_long = self.chunk is not None and ids.numel() > self.chunk
         return is_known and per_position and (is_long or bool(self.beginning))
