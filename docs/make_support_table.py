@@ -28,6 +28,7 @@ from fastgen import releases, settings  # noqa: E402
 from tests import survey  # noqa: E402
 from tests.equivalence.cases import BEAM, CONTROL, DRAWING, SAMPLE, SEARCH  # noqa: E402
 from tests.equivalence.check import ENTRY_POINT, run  # noqa: E402
+from tests.equivalence.hybrids import HYBRIDS  # noqa: E402
 from tests.equivalence.models import BY_NAME, FAMILIES, LONG, Family  # noqa: E402
 from tests.equivalence.others import OTHERS  # noqa: E402
 from tests.equivalence.test_fallbacks import CASES  # noqa: E402
@@ -127,6 +128,12 @@ The tests run them with FASTGEN_STRICT=1.
 A model in neither list is accelerated if its K/V cache and its decoding loop are those of the library.
 
 {table(header, model_rows(OTHERS))}
+
+## Models with states besides K and V
+
+From Transformers 5.14 on: linear attention, state spaces, and short convolutions.
+
+{table(header, model_rows(HYBRIDS))}
 
 ## Options
 

@@ -169,6 +169,15 @@ def records_past(layer: Any) -> bool:
     return bool(getattr(layer, "record_past", False))
 
 
+@functools.cache
+def keeps_states_in_cache() -> bool:
+    """Whether layers of the K/V cache keep the states of Mamba and others, by number: from 5.14 on."""
+    from transformers import cache_utils
+
+    layer = getattr(cache_utils, "LinearAttentionLayer", None)
+    return layer is not None and "number_of_states" in inspect.signature(layer.__init__).parameters
+
+
 # ---- generate
 
 # Where the outputs of a class hold what it hands on to the next step besides the K/V cache: of the paths, a release has

@@ -18,6 +18,7 @@ from fastgen import patching, releases
 from fastgen.decoding import library_code
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of
+from fastgen.optimizer.transformers import states
 from fastgen.releases import Usual
 
 # Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
@@ -41,10 +42,13 @@ ADAPTERS = frozenset(
 _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
+        "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
+        "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
         "led.modeling_led.LEDForConditionalGeneration",
         "longt5.modeling_longt5.LongT5ForConditionalGeneration",
         "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
+        "mamba.modeling_mamba.MambaForCausalLM",
         "mvp.modeling_mvp.MvpForConditionalGeneration",
         "plbart.modeling_plbart.PLBartForConditionalGeneration",
         "xglm.modeling_xglm.XGLMForCausalLM",
@@ -98,7 +102,7 @@ def unsupported(model: Any) -> str | None:
             return f"{kind.__name__} has a decoding loop of its own ({method})"
     if hasattr(model, "_reorder_cache"):
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
-    if getattr(model, "_is_stateful", False):
+    if states.are_unknown(model):
         return f"{kind.__name__} keeps state other than K/V"
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         if not library_code.is_own(getattr(kind, method)):
@@ -115,6 +119,11 @@ def unsupported(model: Any) -> str | None:
     if config._attn_implementation not in ("eager", "sdpa"):
         return Usual(f"attention implementation {config._attn_implementation}")
     return modules_unsupported(model)
+
+
+def keeps_states(model: Any) -> bool:
+    """Whether a model keeps states besides K/V, which cannot go back: no draft can be verified and dropped."""
+    return states.are_kept(model, text_config(model.config))
 
 
 def text_config(config: Any) -> Any:
