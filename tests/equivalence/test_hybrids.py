@@ -20,6 +20,7 @@ from fastgen.decoding.kv.states import FixedStates
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import compaction, graph_cache, pays
 from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.states import SharedStates
 from tests import near_ties
 from tests.equivalence.captured import BEAMS, GREEDY, NEW, captures, fail_at, need_programs, reasons, record_from
 from tests.equivalence.cases import DECODING, SHAPES
@@ -52,10 +53,10 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[None
     return found
 
 
-def _recordings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """An entry for each part that is recorded."""
-    capture, found = CapturedPart.capture, list[None]()
-    monkeypatch.setattr(CapturedPart, "capture", lambda part, *given: (found.append(None), capture(part, *given))[1])
+def _calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
+    """An entry for each call of a method."""
+    method, found = getattr(owner, name), list[None]()
+    monkeypatch.setattr(owner, name, lambda self, *given: (found.append(None), method(self, *given))[1])
     return found
 
 
@@ -124,7 +125,7 @@ def test_bfloat16(family: Family, captured_step: Any, decoding: str, programs: l
 @each_kind
 def test_calls_of_other_lengths_share_a_step(name: str, programs: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of the call before, and nothing is recorded again."""
-    recordings, family = _recordings(monkeypatch), BY_NAME[name]
+    recordings, family = _calls(monkeypatch, CapturedPart, "capture"), BY_NAME[name]
     for number, (lengths, new) in enumerate(
         [([9, 30, 22], 30), ([40, 3, 17], 12), ([5, 5, 5], 200), ([9, 30, 22], 30)]
     ):
@@ -168,8 +169,7 @@ def test_inputs_that_end_leave(name: str, programs: list[None], monkeypatch: pyt
         (Ledger, "specializing", 0.0),
     ):
         monkeypatch.setattr(owner, constant, value)
-    moved, insert = list[Any](), FixedStates.insert
-    monkeypatch.setattr(FixedStates, "insert", lambda self, *given: (moved.append(given), insert(self, *given))[1])
+    moved, kept = (_calls(monkeypatch, *method) for method in ((FixedStates, "insert"), (SharedStates, "keep")))
     family = BY_NAME[name]
     ends = {**GREEDY, "max_new_tokens": 60, "eos_token_id": list(range(4, VOCABULARY, 11))}
     for options in (ends, {**ends, "num_beams": 3}):
@@ -178,7 +178,8 @@ def test_inputs_that_end_leave(name: str, programs: list[None], monkeypatch: pyt
         for options in (ends, {**ends, "num_beams": 3}, {**ends, "do_sample": True}):
             check(family.build(), family.make_inputs(16), options)
     assert accelerated() == 5 and captures() == 2, reasons()
-    assert moved
+    has_own_inputs = "prepare_inputs_for_generation" in vars(type(family.build()))
+    assert moved and (kept or has_own_inputs)  # which could read all rows
 
 
 # ---- caches
@@ -318,9 +319,11 @@ def test_slots(name: str, options: dict[str, Any], programs: list[None]) -> None
             if number % 3 == 2:
                 threading.Event().wait(0.05)
         results = [future.result(60) for future in futures]
+        stats = engine.stats()
     for prompt, new, result in zip(prompts, news, results, strict=True):
         with fastgen.disabled():
             ids = torch.tensor([prompt])
             expected = model.generate(ids, max_new_tokens=new, eos_token_id=None, do_sample=False, **options)
         assert torch.equal(result.view_as(expected), expected)
-    assert programs
+    assert programs and stats["executor"] == "slots" and not stats["alone"]
+    assert stats["busy_row_steps"] > stats["steps"]  # some were there together

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 # Which state of a layer: its kind, and its number among those of the kind.
@@ -73,6 +72,7 @@ def saved(states: Sequence[FixedStates]) -> Callable[[], None]:
     before = [buffer.clone() for buffer in buffers]
 
     def put_back() -> None:
-        torch._foreach_copy_(buffers, before)
+        for buffer, state in zip(buffers, before, strict=True):
+            buffer.copy_(state)
 
     return put_back

@@ -30,8 +30,8 @@ _TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 _IN_CACHE = frozenset(
     f"transformers.models.{name}.modeling_{name}"
     for name in (
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe "
-        "qwen3_next"
+        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h olmo_hybrid qwen3_5 "
+        "qwen3_5_moe qwen3_next"
     ).split()
 )
 
@@ -47,10 +47,14 @@ class LayerForm(NamedTuple):
         return LayerForm(has_kv, tuple((name, state.shape[1:], state.dtype) for name, state in states.items()))
 
 
+def are_known(model: Any) -> bool:
+    """Whether it is known that a model keeps states besides K/V, and all of them in layers of the cache."""
+    return releases.keeps_states_in_cache() and type(model).forward.__module__ in _IN_CACHE
+
+
 def are_unknown(model: Any) -> bool:
-    """Whether a model keeps state besides K/V that may be elsewhere than in layers of the cache."""
-    is_known = releases.keeps_states_in_cache() and type(model).forward.__module__ in _IN_CACHE
-    return getattr(model, "_is_stateful", False) and not is_known
+    """Whether a model keeps state besides K/V that may be elsewhere."""
+    return getattr(model, "_is_stateful", False) and not are_known(model)
 
 
 def are_kept(model: Any, text_config: Any) -> bool:
