@@ -63,6 +63,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]
 # ---- all of them
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("decoding", DECODING)
 @pytest.mark.parametrize("family", HYBRIDS, ids=str)
@@ -72,6 +73,7 @@ def test_hooks(family: Family, decoding: str) -> None:
     assert accelerated() == 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("decoding", DECODING)
 @pytest.mark.parametrize("family", HYBRIDS, ids=str)
@@ -84,6 +86,7 @@ def test_captured_steps(family: Family, decoding: str, programs: list[None]) -> 
     assert len(programs) >= len(result.scores) - 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "padded"])
 @pytest.mark.parametrize("way", [GREEDY, BEAMS], ids=["greedy", "beams"])
@@ -102,6 +105,7 @@ def test_attention(name: str, attention: str, programs: list[None]) -> None:
     assert captures() == 1, reasons()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("decoding", ["greedy", "beam"])
 @pytest.mark.parametrize("captured_step", ["always", "never"])
 @pytest.mark.parametrize("family", HYBRIDS, ids=str)
@@ -135,6 +139,7 @@ def test_calls_of_other_lengths_share_a_step(name: str, programs: list[None], mo
     assert len(recordings) == 1
 
 
+@pytest.mark.sampled(2)
 @each_kind
 def test_calls_of_other_numbers_of_inputs(name: str, programs: list[None]) -> None:
     """From one recording for any number of them."""
@@ -185,6 +190,7 @@ def test_inputs_that_end_leave(name: str, programs: list[None], monkeypatch: pyt
 # ---- caches
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("captured_step", ["always", "never"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"])
 @each_kind
@@ -220,6 +226,7 @@ def test_a_cache_of_rows_that_end_one_by_one(name: str, captured_step: Any, prog
     assert accelerated() == 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", [1, 3, 8])
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @each_kind
@@ -303,6 +310,7 @@ def test_a_model_whose_state_is_elsewhere() -> None:
 # ---- the engine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 @each_kind
 def test_slots(name: str, options: dict[str, Any], programs: list[None]) -> None:
