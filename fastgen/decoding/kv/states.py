@@ -25,11 +25,10 @@ class FixedStates:
 
     Attributes:
         buffers: [batch * per_input, ...] each.
-        per_input: rows of an input.
     """
 
     def __init__(self, like: States, batch: int, per_input: int) -> None:
-        self._batch, self.per_input = batch, per_input
+        self._batch, self._per_input = batch, per_input
         self.buffers = of_each(like, lambda state: state.new_zeros(batch * per_input, *state.shape[1:]))
 
     @property
@@ -63,7 +62,7 @@ class FixedStates:
         return of_each(self.buffers, lambda buffer: buffer[:rows].clone())
 
     def _by_input(self, buffer: Tensor) -> Tensor:
-        return buffer.unflatten(0, (self._batch, self.per_input))
+        return buffer.unflatten(0, (self._batch, self._per_input))
 
 
 def saved(states: Sequence[FixedStates]) -> Callable[[], None]:

@@ -78,9 +78,8 @@ class Decoding:
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
         self.prompt, self._windows = prefilled(*given)
         if self.prompt.states and call.returns_cache and not graph.is_recorded(self.model.device):
-            raise CannotBeCaptured(
-                "a returned cache with states"
-            )  # steps are under way behind the last one that counts
+            # Steps are under way there behind the last one that counts.
+            raise CannotBeCaptured("a returned cache with states")
         self._adapter = row_adapters.chosen(self.model)
         if self._enters_slots:
             self._prepare_for_slots()
