@@ -29,6 +29,7 @@ from tests import survey  # noqa: E402
 from tests.equivalence import multimodal  # noqa: E402
 from tests.equivalence.cases import BEAM, CONTROL, DECODING, DRAWING, SAMPLE, SEARCH  # noqa: E402
 from tests.equivalence.check import ENTRY_POINT, run  # noqa: E402
+from tests.equivalence.hybrids import HYBRIDS  # noqa: E402
 from tests.equivalence.models import BY_NAME, FAMILIES, LONG, Family  # noqa: E402
 from tests.equivalence.others import OTHERS  # noqa: E402
 from tests.equivalence.test_fallbacks import CASES  # noqa: E402
@@ -148,6 +149,12 @@ A model in neither list is accelerated if its K/V cache and its decoding loop ar
 With `captured_step="always"`. What reads pictures and sounds is the library's own code.
 
 {table(["model", "text", "with a picture or a sound in each input"], multimodal_rows())}
+
+## Models with states besides K and V
+
+From Transformers 5.14 on: linear attention, state spaces, and short convolutions.
+
+{table(header, model_rows(HYBRIDS))}
 
 ## Options
 

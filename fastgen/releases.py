@@ -53,20 +53,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # Positions in front of the tokens, an argument of embeddings: up to 5.23 the second.
 CACHE_LENGTHS = ("cache_length", "past_key_values_length")
-
-
-@functools.cache
-def _empty_layer() -> type | None:
-    from transformers import cache_utils
-
-    return getattr(cache_utils, "DummyLayer", None)
-
-
-def holds_nothing(layer: Any) -> bool:
-    """Whether a layer of a cache stands for one of the model that stores nothing: later releases have such."""
-    return type(layer) is _empty_layer()
-
-
 # The conditions of patches (`patching.has`): a parameter of one of these names.
 TAKES_CACHE = "|".join(CACHE_NAMES[:2])
 
@@ -181,6 +167,15 @@ QUERY_OFFSET = "get_query_offset"
 def records_past(layer: Any) -> bool:
     """Whether a layer of the K/V cache keeps states to go back to: from 5.17 on."""
     return bool(getattr(layer, "record_past", False))
+
+
+@functools.cache
+def keeps_states_in_cache() -> bool:
+    """Whether layers of the K/V cache keep the states of Mamba and others, by number: from 5.14 on."""
+    from transformers import cache_utils
+
+    layer = getattr(cache_utils, "LinearAttentionLayer", None)
+    return layer is not None and "number_of_states" in inspect.signature(layer.__init__).parameters
 
 
 # ---- generate

@@ -18,7 +18,7 @@ from fastgen.decoding.modules import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of
 from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers import buckets, models, row_adapters
+from fastgen.optimizer.transformers import buckets, models, row_adapters, states
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 
@@ -152,6 +152,7 @@ def alone_for_model(model: Any) -> str | None:
     model = adapters.model_inside(model)
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
+    is_known |= states.are_known(model)
     if not is_known and kind.forward.__module__ not in buckets.DECODERS:
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
     if "forward" in vars(model) or not library_code.is_own(kind.forward) or library_code.unusual() is not None:

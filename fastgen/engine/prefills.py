@@ -149,6 +149,8 @@ class Prefills:
         prompt = decoding.prompt
         if any(keys.shape[2] != prompt.cached for keys, _ in prompt.own):
             return  # a sliding window has dropped them
+        if prompt.states:
+            return  # they are those of the whole prompt
         for row, request in enumerate(batch):
             tokens, begin = self._tokens(request), prompt.cached - request.length
             if len(tokens) > LEAST_SHARED:

@@ -107,27 +107,12 @@ OTHERS = [
     ),
     Family("llama4", "Llama4ForCausalLM", _W, {**LLAMA, "attention_chunk_size": 16, "num_local_experts": 2}),
     Family("doge", "DogeForCausalLM", _W, {**LLAMA, "keep_window_size": 8}),
-    Family("mamba", "MambaForCausalLM", _W, {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}),
     Family("rwkv", "RwkvForCausalLM", _W, {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}),
     Family(
         "recurrent-gemma",
         "RecurrentGemmaForCausalLM",
         _W,
         {**HIDDEN, "lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 16, "num_key_value_heads": 1},
-    ),
-    Family(
-        "jamba",
-        "JambaForCausalLM",
-        _W,
-        {
-            **HIDDEN,
-            "num_key_value_heads": 2,
-            "use_mamba_kernels": False,
-            "mamba_d_state": 4,
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-        },
     ),
 ]
 KNOWN = {family.name: family for family in (*FAMILIES, *OTHERS)}

@@ -92,7 +92,7 @@ def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -
 NOT_CAPTURED = {"switch", "gpt-neo", "ctrl", "bert", "falcon", "falcon-alibi"}
 
 
-NOT_ACCELERATED = {"mpt", "xlnet", "openai-gpt", "llama4", "doge", "mamba", "rwkv", "recurrent-gemma", "jamba"}
+NOT_ACCELERATED = {"mpt", "xlnet", "openai-gpt", "llama4", "doge", "rwkv", "recurrent-gemma"}
 
 
 # One for each way in which a model makes positions, masks and K/V. test_programs.py records all models.

@@ -175,7 +175,7 @@ CASES = {
     ),
     "own reordering": Case("reorders its cache itself", build=_own("_reorder_cache", "OwnReorder")),
     "own loop": Case("a decoding loop of its own", build=_own("_sample", "OwnLoop"), options=lambda: SAMPLE),
-    "state of its own": Case("keeps state other than K/V", build=OTHERS_BY_NAME["mamba"].build),
+    "state of its own": Case("keeps state other than K/V", build=OTHERS_BY_NAME["recurrent-gemma"].build),
     "own bookkeeping": Case("reorders its cache itself", build=OTHERS_BY_NAME["xlnet"].build),
     "chunked attention": Case("chunked attention", build=OTHERS_BY_NAME["llama4"].build),
     "chosen values": Case("chooses among the values of the cache", build=OTHERS_BY_NAME["doge"].build),

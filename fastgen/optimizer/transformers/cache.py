@@ -21,7 +21,10 @@ from fastgen import releases
 from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.rows import Beams
+from fastgen.decoding.kv.states import FixedStates, States
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.optimizer.transformers import states as states_of_layers
+from fastgen.optimizer.transformers.states import LayerForm, SharedStates, StepStates
 
 
 class KVCacheLayer(releases.CacheLayerNames, CacheLayerMixin):
@@ -87,6 +90,50 @@ class SharedLayer(KVCacheLayer):
             raise ValueError("a length to crop the cache to is not supported")
         self.kv.crop(-tokens_to_remove)
 
+    def expand(self, beams: Beams) -> None:
+        self.kv.expand(beams)
+
+    def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.kv.keep(inputs)
+        self.translate = translate
+
+    def release(self) -> None:
+        self.kv.release()
+
+    def hand_over(self, layer: Any) -> None:
+        """Has a layer of the library's keep what this one has."""
+        assert isinstance(layer, DynamicLayer), "what `unsupported` lets through"
+        if self.kv.length:
+            _fill(layer, self.kv)
+
+
+class SharedHybridLayer(SharedStates, SharedLayer):
+    """A layer in a `GrowingKV` that has states, too."""
+
+    def __init__(self, layer: Any, per_input: int, initial_capacity: int) -> None:
+        SharedLayer.__init__(self, initial_capacity)
+        SharedStates.__init__(self, layer, per_input)
+
+    def expand(self, beams: Beams) -> None:
+        SharedStates.expand(self, beams)
+        SharedLayer.expand(self, beams)
+
+    def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        SharedLayer.keep(self, inputs, translate)
+        SharedStates.keep(self, inputs, translate)
+
+    def release(self) -> None:
+        SharedStates.release(self)
+        SharedLayer.release(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        SharedStates.reorder_cache(self, beam_idx)
+        SharedLayer.reorder_cache(self, beam_idx)
+
+    def hand_over(self, layer: Any) -> None:
+        SharedStates.hand_over(self, layer)
+        SharedLayer.hand_over(self, layer)
+
 
 class StepLayer(KVCacheLayer):
     """A layer in a `FixedKV`; `cache_length`: positions in front of the step's, of self-attention on the device.
@@ -127,6 +174,16 @@ class StepLayer(KVCacheLayer):
         return self.kv.length
 
 
+class StepHybridLayer(StepStates, StepLayer):
+    """A layer in a `FixedKV` that has states, too."""
+
+    def __init__(
+        self, kv: FixedKV, states: FixedStates, cache_length: torch.Tensor | int | Callable[[], torch.Tensor | int]
+    ) -> None:
+        StepLayer.__init__(self, kv, cache_length)
+        StepStates.__init__(self, states)
+
+
 class StepCache(StaticCache):
     """`StepLayer`s. It is a static cache because some models of some releases ask for that class.
 
@@ -138,7 +195,7 @@ class StepCache(StaticCache):
 
     drops_last = True
 
-    def __init__(self, layers: list[StepLayer]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=[*layers])  # StaticCache's makes layers of its own
 
 
@@ -170,9 +227,15 @@ class ExchangedLayers:
 
     @staticmethod
     def _shared(layer: Any, per_input: int, initial_capacity: int) -> Any:
-        if releases.holds_nothing(layer):
+        """What stands for a layer of the library's; one that keeps nothing stands for itself."""
+        if states_of_layers.is_empty(layer):
             return layer
-        shared = SharedLayer(initial_capacity, window=_window(layer))
+        if not states_of_layers.is_layer(layer):
+            shared = SharedLayer(initial_capacity, window=_window(layer))
+        elif states_of_layers.has_kv(layer):
+            shared = SharedHybridLayer(layer, per_input, initial_capacity)
+        else:
+            return SharedStates(layer, per_input)
         if layer.get_seq_length():
             shared.update(layer.keys[::per_input].contiguous(), layer.values[::per_input].contiguous())
             shared.kv.dropped = layer.get_seq_length() - layer.keys.shape[2]  # behind a sliding window
@@ -196,28 +259,34 @@ class ExchangedLayers:
             # Nothing was stored, so there is nothing to share; a later layer would not know of the beams.
             raise RuntimeError("the model did not fill the cache in its first forward pass")
         for layer in self._layers():
-            layer.kv.expand(beams)
+            layer.expand(beams)
 
-    def _layers(self) -> Iterator[SharedLayer]:
+    def _layers(self) -> Iterator[SharedLayer | SharedStates]:
         return (layer for part in _parts(self.cache) for layer in _shared_layers(part.layers))
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Goes on with the given inputs of the batch, [n] in ascending order."""
         for layer in self._layers():
-            layer.kv.keep(inputs)
-            layer.translate = translate
+            layer.keep(inputs, translate)
         self._beams.keep(inputs)
 
     def release(self) -> None:
         """What is stored is not needed any more: the captured step has it."""
         for layer in self._layers():
-            layer.kv.release()
+            layer.release()
 
-    def hold(self, *stored: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def hold(
+        self,
+        own: list[tuple[torch.Tensor, torch.Tensor]],
+        cross: list[tuple[torch.Tensor, torch.Tensor]],
+        states: list[States],
+    ) -> None:
         """Takes what the captured step has stored, of self- and of cross-attention, for who gets the cache."""
-        for part, layers in zip(_parts(self.cache), stored, strict=False):
-            for layer, kv in zip(_shared_layers(part.layers), layers, strict=False):
-                layer.kv.hold(*kv)
+        for part, stored in zip(_parts(self.cache), (own, cross), strict=False):
+            for kv_layer, kv in zip(_with_kv(part.layers), stored, strict=False):
+                kv_layer.kv.hold(*kv)
+        for layer, of_layer in zip(_with_states(_parts(self.cache)[0].layers), states, strict=True):
+            layer.hold_states(of_layer)
 
     def restore(self) -> None:
         """The library's own layers again, as they were before the call."""
@@ -228,27 +297,33 @@ class ExchangedLayers:
 
     def hand_over(self) -> None:
         """The library's own layers again, filled with what was stored: the cache goes to the user."""
-        shared = [part.layers for part, _, _ in self._saved]
+        shared: list[list[Any]] = [[*part.layers] for part, _, _ in self._saved]
         has_source = _layers_with_source(self.cache)
         self.restore()
         if isinstance(self.cache, EncoderDecoderCache):
             self.cache.is_updated = has_source
         for (_, layers, replicate), filled in zip(self._saved, shared, strict=True):
-            for index, layer in enumerate(_shared_layers(filled)):
+            for index, layer in enumerate(filled):
                 if replicate is not None and index == len(layers):
                     layers.append(replicate())
-                librarys = layers[index]
-                assert isinstance(librarys, DynamicLayer), "what `unsupported` lets through"
-                if layer.kv.length:
-                    _fill(librarys, layer.kv)
+                if layer is not layers[index]:
+                    layer.hand_over(layers[index])
 
 
-def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer]:
-    """The layers of a cache, or of a part of one, that has the store in it."""
-    own = [layer for layer in layers if not releases.holds_nothing(layer)]
-    shared = [layer for layer in own if isinstance(layer, SharedLayer)]
+def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer | SharedStates]:
+    """The layers of a cache, or of a part of one, that has the store in it; without those that keep nothing."""
+    own = [layer for layer in layers if not states_of_layers.is_empty(layer)]
+    shared = [layer for layer in own if isinstance(layer, (SharedLayer, SharedStates))]
     assert len(shared) == len(own), "somebody else has put layers into the cache"
     return shared
+
+
+def _with_kv(layers: Sequence[Any]) -> list[SharedLayer]:
+    return [layer for layer in _shared_layers(layers) if isinstance(layer, SharedLayer)]
+
+
+def _with_states(layers: Sequence[Any]) -> list[SharedStates]:
+    return [layer for layer in _shared_layers(layers) if isinstance(layer, SharedStates)]
 
 
 def _fill(layer: DynamicLayer, kv: GrowingKV) -> None:
@@ -291,8 +366,21 @@ def layers_in(cache: Cache) -> list[list[Any]]:
 
 def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None]:
     """The layers of self-attention, and of cross-attention if there is any, of a cache with a store in it."""
-    own, *cross = map(_shared_layers, layers_in(cache))
+    own, *cross = map(_with_kv, layers_in(cache))
     return own, cross[0] if cross else None
+
+
+def states_in(cache: Cache) -> list[SharedStates]:
+    """The layers with states, of a cache with a store in it."""
+    return _with_states(_parts(cache)[0].layers)
+
+
+def forms_of(cache: Cache) -> tuple[LayerForm, ...]:
+    """What each layer of self-attention keeps, of a cache with a store in it that has gone through the prefill."""
+    return tuple(
+        LayerForm.of(isinstance(layer, SharedLayer), states_of_layers.of_layer(layer))
+        for layer in _parts(cache)[0].layers
+    )
 
 
 def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) -> bool:
@@ -333,30 +421,43 @@ def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | 
             return "the cache is offloaded"
         if part.layer_class_to_replicate not in (None, DynamicLayer):
             return f"the cache makes layers of type {part.layer_class_to_replicate.__name__}"
-        held = _that_hold_something(part.layers)
-        if held is None:
+        if not _may_hold_nothing(part.layers):
             return "the cache has layers that hold nothing between others"
-        for layer in held:
-            if type(layer) is not DynamicLayer and type(layer) is not DynamicSlidingWindowLayer:
+        for layer in part.layers:
+            if not _is_known(layer):
                 return f"the cache has layers of type {type(layer).__name__}"
             if releases.records_past(layer):
                 return "the cache records its past states"
             window = _window(layer)
             if window is not None and positions > window and needs_window is not None:
                 return needs_window
-            if layer.keys is None or layer.values is None or layer.get_seq_length() == 0:
-                continue
-            if not (rows_agree(layer.keys, per_input) and rows_agree(layer.values, per_input)):
+            if not all(rows_agree(stored, per_input) for stored in _stored(layer)):
                 return "the cache passed in differs between the sequences of an input"
     return None
 
 
-def _that_hold_something(layers: Sequence[Any]) -> Sequence[Any] | None:
-    """Layers of a cache without those at its end that hold nothing, as those of layers that read the K and V of others
-    do; None where others come behind them.
+def _may_hold_nothing(layers: Sequence[Any]) -> bool:
+    """Whether layers that hold nothing are where they may be: among layers with states, and at the end, where those are
+    that read the K and V of others.
     """
-    held = [layer for layer in layers if not releases.holds_nothing(layer)]
-    return held if list(layers[: len(held)]) == held else None
+    count = sum(map(states_of_layers.is_empty, layers))
+    return not any(map(states_of_layers.is_empty, layers[: len(layers) - count])) or any(
+        map(states_of_layers.is_layer, layers)
+    )
+
+
+def _is_known(layer: Any) -> bool:
+    is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    return is_plain or states_of_layers.is_layer(layer) or states_of_layers.is_empty(layer)
+
+
+def _stored(layer: Any) -> list[torch.Tensor]:
+    """What is stored in a layer of the library's."""
+    found = list(states_of_layers.of_layer(layer).values())
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None or layer.get_seq_length() == 0:
+        return found
+    return [*found, keys, values]
 
 
 def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
@@ -375,15 +476,39 @@ def cache_of(
     cross: Sequence[FixedKV],
     cache_length: torch.Tensor | int,
     of_rows: Callable[[], torch.Tensor] | None = None,
+    forms: Sequence[LayerForm] = (),
+    states: Sequence[FixedStates] = (),
 ) -> Cache:
     """A cache with layers of self- and of cross-attention, which may be none; `cache_length` as of `StepLayer`.
 
     With `of_rows` that is what positions are computed from. Masks are made for the longest row: its is `cache_length`.
+
+    Args:
+        forms: of each layer of self-attention, where some keep something else than K and V: `states`.
     """
-    cache: Cache = StepCache([StepLayer(kv, cache_length if of_rows is None else of_rows) for kv in own])
+    given = cache_length if of_rows is None else of_rows
+    cache: Cache = StepCache(_step_layers(own, states, forms or [LayerForm(True, ())] * len(own), given))
     if cross:
         of_source = StepCache([StepLayer(kv, partial(getattr, kv, "prefix_capacity")) for kv in cross])
         cache = EncoderDecoderCache(cache, of_source)
     if of_rows is not None:
         setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: cache_length)
     return cache
+
+
+def _step_layers(
+    own: Sequence[FixedKV],
+    states: Sequence[FixedStates],
+    forms: Sequence[LayerForm],
+    cache_length: torch.Tensor | int | Callable[[], torch.Tensor | int],
+) -> list[Any]:
+    kvs, fixed, layers = iter(own), iter(states), list[Any]()
+    for form in forms:
+        if form.has_kv:
+            kv = next(kvs)
+            layers.append(
+                StepHybridLayer(kv, next(fixed), cache_length) if form.states else StepLayer(kv, cache_length)
+            )
+        else:
+            layers.append(StepStates(next(fixed)) if form.states else states_of_layers.empty_layer())
+    return layers

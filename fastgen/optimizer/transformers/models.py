@@ -19,6 +19,7 @@ from fastgen import patching, releases
 from fastgen.decoding import library_code
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of
+from fastgen.optimizer.transformers import states
 from fastgen.releases import Usual
 
 # Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
@@ -43,16 +44,21 @@ _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
         "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
+        "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
+        "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
         "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
         "led.modeling_led.LEDForConditionalGeneration",
         "longt5.modeling_longt5.LongT5ForConditionalGeneration",
         "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
+        "mamba.modeling_mamba.MambaForCausalLM",
         "mvp.modeling_mvp.MvpForConditionalGeneration",
         "plbart.modeling_plbart.PLBartForConditionalGeneration",
         "qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration",
         "smolvlm.modeling_smolvlm.SmolVLMForConditionalGeneration",
         "xglm.modeling_xglm.XGLMForCausalLM",
+        "zamba.modeling_zamba.ZambaForCausalLM",
+        "zamba2.modeling_zamba2.Zamba2ForCausalLM",
     )
 )
 # With the hooks of captured/prophetnet.py.
@@ -113,7 +119,7 @@ def unsupported(model: Any) -> str | None:
             return f"{kind.__name__} has a decoding loop of its own ({method})"
     if hasattr(model, "_reorder_cache"):
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
-    if getattr(model, "_is_stateful", False):
+    if states.are_unknown(model):
         return f"{kind.__name__} keeps state other than K/V"
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         if not library_code.is_own(getattr(kind, method)):
@@ -130,6 +136,11 @@ def unsupported(model: Any) -> str | None:
     if config._attn_implementation not in ("eager", "sdpa"):
         return Usual(f"attention implementation {config._attn_implementation}")
     return modules_unsupported(model)
+
+
+def keeps_states(model: Any) -> bool:
+    """Whether a model keeps states besides K/V, which cannot go back: no draft can be verified and dropped."""
+    return states.are_kept(model, text_config(model.config))
 
 
 def text_config(config: Any) -> Any:

@@ -14,6 +14,7 @@ from fastgen.decoding.kv.exchange import LEAST_LENGTH, Growing
 from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.row_lengths import RowLengths
 from fastgen.decoding.kv.rows import StepState
+from fastgen.decoding.kv.states import FixedStates, Name
 from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
@@ -31,6 +32,7 @@ class StepBuffers:
         growing: those of the buffers that may grow; None where the key has sizes.
         position: how far the rows are.
         own, cross: of each layer of self- and of cross-attention.
+        states: of each layer that has some.
         inputs: the model's inputs, by name.
         prefix_length, cache_length: one int64: positions for the prompt, and how long the cache is to the model: as
             its longest row.
@@ -51,6 +53,7 @@ class StepBuffers:
         self.cross = [
             FixedKV(*kv, self.position, sizes.source, has_suffix=False, growing=growing) for kv in prompt.cross
         ]
+        self.states = [FixedStates(each, key.batch, key.per_input) for each in prompt.states]
         self.prefix_length = torch.full((), sizes.cached, dtype=torch.int64, device=device)
         self.cache_length = torch.zeros((), dtype=torch.int64, device=device)
         self.bounds = SymbolicLength.of(self.cache_length, sizes.cached, sizes.cached + 1)
@@ -69,7 +72,7 @@ class StepBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(kv.nbytes for kv in self.layers) + sum(each.nbytes for each in self.inputs.values())
+        return sum(each.nbytes for parts in (self.layers, self.inputs.values(), self.states) for each in parts)
 
     @property
     def rows(self) -> int:
@@ -111,7 +114,8 @@ class StepBuffers:
     def cache(self, search: Search, cache_length: int | None = None) -> Cache:
         """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
         given = self.bounds if cache_length is None else cache_length
-        return cache_of(self.own, self.cross, given, self._lengths_at(self.position, self.bounds, search))
+        of_rows = self._lengths_at(self.position, self.bounds, search)
+        return cache_of(self.own, self.cross, given, of_rows, self._key.forms, self.states)
 
     def cache_at(self, position: StepState, length: Tensor, search: Search) -> Cache:
         """The cache as a step at another position finds it; `length`: positions in front of its longest row."""
@@ -209,6 +213,8 @@ class StepBuffers:
         for kv, (keys, values) in zip(self.cross, prompt.cross, strict=True):
             assert prompt.cross_span is not None, "what is stored of the encoder's output has a span"
             kv.load(keys, values, *prompt.cross_span, at_end=False, inputs=inputs)
+        for states, given_states in zip(self.states, prompt.states, strict=True):
+            states.load(given_states, inputs)
         for name, buffer in self.inputs.items():
             part = buffer.view(key.batch, key.per_input, -1)[inputs].flatten(0, 1)
             given = prompt.tensors[name].repeat_interleave(key.per_input, dim=0)
@@ -229,6 +235,9 @@ class StepBuffers:
 
         Changes all in place, and may be captured.
         """
+        if parents is not None and self._key.per_input > 1:
+            for each in self.states:
+                each.reorder(parents)
         state, masks = self.position, self._masks
         positions = [buffer for name, buffer in self.inputs.items() if name in POSITIONS]
         if search_step.available(taken) and search_step.serves(positions, masks):
@@ -271,6 +280,8 @@ class StepBuffers:
             self.start, self.present, self._lengths = other.start, other.present, other._lengths
         for kv, old in zip(self.layers, other.layers, strict=True):
             kv.insert(old, source, target)
+        for states, others in zip(self.states, other.states, strict=True):
+            states.insert(others, source, target)
         self.position.insert(other.position, source, target)
         for name, buffer in self.inputs.items():
             part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
@@ -285,6 +296,8 @@ class StepBuffers:
         """These inputs are over: attention reads nothing of them, and the model gets what any position has."""
         for kv in self.layers:
             kv.leave(inputs)
+        for states in self.states:
+            states.leave(inputs)
         self.position.begin(inputs)
         for buffer in self.inputs.values():
             buffer.view(self._key.batch, self._key.per_input, -1)[inputs] = 0
@@ -299,8 +312,10 @@ class StepBuffers:
         if all([kv.clear() for kv in self.layers]):
             self.position.begin()
 
-    def materialized(self, new: int) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """K and V of self- and of cross-attention, layer by layer, [rows present, heads, positions, dim].
+    def materialized(
+        self, new: int
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], list[dict[Name, Tensor]]]:
+        """K and V of self- and of cross-attention, layer by layer, [rows present, heads, positions, dim]; and states.
 
         Of self-attention those of the prompt, and of `new` tokens behind it.
         """
@@ -309,4 +324,5 @@ class StepBuffers:
         return (
             [kv.materialize(self.present, length, new, at_end) for kv, length in zip(self.own, own, strict=True)],
             [kv.materialize(self.present, length) for kv, length in zip(self.cross, cross, strict=True)],
+            [each.first(self.rows) for each in self.states],
         )

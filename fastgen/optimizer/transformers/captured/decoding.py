@@ -77,6 +77,9 @@ class Decoding:
         self.host = Host(self._code.process, self._code.stops, self._code.keep)
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length, self._eos
         self.prompt, self._windows = prefilled(*given)
+        if self.prompt.states and call.returns_cache and not graph.is_recorded(self.model.device):
+            # Steps are under way there behind the last one that counts.
+            raise CannotBeCaptured("a returned cache with states")
         self._adapter = row_adapters.chosen(self.model)
         if self._enters_slots:
             self._prepare_for_slots()
@@ -367,6 +370,7 @@ class Decoding:
         self._store.release()
         self.prompt.own.clear()
         self.prompt.cross.clear()
+        self.prompt.states.clear()
 
     @property
     def _count(self) -> int:
@@ -440,6 +444,7 @@ class Decoding:
             windows=self._windows_of_key(),
             axes=prompt.tensors[AXES].shape[1] if AXES in prompt.tensors else 0,
             adapters=(self._adapter,),
+            forms=prompt.forms,
         )
         return self._open(key)
 

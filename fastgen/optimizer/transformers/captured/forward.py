@@ -20,6 +20,7 @@ from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.models import counts_on_the_host
+from fastgen.optimizer.transformers.states import StepStates
 
 
 class Forward:
@@ -54,6 +55,9 @@ class Forward:
             logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
             if self._watches and self._key.encoder is not None:
                 self._check_source(logits, lambda given: model(**{**inputs, **given}, return_dict=True).logits)
+        for layer in layers_in(cache)[0] if self._key.forms else ():
+            if isinstance(layer, StepStates):
+                layer.check()
         return logits
 
     def cache(self, model: Any, cache: Any) -> Any:
@@ -67,7 +71,7 @@ class Forward:
         Raises:
             CannotBeCaptured: what the model has read is not there in a captured step.
         """
-        kvs = [layer.kv for layers in layers_in(cache) for layer in layers]
+        kvs = [layer.kv for layers in layers_in(cache) for layer in layers if hasattr(layer, "kv")]
         for kv in kvs:
             kv.host_may_wait = True
         self._watches = True

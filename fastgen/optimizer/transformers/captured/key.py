@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastgen import releases
+from fastgen.decoding.kv.states import States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
-from fastgen.optimizer.transformers.cache import layers_of
+from fastgen.optimizer.transformers import states as states_of_layers
+from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
 from fastgen.optimizer.transformers.models import axis_of_rows, masks_source, notes_positions
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
+from fastgen.optimizer.transformers.states import LayerForm
 
 # Masks, which are among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -67,6 +70,7 @@ class Key:
     draft: Any = None  # a `DraftKey`, where the step verifies what is drafted
     slots: bool = False  # inputs come and go while others go on: each row has a length of its own
     adapters: Adapters = ACTIVE  # that rows may have
+    forms: tuple[LayerForm, ...] = ()  # of each layer, where some keep something else than K and V
 
     @property
     def rows(self) -> int:
@@ -109,6 +113,8 @@ class Prompt:
     tensors: dict[str, Tensor]  # the model's inputs of the first step, [inputs, ...], by name
     logits: Tensor  # [inputs * per_input, vocabulary]: of the last position of the prompt
     eos: tuple[int, ...] = ()  # tokens that end a sequence
+    states: list[States] = field(default_factory=list)  # of each layer that has some, [inputs, ...]
+    forms: tuple[LayerForm, ...] = ()  # as of the key
 
     @property
     def inputs(self) -> int:
@@ -154,6 +160,7 @@ class Prompt:
             cross_span=cross_span,
             tensors=tensors,
             logits=self.logits[rows],
+            states=[of_each(each, lambda state: state[one]) for each in self.states],
         )
 
     def _left(self, layer: Tensor, first: int) -> int:
@@ -189,10 +196,11 @@ def prefilled(
     model, config, tokens = call.model, call.model.config, input_ids[::per_input]
     inputs, length = tokens.shape
     own, cross = layers_of(call.store.cache)
-    if not all(layer.kv.length for layer in own):
+    with_states = states_in(call.store.cache)
+    if not (all(layer.kv.length for layer in own) and all(map(states_of_layers.have_begun, with_states))):
         raise CannotBeCaptured("a layer of the cache that the model does not use")
     own_kv = [layer.kv.prompt() for layer in own]
-    cached = own[0].kv.length
+    cached = own[0].kv.length if own else length
     given = {
         name: value.movedim(axis_of_rows(name, value), 0)[::per_input]
         for name, value in model_kwargs.items()
@@ -203,6 +211,8 @@ def prefilled(
         masks.pop("attention_mask", None)
     own_name = "decoder_attention_mask" if config.is_encoder_decoder else "attention_mask"
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
+    if not own:  # without attention, the masks are read in the prefill alone
+        masks, own_mask = {}, None
     if cross and any(layer.kv.length for layer in cross):
         cross_kv = [layer.kv.prompt() for layer in cross]
         cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
@@ -229,6 +239,8 @@ def prefilled(
         tensors=masks | _next_inputs(model, tokens, given, ends - starts, own_name, read),
         logits=call.prefilled.logits[:, -1],
         eos=eos,
+        states=[layer.prompt_states() for layer in with_states],
+        forms=forms_of(call.store.cache) if with_states else (),
     )
     return prompt, [layer.window for layer in own]
 
@@ -290,6 +302,7 @@ def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tu
     if encoded is not None and not prompt.cross:  # the source is in front of the prompt
         source = source if length > 1 else round_up(source)
         cached = source + length - 1
-    # A prompt may be put behind padding where its mask says so, and its positions are given.
-    may_pad = not model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
+    # A prompt may be put behind padding where its mask says so, and its positions are given; or where nothing attends.
+    says = not prompt.own or {"attention_mask", "position_ids"} <= prompt.tensors.keys()
+    may_pad = says and not model.config.is_encoder_decoder
     return Sizes(length, cached, prompt.new_tokens, source), may_pad

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
+from fastgen.decoding.kv import states
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
@@ -210,10 +211,12 @@ class DecodeStep:
             cached=0,
             own=[kv.prefix for kv in buffers.own],
             cross=[kv.prefix for kv in buffers.cross],
-            span=(buffers.own[0].starts, buffers.own[0].ends),
+            span=(buffers.position.position[:0], buffers.position.position[:0]),
             cross_span=None,
             tensors=buffers.inputs,
             logits=self.forward.nothing.new_empty(0, self.choice.vocabulary),
+            states=[each.buffers for each in buffers.states],
+            forms=self.key.forms,
         )
         processors = None if self.processors is None else [each.of_batch(batch) for each in self.processors]
         step = DecodeStep(replace(self.key, batch=batch), prompt, processors, sizes)
@@ -242,8 +245,9 @@ class DecodeStep:
             self.watch(model)
         self.parts.run(1, partial(self.pieces, model), self._cache, turns, captures=captures)
 
-    def materialized(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim].
+    def materialized(self) -> tuple[Any, Any, Any]:
+        """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim]; and of
+        layers that have some, states.
 
         Of self-attention those of the prompt, and of all tokens but the last. Waits for the device.
         """
@@ -266,7 +270,8 @@ class DecodeStep:
         Raises:
             CannotBeCaptured: as `verify`.
         """
-        with self.forward.watched(self._cache):
+        # K and V are stored once more in that step; states would go on twice.
+        with undoing(states.saved(self.buffers.states)), self.forward.watched(self._cache):
             graph.capturable(partial(self._logits, model))()
 
     # ---- slots: inputs come and go while others go on

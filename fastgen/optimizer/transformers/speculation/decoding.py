@@ -27,7 +27,7 @@ from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.models import keeps_states, positions_of_step
 from fastgen.optimizer.transformers.prefill import prefill
 from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
@@ -64,7 +64,9 @@ class SpeculativeDecoding(Decoding):
         self._length = 0  # tokens drafted in the last iteration
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments = arguments
-        kind = type(draft), arguments["input_ids"].shape[0]  # before anything is made for the call
+        if keeps_states(call.model):  # before anything is made for the call
+            raise CannotBeCaptured("a model with states that cannot go back")
+        kind = type(draft), arguments["input_ids"].shape[0]
         self._back_off = _back_offs.setdefault(call.model, {}).setdefault(kind, draft_length.of_calls())
         if draft.schedule is None and self._back_off.waits():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
