@@ -11,6 +11,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from fastgen import releases
 from tests.equivalence.models import BOS, EOS, PAD, VOCABULARY, Weights, enliven
 
 # Stands for a part of a picture, or of a sound.
@@ -32,6 +33,11 @@ _BOTH = ["sliding_attention", "full_attention"]
 _SLIDING = {"sliding_window": 16, "layer_types": _BOTH}
 # The last two layers read what the first two have stored.
 _SHARED = {"num_hidden_layers": 4, "layer_types": 2 * _BOTH, "num_kv_shared_layers": 2, "global_head_dim": 8}
+# Its first and third layers have states in place of K and V.
+_LINEAR = {
+    "num_hidden_layers": 4, "layer_types": 2 * ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 _SOUND = {"num_mel_bins": 8, "max_source_positions": 16}
 
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -114,6 +120,20 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
         "image_token_index": PLACEHOLDER,
     },
 }  # fmt: skip
+if releases.keeps_states_in_cache():
+    CONFIGS["Qwen3_5"] = lambda: {
+        **_QWEN,
+        "text_config": {**_TEXT, **_AXES, **_LINEAR},
+        "vision_config": {
+            **_PATCHES, "out_hidden_size": 32, "intermediate_size": 64, "num_position_embeddings": 16
+        },
+    }  # fmt: skip
+    CONFIGS["Lfm2Vl"] = lambda: {
+        "text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+        "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+        "image_token_id": PLACEHOLDER,
+        "projector_hidden_size": 32,
+    }
 
 
 @functools.cache
@@ -198,6 +218,7 @@ PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "Qwen2VL": _of_qwen,
     "Qwen2_5_VL": _of_qwen,
     "Qwen3VL": _of_qwen,
+    "Qwen3_5": _of_qwen,
     "Glm4v": _of_qwen,
     "Llava": _pictures,
     "Mistral3": _of_mistral,

@@ -49,6 +49,7 @@ _CAPTURABLE = frozenset(
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
         "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
         "led.modeling_led.LEDForConditionalGeneration",
+        "lfm2_vl.modeling_lfm2_vl.Lfm2VlForConditionalGeneration",
         "longt5.modeling_longt5.LongT5ForConditionalGeneration",
         "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
         "mamba.modeling_mamba.MambaForCausalLM",
