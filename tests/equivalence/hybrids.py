@@ -12,7 +12,7 @@ import transformers
 from fastgen import releases
 from tests.equivalence.models import HIDDEN, LLAMA, Family, Weights
 
-_W, _CALM = Weights(1), Weights(1, gain=1.0)
+_W = Weights(1)
 _LAYERS = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
 _DELTA = {
     **LLAMA,
@@ -28,7 +28,7 @@ _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 
 _ALL = [
-    Family("qwen3.5", "Qwen3_5ForCausalLM", _CALM, {**_DELTA, **_LAYERS}),
+    Family("qwen3.5", "Qwen3_5ForCausalLM", _W, {**_DELTA, **_LAYERS}),
     Family("lfm2", "Lfm2ForCausalLM", _W, {**HIDDEN, "num_key_value_heads": 2, "num_hidden_layers": 3,
                                            "layer_types": ["conv", "full_attention", "conv"]}),
     Family("granite-hybrid", "GraniteMoeHybridForCausalLM", _W, {
@@ -45,8 +45,8 @@ _ALL = [
         "chunk_size": 16}),
     Family("bamba", "BambaForCausalLM", _W, {
         **HIDDEN, **_MAMBA2, "num_key_value_heads": 2, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
-    Family("qwen3-next", "Qwen3NextForCausalLM", _CALM, {**_DELTA, **_LAYERS, **_SHARED_EXPERT}),
-    Family("qwen3.5-moe", "Qwen3_5MoeForCausalLM", _CALM, {**_DELTA, **_LAYERS, **_SHARED_EXPERT}),
+    Family("qwen3-next", "Qwen3NextForCausalLM", _W, {**_DELTA, **_LAYERS, **_SHARED_EXPERT}),
+    Family("qwen3.5-moe", "Qwen3_5MoeForCausalLM", _W, {**_DELTA, **_LAYERS, **_SHARED_EXPERT}),
     Family("lfm2-moe", "Lfm2MoeForCausalLM", _W, {
         **HIDDEN, **_EXPERTS, "num_key_value_heads": 2, "num_hidden_layers": 3, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv"]}),
