@@ -52,8 +52,6 @@ _CAPTURABLE = frozenset(
         "mvp.modeling_mvp.MvpForConditionalGeneration",
         "plbart.modeling_plbart.PLBartForConditionalGeneration",
         "xglm.modeling_xglm.XGLMForCausalLM",
-        "zamba.modeling_zamba.ZambaForCausalLM",
-        "zamba2.modeling_zamba2.Zamba2ForCausalLM",
     )
 )
 # With the hooks of captured/prophetnet.py.
