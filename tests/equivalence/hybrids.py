@@ -63,13 +63,6 @@ _ALL = [
     Family("jamba", "JambaForCausalLM", _W, {
         **HIDDEN, "num_key_value_heads": 2, "use_mamba_kernels": False, "mamba_d_state": 4, "num_experts": 2,
         "attn_layer_period": 2, "attn_layer_offset": 1}),
-    Family("zamba2", "Zamba2ForCausalLM", _W, {
-        **HIDDEN, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8,
-        "mamba_d_state": 8, "chunk_size": 16, "adapter_rank": 4}),
-    Family("zamba", "ZambaForCausalLM", _W, {
-        **HIDDEN, "num_hidden_layers": 4, "num_key_value_heads": 4,
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        "mamba_d_state": 4, "use_mamba_kernels": False}),
 ]  # fmt: skip
 # Others have another cache in earlier releases.
 _LATE = {"mamba", "mamba2", "falcon-mamba", "nemotron-h"}

@@ -58,8 +58,6 @@ _CAPTURABLE = frozenset(
         "qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration",
         "smolvlm.modeling_smolvlm.SmolVLMForConditionalGeneration",
         "xglm.modeling_xglm.XGLMForCausalLM",
-        "zamba.modeling_zamba.ZambaForCausalLM",
-        "zamba2.modeling_zamba2.Zamba2ForCausalLM",
     )
 )
 # With the hooks of captured/prophetnet.py.
