@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from fastgen.pipeline.chats import with_parts
 from fastgen.pipeline.encoding.loading import lowered
 from fastgen.pipeline.errors import one_line
 from fastgen_serve.api.openai_schema import Cutting, Templating
@@ -139,7 +140,7 @@ def chat_tokens(
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
         text = tokenizer.apply_chat_template(
-            list(messages),
+            with_parts(tokenizer, messages),
             tokenize=False,
             add_generation_prompt=template.add_generation_prompt,
             continue_final_message=template.continue_final_message,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgen.pipeline.errors import explained
 from fastgen.pipeline.generation import RunOptions
-from fastgen.pipeline.generation.loading import read
+from fastgen.pipeline.generation.loading import class_named, is_known, read
 from fastgen.pipeline.loading import (
     base_of,
     both_of,
@@ -42,23 +42,14 @@ def generates(path: str) -> bool:
     Raises:
         SetupError: its configuration cannot be read.
     """
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_MASKED_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    )
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     config = read_config(path)
     if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers
         return False
-    kind = type(config)
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
-    found: list[Any] = [mapping[kind] for mapping in mappings if kind in mapping]
-    kinds = [each for one in found for each in (one if isinstance(one, tuple) else (one,))]
     if config.architectures:
-        names = {each.__name__ for each in kinds if each is not None}
-        return any(name in names for name in config.architectures)
-    return bool(kinds) and (config.is_encoder_decoder or kind not in MODEL_FOR_MASKED_LM_MAPPING)
+        return class_named(config) is not None
+    return is_known(config) and (config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING)
 
 
 def read_generating(path: str, dtype: str) -> tuple[Any, Any]:
