@@ -8,7 +8,7 @@ import math
 import struct
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property
@@ -188,6 +188,7 @@ def _run(
     body: CompletionRequest | ChatRequest,
     inputs: list[tuple[int, ...]],
     limits: list[int | None],
+    more: Mapping[str, Any] | None = None,
 ) -> _Run:
     how = decoding(body, model.info)
     is_completion = isinstance(body, CompletionRequest)
@@ -196,7 +197,7 @@ def _run(
         options["forced_bos_token_id"] = prompts.language_token(model, body.tgt_lang, "tgt_lang")
     prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
     prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
-    jobs = [make_job(how, body, tokens, limit, options) for tokens, limit in zip(inputs, limits, strict=True)]
+    jobs = [make_job(how, body, tokens, limit, options, more) for tokens, limit in zip(inputs, limits, strict=True)]
     with named_by(body):  # before there is anything for each result, of which the request may want any number
         jobs = [bounded(job, model.info, request.app.state.settings) for job in jobs]
     # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
@@ -272,14 +273,14 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
 async def chat(body: ChatRequest, request: Request) -> Any:
     """The answer to a conversation."""
     model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
-    messages = [message.as_template_reads() for message in body.messages]
+    given = prompts.Chat.of(model, body.messages, request.app.state.settings)
 
-    def tokenise() -> tuple[int, ...]:
+    def tokenise() -> tuple[tuple[int, ...], Mapping[str, Any]]:
         with prompts.source_language(model, body.src_lang):
-            return prompts.chat_tokens(model, messages, body, cut=body, room=body.limit or 1)
+            return prompts.chat_inputs(model, given, body, cut=body, room=body.limit or 1)
 
-    tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
-    run = _run(request, model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")])
+    tokens, more = await prompts.in_turn(model, given.size, tokenise)
+    run = _run(request, model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")], more)
     prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:
