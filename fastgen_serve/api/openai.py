@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from fastgen import releases
 from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
@@ -281,6 +282,9 @@ async def chat(body: ChatRequest, request: Request) -> Any:
 
     tokens, more = await prompts.in_turn(model, given.size, tokenise)
     run = _run(request, model, body, [tokens], [_limit(model, body, len(tokens), most, "messages")], more)
+    several = max(run.decoding.candidates, run.decoding.beams) > 1
+    if several and len(given.images) > 1 and not releases.repeats_images_together():
+        raise BadRequest("n, num_beams: this server's Transformers makes one sequence for several images", param="n")
     prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:

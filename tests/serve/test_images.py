@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import tracemalloc
@@ -20,17 +21,18 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import fastgen
+from fastgen import releases
 from fastgen_serve import images, limits
 from fastgen_serve.api import prompts
 from fastgen_serve.app import create_app
-from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, Busy
+from fastgen_serve.jobs import Generate
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading
 from fastgen_serve.workers.local import LocalModel
 from tests.pipeline import tiny
-from tests.serve.servers import GPT2, in_thread, until
+from tests.serve.servers import GPT2, command, in_thread, until
 
 RED, BLUE, WIDE = ((24, 24), (255, 0, 0)), ((24, 24), (0, 0, 255)), ((48, 16), (90, 200, 10))
 TEXT = "let there be light"
@@ -69,13 +71,14 @@ def settings(folder: str) -> ServeSettings:
 
 @pytest.fixture(scope="module")
 def models(settings: ServeSettings, enabled: None) -> Models:
-    return keep_responses(Models([LocalModel(name, settings) for name, _ in settings.models]), settings)
+    return Models([LocalModel(name, settings) for name, _ in settings.models])
 
 
 @pytest.fixture(scope="module")
 def url(settings: ServeSettings, models: Models) -> Iterator[str]:
-    with in_thread(create_app(settings, models)) as address:
-        until(lambda: all(model._identity for model in models))
+    app = create_app(settings, models)
+    with in_thread(app) as address:
+        until(lambda: all(model._identity for model in app.state.models))
         yield address
 
 
@@ -147,6 +150,17 @@ def test_options_of_chats_with_images(client: OpenAI, folder: str) -> None:
     assert len(answer.choices[0].logprobs.content) == TOKENS
 
 
+def test_several_sequences_of_several_images(client: OpenAI, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if releases.repeats_images_together():
+        beams, best = {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}
+        found = ask(client, RED, BLUE, n=2, extra_body=beams).choices
+        assert [choice.message.content for choice in found] == expected(folder, RED, BLUE, **best)[0]
+    monkeypatch.setattr(releases, "repeats_images_together", lambda: False)
+    with pytest.raises(openai.BadRequestError, match="one sequence for several images"):
+        ask(client, RED, BLUE, n=2, temperature=1)
+    assert ask(client, RED, n=2, temperature=1).choices
+
+
 def test_forms_of_an_image(client: OpenAI, folder: str) -> None:
     (text,), _ = expected(folder, RED, TEXT)
 
@@ -189,10 +203,10 @@ def test_images_are_not_mixed_up_under_load_and_are_not_cached(
             found = list(pool.map(lambda contents: ask(client, *contents), CHATS * 3))
         assert [[each.choices[0].message.content] for each in found] == [answers[contents] for contents in CHATS * 3]
     assert lookups()["hit"] + lookups()["miss"] == 2 * 3, "those of text are looked up"
-    (llava, _) = models
-    alone = llava._model._worker.stats()["alone"]
-    assert any("pixel_values" in reason for reason in alone)
-    assert llava._model._images.bytes == 0
+    llava = models.get("llava")
+    assert llava._images.bytes == 0
+    stats = llava._worker.stats()
+    assert (stats["executor"], stats["alone"], stats["failed"]) == ("slots", {}, 0), "images enter slots, too"
 
 
 REFUSED: list[tuple[str | dict[str, Any], str]] = [
@@ -286,8 +300,35 @@ def test_a_processor_that_cannot_be_loaded(folder: str, tmp_path: Path, caplog: 
         assert loading.read_processor(folder)[0] is None and "pip install pillow" in caplog.text
 
 
+def test_a_model_in_a_process_of_its_own(folder: str) -> None:
+    (text,), length = expected(folder, RED, TEXT)
+    with command(f"llava={folder}", "--no-warm-up", "--max-images", "1") as server:
+        server.wait_until_ready()
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            answer = ask(client, RED, TEXT)
+            assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, length)
+            (text,), _ = expected(folder, TEXT)
+            assert ask(client, TEXT).choices[0].message.content == text
+            with pytest.raises(openai.BadRequestError, match="has 2 images: this server takes 1"):
+                ask(client, RED, BLUE)
+
+
+def test_a_model_in_16_bits(folder: str) -> None:
+    settings = ServeSettings(models=(("llava", folder),), dtype="bf16", warm_up=False)
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16), loaded(folder)[1]
+    inputs = processor(text="<image> light", images=[Image.new("RGB", *RED)], return_tensors="pt")
+    served = LocalModel("llava", settings)
+    given = {name: value.numpy() for name, value in inputs.items()}
+    tokens = tuple(given.pop("input_ids")[0].tolist())
+    found = asyncio.run(served.generate(Generate(tokens, {"max_new_tokens": 4}, inputs=given)))
+    served.close()
+    with fastgen.disabled():
+        whole = model.generate(**inputs.to(torch.bfloat16), max_new_tokens=4)[0].tolist()
+    assert list(found.sequences[0].tokens) == whole[len(tokens) :]
+
+
 def test_a_client_that_leaves(client: OpenAI, models: Models) -> None:
-    llava = models.get("llava")._model
+    llava = models.get("llava")
     stream = ask(client, RED, TEXT, max_tokens=150, stream=True)
     next(iter(stream))
     stream.close()

@@ -91,7 +91,7 @@ def _classes_of(config: Any) -> list[tuple[Any, list[type]]]:
     if not config.is_encoder_decoder:  # others read pictures or sounds in the place of a text
         mappings[transformers.AutoModelForMultimodalLM] = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
     found = [(kind, known[type(config)]) for kind, known in mappings.items() if type(config) in known]
-    return [(kind, list(each) if isinstance(each, tuple) else [each]) for kind, each in found]
+    return [(kind, [one for one in (each if isinstance(each, tuple) else (each,)) if one]) for kind, each in found]
 
 
 def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
