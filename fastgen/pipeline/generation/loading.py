@@ -68,9 +68,10 @@ def class_of_type(config: Any) -> Any:
     """The class of the library for a configuration that names no architecture that is known."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    usual = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    kinds = [kind for kind, _ in _classes_of(config)]
-    return usual if usual in kinds else next(iter(kinds), usual)
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    # The first of those that know it is the usual one, if that does.
+    return next((kind for kind, _ in _classes_of(config)), AutoModelForCausalLM)
 
 
 def is_known(config: Any) -> bool:

@@ -64,6 +64,12 @@ def test_a_head_for_text_alone_is_not_taken_for_one_of_pictures() -> None:
     assert class_named(config) is transformers.AutoModelForCausalLM
 
 
+def test_an_encoder_decoder_is_not_taken_for_its_decoder() -> None:
+    config = transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"])
+    assert class_named(config) is None
+    assert class_of_type(config) is transformers.AutoModelForSeq2SeqLM, "which says that it does not know it"
+
+
 def test_templates_that_read_parts_only() -> None:
     tokenizer = tiny.tokenizer(encoder_decoder=False)
     for template, parts_only in (
