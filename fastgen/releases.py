@@ -201,6 +201,14 @@ def read_in_prefill() -> frozenset[str]:
     return frozenset(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
+@functools.cache
+def repeats_images_together() -> bool:
+    """Whether each sequence of an input gets all of its images: former releases repeat each of them for itself."""
+    from transformers.generation.utils import GenerationMixin
+
+    return hasattr(GenerationMixin, "_expand_multimodal_outputs")
+
+
 # The part of `generate` that runs the encoder: its name now, and a former one.
 RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
 # Options of `generate` that say how it is assisted, and that only later releases have.

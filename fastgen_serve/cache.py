@@ -246,6 +246,14 @@ class CachedModel:
         return self._model.tokenizer
 
     @property
+    def processor(self) -> Any:
+        return self._model.processor
+
+    @property
+    def no_images(self) -> str:
+        return self._model.no_images
+
+    @property
     def is_ready(self) -> bool:
         return self._model.is_ready
 
@@ -315,7 +323,9 @@ class CachedModel:
         return "fastgen:" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def _is_determined(self, job: Generate) -> bool:
-        """Whether each run of a job gives the same."""
+        """Whether each run of a job gives the same, which is known by its tokens: images are not kept."""
+        if job.inputs:
+            return False
         draws = job.options.get("do_sample")
         return job.seed is not None or not (self._model.info.defaults.get("do_sample") if draws is None else draws)
 

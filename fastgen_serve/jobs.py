@@ -20,6 +20,7 @@ class Generate:
         seed: of what is drawn; None for one that is drawn, too.
         stop: texts that end a sequence (`stop_strings`).
         logprobs: the log-probability of each new token is wanted, and those of so many others at its position.
+        inputs: what the model reads besides, such as pixels: arrays, by their names.
         streams: new tokens are wanted as they are certain.
     """
 
@@ -29,6 +30,12 @@ class Generate:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     streams: bool = False
+    inputs: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def input_bytes(self) -> int:
+        """Of what the model reads besides the tokens."""
+        return sum(getattr(value, "nbytes", 0) for value in self.inputs.values())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from fastgen_serve.errors import BadRequest, Busy
@@ -39,6 +40,28 @@ def bounded(job: Generate, info: ModelInfo, settings: ServeSettings) -> Generate
     if tokens is not None or own <= settings.max_tokens:
         return job
     return replace(job, options={**job.options, "max_new_tokens": settings.max_tokens})
+
+
+class Held:
+    """Counts what requests have in memory.
+
+    Args:
+        most: bytes that all of them may have. One that is there alone may have more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self.bytes = most, 0
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """The block of a request that has so many bytes. Raises Busy where others leave no room for them."""
+        if size and self.bytes and self.bytes + size > self._most:
+            raise Busy("images of other requests take all the room that there is: try again in 1 s", retry_after=1)
+        self.bytes += size
+        try:
+            yield
+        finally:
+            self.bytes -= size
 
 
 class Admission:

@@ -15,6 +15,8 @@ class ServedModel(Protocol):
         name: under which it is served.
         info: what it is; only once `is_ready`.
         tokenizer: of Transformers, loaded in the process of the server.
+        processor: of Transformers, which makes inputs of texts and images; None where the model takes none.
+        no_images: why it takes none.
         is_ready: it has been loaded and warmed up.
     """
 
@@ -24,6 +26,10 @@ class ServedModel(Protocol):
     def info(self) -> ModelInfo: ...
     @property
     def tokenizer(self) -> Any: ...
+    @property
+    def processor(self) -> Any: ...
+    @property
+    def no_images(self) -> str: ...
     @property
     def is_ready(self) -> bool: ...
 

@@ -22,6 +22,8 @@ _ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "mi
 # What a folder with adapters of peft says of them, and where their weights are.
 _ADAPTERS = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# What a processor, which makes inputs of more than text, is described in.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # What the last layer of a classification head is called, of which adapters may have their own.
 _LABELS = re.compile(r"(score|classifier|(classifier|classification_head)\.out_proj|logits_proj)\.weight")
 # Names of the hub that could not be asked for files.
@@ -220,6 +222,12 @@ def source_of(model: str, file: str) -> str:
 def tokenizer_of(model: str) -> str:
     """Where the tokenizer of a model is."""
     return source_of(model, "tokenizer_config.json")
+
+
+def processor_of(model: str) -> str | None:
+    """Where the files are of what makes a model's inputs of more than text; None where there are none."""
+    places = dict.fromkeys((model, base_of(model)))
+    return next((place for place in places if any(_part_of(place, name) for name in _PROCESSOR_FILES)), None)
 
 
 def sentence_files_of(model: str) -> str:

@@ -8,7 +8,7 @@ import math
 import struct
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from fastgen import releases
 from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
@@ -188,6 +189,7 @@ def make_run(
     body: Generation,
     inputs: list[tuple[int, ...]],
     limits: list[int | None],
+    more: Mapping[str, Any] | None = None,
 ) -> Run:
     how = decoding(body, model.info)
     is_completion = isinstance(body, CompletionRequest)
@@ -196,7 +198,7 @@ def make_run(
         options["forced_bos_token_id"] = prompts.language_token(model, body.tgt_lang, "tgt_lang")
     prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
     prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
-    jobs = [make_job(how, body, tokens, limit, options) for tokens, limit in zip(inputs, limits, strict=True)]
+    jobs = [make_job(how, body, tokens, limit, options, more) for tokens, limit in zip(inputs, limits, strict=True)]
     with named_by(body):  # before there is anything for each result, of which the request may want any number
         jobs = [bounded(job, model.info, request.app.state.settings) for job in jobs]
     # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
@@ -233,6 +235,13 @@ def new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, par
     if limit is not None and (body.min_tokens or 0) > limit:
         raise BadRequest(f"min_tokens is {body.min_tokens}, max_tokens {limit}: give fewer", param="min_tokens")
     return limit
+
+
+def check_images(run: Run, given: prompts.Chat) -> None:
+    """Raises BadRequest where this release would mix up the images of a conversation."""
+    several = max(run.decoding.candidates, run.decoding.beams) > 1
+    if several and len(given.images) > 1 and not releases.repeats_images_together():
+        raise BadRequest("n, num_beams: this server's Transformers makes one sequence for several images", param="n")
 
 
 @router.post("/v1/completions", response_model=answers.Completion, response_model_exclude_unset=True, responses=STREAM)
@@ -274,14 +283,15 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
 async def chat(body: ChatRequest, request: Request) -> Any:
     """The answer to a conversation."""
     model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
-    messages = [message.as_template_reads() for message in body.messages]
+    given = prompts.Chat.of(model, body.messages, request.app.state.settings)
 
-    def tokenise() -> tuple[int, ...]:
+    def tokenise() -> tuple[tuple[int, ...], Mapping[str, Any]]:
         with prompts.source_language(model, body.src_lang):
-            return prompts.chat_tokens(model, messages, body, cut=body, room=body.limit or 1)
+            return prompts.chat_inputs(model, given, body, cut=body, room=body.limit or 1)
 
-    tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
-    run = make_run(request, model, body, [tokens], [new_tokens(model, body, len(tokens), most, "messages")])
+    tokens, more = await prompts.in_turn(model, given.size, tokenise)
+    run = make_run(request, model, body, [tokens], [new_tokens(model, body, len(tokens), most, "messages")], more)
+    check_images(run, given)
     prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:

@@ -101,6 +101,7 @@ def make_job(
     tokens: tuple[int, ...],
     max_tokens: int | None,
     options: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Generate:
     """The job of one input.
 
@@ -109,13 +110,14 @@ def make_job(
         tokens: of the input.
         max_tokens: new ones, at the most; None for what the model's generation config says.
         options: further ones of `generate`.
+        inputs: what the model reads besides the tokens.
     """
     logprobs = body.wanted_logprobs
     if decoding.candidates > decoding.results and logprobs is None:
         logprobs = 0
     limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
     options = {**decoding.options, **limit, **(options or {})}
-    return Generate(tokens, options, body.seed, tuple(body.stops), logprobs, bool(body.stream))
+    return Generate(tokens, options, body.seed, tuple(body.stops), logprobs, bool(body.stream), inputs or {})
 
 
 @contextmanager

@@ -216,13 +216,30 @@ class ContentPart(Body):
     text: Text
 
 
+class ImageUrl(Body):
+    url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted, and not used.")
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: Text | ImageUrl = Field(description="The same URI, or an object with it.")
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
 class Message(Body):
     role: Literal["developer", "system", "user", "assistant"]
     tool_calls: Any = off([])  # these two are refused first: a message that has them may have no content
     function_call: Any = off()
     content: Annotated[
-        Text | Annotated[list[ContentPart], Field(min_length=1)],
-        described("is no text, and no list of parts {'type': 'text', 'text': ...}: other parts are not supported"),
+        Text | Annotated[list[ContentPart | ImagePart], Field(min_length=1)],
+        described(
+            "is no text, and no list of parts {'type': 'text', 'text': ...} or {'type': 'image_url', 'image_url': "
+            "{'url': 'data:...'}}: other parts are not supported"
+        ),
     ]
     name: Text | None = None
 
@@ -231,9 +248,25 @@ class Message(Body):
     tool_call_id: Any = off()
     annotations: Any = off([])
 
+    @property
+    def images(self) -> list[str]:
+        """The URIs of its images."""
+        return (
+            [] if isinstance(self.content, str) else [part.url for part in self.content if isinstance(part, ImagePart)]
+        )
+
     def as_template_reads(self) -> dict[str, Any]:
-        """Role, content as one text, and the name if there is one."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """Role, content as one text, or as parts if there are images, and the name if there is one."""
+        content: str | list[dict[str, str]]
+        if isinstance(self.content, str):
+            content = self.content
+        elif self.images:
+            content = [
+                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+                for part in self.content
+            ]
+        else:
+            content = "\n".join(part.text for part in self.content if isinstance(part, ContentPart))
         return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
 
 

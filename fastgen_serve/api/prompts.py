@@ -7,16 +7,20 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from fastgen.pipeline.chats import with_parts
 from fastgen.pipeline.encoding.loading import lowered
 from fastgen.pipeline.errors import one_line
-from fastgen_serve.api.openai_schema import Cutting, Templating
+from fastgen_serve import images
+from fastgen_serve.api.openai_schema import Cutting, Message, Templating
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
+from fastgen_serve.settings import ServeSettings
 from fastgen_serve.translation.pairs import language_tokens
 
 T = TypeVar("T")
@@ -24,6 +28,11 @@ T = TypeVar("T")
 _MANY = 10_000
 # Characters that take as long as what the template does with a message.
 _MESSAGE = 16
+# What processors and tokenizers call the tokens that stand for more than text.
+_PLACEHOLDERS = (
+    "image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token",
+    "fake_image_token", "global_image_token", "vision_start_token", "vision_end_token",
+)  # fmt: skip
 # Names that mean something else to `apply_chat_template`, or to what it calls.
 _NO_VARIABLES = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
@@ -59,7 +68,42 @@ def _lock(tokenizer: Any) -> threading.Lock:
 
 def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
     """Characters of a conversation; each message counts, as the template reads also those without a text."""
-    return sum(len(each["content"]) + _MESSAGE for each in messages)
+    return sum(sum(map(len, texts_of(each))) + _MESSAGE for each in messages)
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """What is written in a message."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation.
+
+    Attributes:
+        messages: role and content of each.
+        images: their URIs, in the order in which the messages have them.
+        settings: of the server, which has limits for them.
+    """
+
+    messages: list[dict[str, Any]]
+    images: list[str]
+    settings: ServeSettings
+
+    @classmethod
+    def of(cls, model: ServedModel, messages: Sequence[Message], settings: ServeSettings) -> Chat:
+        """That of a request. Raises BadRequest where it has images that the model, or the server, does not take."""
+        found = [uri for message in messages for uri in message.images]
+        if found and (model.processor is None or model.info.kind != "decoder-only"):
+            raise BadRequest(f"{model.name} {model.no_images or 'takes text only'}", param="messages")
+        images.check_number(found, settings)
+        return cls([message.as_template_reads() for message in messages], found, settings)
+
+    @property
+    def size(self) -> int:
+        """As of `size_of`. Images are for a thread, however short they are: they may have many pixels."""
+        return size_of(self.messages) + (_MANY + 1) * len(self.images)
 
 
 def tokens_of(
@@ -106,6 +150,47 @@ def pair_of(
     return _encoded(model, texts, cut, most)
 
 
+def chat_inputs(
+    model: ServedModel, chat: Chat, template: Templating, cut: Cutting, room: int = 0, any_length: bool = False
+) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+    """The tokens of a conversation, those that stand for its images among them, and what the model reads besides.
+
+    Raises:
+        BadRequest: as for `chat_tokens`; the images are refused, or do not fit the text.
+    """
+    if model.processor is not None:
+        _check_placeholders(model, chat.messages)
+    if not chat.images:
+        return chat_tokens(model, chat.messages, template, cut, room, any_length), {}
+    if cut.truncate_prompt_tokens is not None:
+        raise BadRequest("truncate_prompt_tokens: leave it out with images", param="truncate_prompt_tokens")
+    text = chat_text(model, chat.messages, template)
+    _check_characters(model, (text,), "messages")
+    bos, special = model.processor.tokenizer.bos_token, cut.special
+    if "add_special_tokens" not in cut.model_fields_set:  # as the processor's own `apply_chat_template` decides
+        special = bos is None or not text.startswith(bos)
+    opened = images.decoded(chat.images, chat.settings)
+    try:
+        found = dict(model.processor(text=text, images=[opened], add_special_tokens=special, return_tensors="pt"))
+    except (ValueError, IndexError) as error:
+        raise BadRequest(f"the model's processor refuses the images: {one_line(error)}", param="messages") from error
+    tokens = tuple(found.pop("input_ids")[0].tolist())
+    return tokens, {name: value.numpy() if hasattr(value, "numpy") else value for name, value in found.items()}
+
+
+def _check_placeholders(model: ServedModel, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises BadRequest where somebody has written what stands for an image, or a part of one."""
+    named = {
+        getattr(each, name, None) for each in (model.processor, model.processor.tokenizer) for name in _PLACEHOLDERS
+    }
+    tokens = {str(token) for token in named if token}
+    for text in ("".join(texts_of(message)) for message in messages):
+        if (token := next((token for token in tokens if token in text), None)) is not None:
+            raise BadRequest(
+                f"a text has {token}, which stands for an image or a sound: leave it out", param="messages"
+            )
+
+
 def chat_tokens(
     model: ServedModel,
     messages: Sequence[Mapping[str, Any]],
@@ -127,6 +212,11 @@ def chat_tokens(
     Raises:
         BadRequest: the model has no template, or the template refuses the messages.
     """
+    return tokens_of(model, chat_text(model, messages, template), cut, "messages", room, any_length)
+
+
+def chat_text(model: ServedModel, messages: Sequence[Mapping[str, Any]], template: Templating) -> str:
+    """A conversation as the model's template writes it. Raises BadRequest as `chat_tokens`."""
     tokenizer, variables = model.tokenizer, template.chat_template_kwargs or {}
     if not tokenizer.chat_template:
         raise BadRequest(
@@ -138,18 +228,19 @@ def chat_tokens(
     if "developer" not in str(tokenizer.chat_template):  # which newer clients of OpenAI's call the system
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=template.add_generation_prompt,
-            continue_final_message=template.continue_final_message,
-            **variables,
+        return str(
+            tokenizer.apply_chat_template(
+                with_parts(tokenizer, messages),
+                tokenize=False,
+                add_generation_prompt=template.add_generation_prompt,
+                continue_final_message=template.continue_final_message,
+                **variables,
+            )
         )
     except Exception as error:  # the template is a program: with these variables it may raise whatever it can
         raise BadRequest(
             f"the model's chat template refuses the messages: {one_line(error)}", param="messages"
         ) from error
-    return tokens_of(model, text, cut, "messages", room, any_length)
 
 
 def check_ids(model: ServedModel, tokens: Sequence[int], param: str) -> None:

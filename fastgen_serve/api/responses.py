@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,16 +46,18 @@ def _named_as_here() -> Iterator[None]:
 async def respond(body: ResponseRequest, request: Request) -> Any:
     """The answer to a conversation."""
     model, most = openai.served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
-    messages = body.messages()
-
-    def tokenise() -> tuple[int, ...]:
-        with prompts.source_language(model, body.src_lang):
-            return prompts.chat_tokens(model, messages, body, cut=body, room=body.limit or 1)
 
     with _named_as_here():
-        tokens = await prompts.in_turn(model, prompts.size_of(messages), tokenise)
+        given = prompts.Chat.of(model, body.messages(), request.app.state.settings)
+
+        def tokenise() -> tuple[tuple[int, ...], Mapping[str, Any]]:
+            with prompts.source_language(model, body.src_lang):
+                return prompts.chat_inputs(model, given, body, cut=body, room=body.limit or 1)
+
+        tokens, more = await prompts.in_turn(model, given.size, tokenise)
         limit = openai.new_tokens(model, body, len(tokens), most, "input")
-        run = openai.make_run(request, model, body, [tokens], [limit])
+        run = openai.make_run(request, model, body, [tokens], [limit], more)
+        openai.check_images(run, given)
         answer = _Answer(run, body)
         if body.stream:
             return await openai.streamed(run, answer.events(), answer.failed)

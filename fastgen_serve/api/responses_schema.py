@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from fastgen_serve.api.openai_answers import TokenLogprobs
-from fastgen_serve.api.openai_schema import MOST_LOGPROBS, Count, Generation, Templating
+from fastgen_serve.api.openai_schema import (
+    MOST_LOGPROBS,
+    ContentPart,
+    Count,
+    Generation,
+    ImagePart,
+    Message,
+    Templating,
+)
 from fastgen_serve.api.schema import Body, Text, described, off
 from fastgen_serve.errors import BadRequest
 
@@ -22,13 +30,23 @@ class InputPart(Body):
     logprobs: Any = Field(default=None, description="Of an earlier answer: accepted, and not used.")
 
 
+class InputImage(Body):
+    type: Literal["input_image"]
+    image_url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted, and not used.")
+    file_id: Any = off()
+
+
 class InputItem(Body):
     """A message; those of earlier answers are taken as they were sent."""
 
     role: Literal["developer", "system", "user", "assistant"]
     content: Annotated[
-        Text | Annotated[list[InputPart], Field(min_length=1)],
-        described("is no text, and no list of parts {'type': 'input_text', 'text': ...}: others are not supported"),
+        Text | Annotated[list[InputPart | InputImage], Field(min_length=1)],
+        described(
+            "is no text, and no list of parts {'type': 'input_text', 'text': ...} or {'type': 'input_image', "
+            "'image_url': 'data:...'}: other parts are not supported"
+        ),
     ]
     type: Literal["message"] = "message"
     id: Text | None = Field(default=None, description="Accepted, and not used.")
@@ -37,9 +55,17 @@ class InputItem(Body):
     )
     phase: Any = off("commentary", "final_answer")
 
-    def as_template_reads(self) -> dict[str, Any]:
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
+    def as_message(self) -> Message:
+        """The same in a chat completion."""
+        if isinstance(self.content, str):
+            return Message(role=self.role, content=self.content)
+        parts = [
+            ContentPart(type="text", text=part.text)
+            if isinstance(part, InputPart)
+            else ImagePart(type="image_url", image_url=part.image_url)
+            for part in self.content
+        ]
+        return Message(role=self.role, content=parts)
 
 
 class TextOptions(Body):
@@ -106,12 +132,12 @@ class ResponseRequest(Templating, Generation):
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.include else None
 
-    def messages(self) -> list[dict[str, Any]]:
-        """What the chat template reads."""
-        said = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+    def messages(self) -> list[Message]:
+        """Those of a chat completion."""
+        said = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
-            return [*said, {"role": "user", "content": self.input}]
-        return [*said, *(item.as_template_reads() for item in self.input)]
+            return [*said, Message(role="user", content=self.input)]
+        return [*said, *(item.as_message() for item in self.input)]
 
 
 # ---- answers

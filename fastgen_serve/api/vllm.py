@@ -73,17 +73,16 @@ async def rerank(body: schema.RerankRequest, request: Request) -> schema.RerankA
 async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.TokenizeAnswer:
     """The tokens of a text, or of a conversation as the model's chat template writes it."""
     model = served_model(request, body.model)
-    messages = [message.as_template_reads() for message in body.messages or ()]
+    chat = prompts.Chat.of(model, body.messages or (), request.app.state.settings)
 
     def tokenise() -> tuple[int, ...]:
-        if not messages:
+        if not chat.messages:
             cut = Cutting(add_special_tokens=body.add_special_tokens is not False)
             return prompts.tokens_of(model, body.prompt or "", cut, "prompt", any_length=True)
         cut = Cutting(add_special_tokens=bool(body.add_special_tokens))
-        return prompts.chat_tokens(model, messages, body, cut, any_length=True)
+        return prompts.chat_inputs(model, chat, body, cut, any_length=True)[0]
 
-    size = len(body.prompt or "") + prompts.size_of(messages)
-    tokens = list(await prompts.in_turn(model, size, tokenise))
+    tokens = list(await prompts.in_turn(model, len(body.prompt or "") + chat.size, tokenise))
     names = [str(name) for name in model.tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None
     return schema.TokenizeAnswer(count=len(tokens), max_model_len=model.info.positions, tokens=tokens, token_strs=names)
 

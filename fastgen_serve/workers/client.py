@@ -24,6 +24,8 @@ _log = logging.getLogger("fastgen_serve")
 
 # Seconds in which a process says what it has done.
 _STATS_PATIENCE = 2.0
+# Bytes of what is made of images, of all requests of a model that wait or run.
+_MOST_IMAGE_BYTES = 2**30
 
 
 @dataclass(eq=False)
@@ -64,12 +66,16 @@ class ClientModel(ABC):
     def __init__(self, name: str, settings: ServeSettings) -> None:
         self.name, self._settings = name, settings
         self.tokenizer = loading.read_tokenizer(settings.path(name))
+        self.processor, self.no_images = loading.read_processor(settings.path(name))
+        if self.processor is not None and not self.tokenizer.chat_template:
+            self.tokenizer.chat_template = getattr(self.processor, "chat_template", None)
         self.is_ready = False
         self.info = ModelInfo(name, "", (), None)
         self.progress = "waiting to be loaded"
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count()
         budget = None if settings.slo_ms is None else settings.slo_ms / 1000
+        self._images = limits.Held(_MOST_IMAGE_BYTES)
         self._admission = limits.Admission(settings.slots, settings.max_waiting, budget)
         metrics.IN_FLIGHT.labels(name).set_function(lambda: self._admission.rows)
         metrics.WAITING.labels(name).set_function(lambda: self._admission.waiting)
@@ -149,7 +155,8 @@ class ClientModel(ABC):
         if self.is_ready and "generate" not in tasks:
             raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")
         self._log(jobs)
-        with self._admitted([self._rows(job) for job in jobs]) as places:
+        size, rows = sum(job.input_bytes for job in jobs), [self._rows(job) for job in jobs]
+        with self._images.hold(size), self._admitted(rows) as places:
             yield list(zip(jobs, places, strict=True))
 
     def _rows(self, job: Generate) -> int:

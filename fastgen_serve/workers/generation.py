@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -169,7 +171,18 @@ class GenerationWorker:
             options["streamer"] = TokenStreamer(ends.eos, on_delta)
         if criteria:
             options["stopping_criteria"] = StoppingCriteriaList(criteria)
-        return self._engine.submit(list(job.tokens), timeout=0, **options), recorder
+        return self._engine.submit(self._given(job), timeout=0, **options), recorder
+
+    def _given(self, job: Generate) -> Any:
+        """The input: tokens, or a mapping with what else the model reads, in its own type of numbers."""
+        if not job.inputs:
+            return list(job.tokens)
+        given: dict[str, Any] = {"input_ids": list(job.tokens)}
+        for name, value in job.inputs.items():
+            made = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            is_float = isinstance(made, Tensor) and made.is_floating_point()
+            given[name] = made.to(self._model.dtype) if is_float else made
+        return given
 
     def _check(self, job: Generate) -> None:
         if not job.tokens:
@@ -179,7 +192,8 @@ class GenerationWorker:
         for name in job.options.keys() - _OPTIONS:  # other arguments of `generate` are code
             raise BadRequest(f"{name} is no option of a generation config", param=name)
         size = self._config.get_text_config(decoder=True).vocab_size
-        if not all(0 <= token < size for token in job.tokens):
+        # Those that stand for images may be beyond it: the model's processor has made them.
+        if not job.inputs and not all(0 <= token < size for token in job.tokens):
             raise BadRequest(f"the input has token ids that are not from 0 to {size - 1}", param="prompt")
         for name in _TOKEN_OPTIONS:
             if not all(0 <= token < size for token in _flat(job.options.get(name))):

@@ -5,22 +5,26 @@ Nothing of a checkpoint is executed: `trust_remote_code` is never set.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from fastgen.pipeline.errors import explained
+from fastgen.pipeline.errors import check_installed, explained, one_line
 from fastgen.pipeline.generation import RunOptions
-from fastgen.pipeline.generation.loading import read
+from fastgen.pipeline.generation.loading import class_named, is_known, read
 from fastgen.pipeline.loading import (
     base_of,
     both_of,
     check_path,
     file_of,
+    processor_of,
     sentence_files_of,
     tokenizer_of,
     why_not_loaded,
 )
 from fastgen.pipeline.settings import STANDARD_STREAM
+
+_log = logging.getLogger("fastgen_serve")
 
 
 def read_config(path: str) -> Any:
@@ -42,23 +46,14 @@ def generates(path: str) -> bool:
     Raises:
         SetupError: its configuration cannot be read.
     """
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_MASKED_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    )
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     config = read_config(path)
     if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers
         return False
-    kind = type(config)
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
-    found: list[Any] = [mapping[kind] for mapping in mappings if kind in mapping]
-    kinds = [each for one in found for each in (one if isinstance(one, tuple) else (one,))]
     if config.architectures:
-        names = {each.__name__ for each in kinds if each is not None}
-        return any(name in names for name in config.architectures)
-    return bool(kinds) and (config.is_encoder_decoder or kind not in MODEL_FOR_MASKED_LM_MAPPING)
+        return class_named(config) is not None
+    return is_known(config) and (config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING)
 
 
 def read_generating(path: str, dtype: str) -> tuple[Any, Any]:
@@ -81,6 +76,24 @@ def read_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     return _read(AutoTokenizer, path, "has no tokenizer that can be loaded", tokenizer_of)
+
+
+def read_processor(path: str) -> tuple[Any, str]:
+    """What makes a model's inputs of texts and images, and "". Or None, and why there is none: the model generates from
+    text all the same.
+    """
+    from transformers import AutoProcessor
+
+    place, found = processor_of(path), None
+    if place is None:
+        return None, "takes text only"
+    try:
+        check_installed("PIL", "what reads images", "pip install pillow")
+        found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # of the library, or of a package that the processor needs
+        _log.warning("model %s takes text only, as its processor cannot be loaded: %s", path, one_line(error))
+        return None, "takes text only here: its processor is not loaded, and the server's log says why"
+    return (None, "takes text only") if getattr(found, "image_processor", None) is None else (found, "")
 
 
 def _read(kind: Any, path: str, failure: str, source: Callable[[str], str]) -> Any:

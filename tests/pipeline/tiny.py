@@ -133,3 +133,68 @@ def sentence_files(folder: Path, *modules: tuple[str, dict], settings: dict | No
     if prompts:
         (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     return folder
+
+
+# As templates of models that take images are: they write lists of parts, and nothing of a text.
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def pictures(folder: Path, name: str = "Llava", template: str = IMAGE_TEMPLATE, **changes) -> Path:
+    """A decoder-only model that takes images, too, with 256 positions: Llava with its processor, others for text.
+
+    Llava makes 4 tokens of an image.
+    """
+    import torch
+    import transformers
+
+    tokens = tokenizer(encoder_decoder=False)
+    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokens.chat_template = template
+    layers = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    text = {
+        **layers, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+        "vocab_size": len(tokens), "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+    }  # fmt: skip
+    vision = {**layers, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+    patches = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    image = tokens.convert_tokens_to_ids("<image>")
+    options = {
+        "Llava": lambda: {
+            "vision_config": {**vision, "model_type": "clip_vision_model"}, "image_token_index": image,
+            "text_config": {**text, "model_type": "llama"}, "image_seq_length": 4,
+        },
+        "Gemma3": lambda: {
+            "text_config": text, "vision_config": {**vision, "model_type": "siglip_vision_model"},
+            "image_token_index": image, "mm_tokens_per_image": 4,
+        },
+        "Qwen3VL": lambda: {
+            "text_config": {**text, "rope_parameters": rope}, "image_token_id": image,
+            "vision_config": {**patches, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        "SmolVLM": lambda: {
+            "text_config": {**text, "model_type": "llama"}, "vision_config": vision, "image_token_id": image,
+            "scale_factor": 2, "pad_token_id": 1,
+        },
+    }  # fmt: skip
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{name}Config")(**options[name](), **changes)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:  # so that what a model writes depends on what it sees
+            torch.nn.init.normal_(weight, std=0.5)
+    model.generation_config.update(bos_token_id=0, pad_token_id=1, eos_token_id=2)
+    _saved(model, tokens, folder)
+    if name == "Llava":
+        size = {"height": 16, "width": 16}
+        kind = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+        seen = kind(size={"shortest_edge": 16}, crop_size=size)
+        transformers.LlavaProcessor(
+            seen, tokens, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+            chat_template=template,
+        ).save_pretrained(folder)  # fmt: skip
+    return folder

@@ -46,17 +46,53 @@ def load(settings: RunOptions) -> LoadedModel:
 
 def read(settings: RunOptions) -> tuple[Any, Any]:
     """Model and tokenizer. Raises `SetupError` where any of it is damaged."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    import fastgen.models.unilm  # noqa: F401 - makes its type known to the classes above
 
     def kind(config: Any) -> Any:
         # The library goes on without a generation config that is damaged.
         if file := file_of(base_of(settings.model), "generation_config.json"):
             read_json_object(file, "the generation config")
-        return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return class_named(config) or class_of_type(config)
 
     return read_model(settings, kind, settings.seed)
+
+
+def class_named(config: Any) -> Any:
+    """The class of the library that loads the architecture which a configuration names, with the head that its files
+    have; None where it names none that generates text from text.
+    """
+    named = set(config.architectures or ())
+    return next((kind for kind, known in _classes_of(config) if named & {each.__name__ for each in known}), None)
+
+
+def class_of_type(config: Any) -> Any:
+    """The class of the library for a configuration that names no architecture that is known."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    # The first of those that know it is the usual one, if that does.
+    return next((kind for kind, _ in _classes_of(config)), AutoModelForCausalLM)
+
+
+def is_known(config: Any) -> bool:
+    """Whether the library knows models of this type which generate text from text."""
+    return bool(_classes_of(config))
+
+
+def _classes_of(config: Any) -> list[tuple[Any, list[type]]]:
+    """The classes of the library that know models of this type which generate text from text, and these models."""
+    import transformers
+
+    import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
+
+    mappings = {
+        transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.AutoModelForSeq2SeqLM: transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    }
+    if not config.is_encoder_decoder:  # others read pictures or sounds in the place of a text
+        mappings[transformers.AutoModelForMultimodalLM] = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    found = [(kind, known[type(config)]) for kind, known in mappings.items() if type(config) in known]
+    return [(kind, [one for one in (each if isinstance(each, tuple) else (each,)) if one]) for kind, each in found]
 
 
 def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import Batch, BatchResult, Window, one_by_one
+from fastgen.pipeline.chats import with_parts
 from fastgen.pipeline.errors import SetupError, check_installed
 from fastgen.pipeline.generation import on_ray
 from fastgen.pipeline.generation.continuous import batching_of, stage_for
@@ -168,7 +169,10 @@ class Encoder:
         if not self._is_chat:
             return self._tokenizer([self._prefix + record.text for record in records], **self._options)["input_ids"]
         conversations = [
-            [*self._system, *(record.messages or [{"role": "user", "content": record.text}])] for record in records
+            with_parts(
+                self._tokenizer, [*self._system, *(record.messages or [{"role": "user", "content": record.text}])]
+            )
+            for record in records
         ]
         options = {name: self._options[name] for name in ("truncation", "max_length") if name in self._options}
         return self._tokenizer.apply_chat_template(
