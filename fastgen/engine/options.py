@@ -95,6 +95,7 @@ def make(
         raise ValueError("a streamer takes one sequence: num_beams and num_return_sequences must be 1")
     made.tokens, made.mask = row_of(given, "input_ids", "inputs"), row_of(given, "attention_mask")
     names, has_encoder = (*given, *others), bool(model.config.is_encoder_decoder)
+    made.has_other_inputs = not _TOKENS.issuperset(names)
     made.prompt, made.new_tokens = _lengths(model, made, names, has_default_length)
     apart = _apart(made, (*names, *of_peft), has_encoder)
     made.is_static, made.alone = bool(of_peft), apart or _alone(made)

@@ -69,6 +69,7 @@ class Request:
         loop: the event loop whose tasks wait for it; None for threads.
         tokens: the input [length], on the CPU, where it is one of tokens.
         mask: its attention mask [length], where there is one.
+        has_other_inputs: the model reads more of it than tokens and their mask, such as pictures.
         config: the generation config that the options come to; None for a model that has a `generate` of its own.
         rows: rows that it takes in a batch: beams, or sequences to return.
         prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
@@ -88,6 +89,7 @@ class Request:
     loop: Any = None
     tokens: Tensor | None = None
     mask: Tensor | None = None
+    has_other_inputs: bool = False
     config: Any = None
     rows: int = 1
     prompt: int = 0
