@@ -108,6 +108,13 @@ class Request:
         """Tokens of the input; 0 for another kind of input."""
         return 0 if self.tokens is None else self.tokens.shape[0]
 
+    @property
+    def prompt_positions(self) -> int:
+        """Positions that a decoder stores of the input: of embeddings in place of tokens, too."""
+        embedded = self.inputs.get("inputs_embeds", self.options.get("inputs_embeds"))
+        is_known = isinstance(embedded, Tensor) and embedded.dim() > 1
+        return max(self.length, embedded.shape[-2]) if is_known else self.length
+
     @cached_property
     def token_list(self) -> list[int]:
         """The input, where it is one of tokens."""

@@ -51,3 +51,15 @@ def test_embeddings_and_positions(name: str) -> None:
     _check(model, [{"input_ids": _TOKENS, "inputs_embeds": others}, {"input_ids": _TOKENS}])
     _check(model, [{"input_ids": _TOKENS, "position_ids": positions}, {"input_ids": _TOKENS}])
     _check(model, [{"input_ids": _TOKENS}, {"input_ids": _TOKENS, "position_ids": positions}])
+
+
+def test_embeddings_count_for_the_budget() -> None:
+    """They are more than the tokens behind them, of which there may be none."""
+    model = BY_NAME["llama"].build()
+    of_a_position = 2 * sum(each.self_attn.k_proj.out_features for each in model.model.layers) * 4
+    embedded = model.get_input_embeddings()(_TOKENS).detach()
+    executor = ContinuousBatches(model, 4, cache_bytes=50 * of_a_position)
+    request = make(model, {"inputs_embeds": embedded}, None, {"max_new_tokens": 4}, None, 4)
+    run(executor, [request])
+    with pytest.raises(MemoryError, match="cache_gib"):
+        request.future.result(0)

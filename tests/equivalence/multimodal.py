@@ -105,7 +105,7 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     # These two count positions from the cache, whatever they are given.
     "Exaone4_5_": lambda: {
         "text_config": {
-            **_TEXT, "model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention", "full_attention"]
+            **_TEXT, "model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2
         },
         "vision_config": {
             **_PATCHES, "out_hidden_size": 32, "intermediate_size": 64, "fullatt_block_indexes": [0],
