@@ -12,7 +12,7 @@ from torch import Tensor
 
 # Inputs of a model that takes more than text that have a row for each sequence.
 _PER_SEQUENCE = frozenset(
-    "attention_mask position_ids token_type_ids mm_token_type_ids moe_mm_token_type_ids inputs_embeds".split()
+    "attention_mask position_ids token_type_ids mm_token_type_ids moe_mm_token_type_ids inputs_embeds labels".split()
 )
 
 
