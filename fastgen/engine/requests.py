@@ -113,7 +113,7 @@ class Request:
         """Positions that a decoder stores of the input: of embeddings in place of tokens, too."""
         embedded = self.inputs.get("inputs_embeds", self.options.get("inputs_embeds"))
         is_known = isinstance(embedded, Tensor) and embedded.dim() > 1
-        return max(self.length, embedded.shape[-2]) if is_known else self.length
+        return max(self.length, int(embedded.shape[-2])) if is_known else self.length
 
     @cached_property
     def token_list(self) -> list[int]:
