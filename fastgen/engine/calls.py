@@ -141,7 +141,7 @@ def pads(model: Any) -> bool:
     model = adapters.model_inside(model)
     if model.config.is_encoder_decoder:
         return way_of(model.get_encoder()) is not None
-    return type(model).forward.__module__ in buckets.DECODERS
+    return buckets.ignores_padding(model)
 
 
 def alone_for_model(model: Any) -> str | None:
@@ -153,7 +153,7 @@ def alone_for_model(model: Any) -> str | None:
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
     is_known |= states.are_known(model)
-    if not is_known and kind.forward.__module__ not in buckets.DECODERS:
+    if not is_known and not buckets.ignores_padding(model):
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
     if "forward" in vars(model) or not library_code.is_own(kind.forward) or library_code.unusual() is not None:
         return "other code in the place of the library's"

@@ -50,7 +50,7 @@ class KVBudget:
 
     def needed(self, request: Request, new_tokens: int) -> int:
         """Bytes of K and V with so many new tokens of each row, or as many as it may have."""
-        prompt, source = (1, request.length) if self._has_encoder else (request.length, 0)
+        prompt, source = (1, request.length) if self._has_encoder else (request.prompt_positions, 0)
         most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
         return (prompt + request.rows * most) * self._own + source * self._cross
 

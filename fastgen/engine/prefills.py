@@ -159,7 +159,7 @@ class Prefills:
                 self.prefixes.put(tokens, own, request.adapter)
 
     def _tokens(self, request: Request) -> list[int]:
-        """Those of a prompt without padding that is tokens alone; none of another one."""
-        if request.tokens is None or request.reads_more or not (request.mask is None or bool(request.mask.all())):
+        """Those of a prompt without padding, where K and V are of nothing else; none of another one."""
+        if request.tokens is None or request.has_other_inputs or not (request.mask is None or bool(request.mask.all())):
             return []
         return request.token_list

@@ -69,7 +69,7 @@ class Request:
         loop: the event loop whose tasks wait for it; None for threads.
         tokens: the input [length], on the CPU, where it is one of tokens.
         mask: its attention mask [length], where there is one.
-        reads_more: it has other inputs besides these: what the model makes of a prompt is not that of its tokens.
+        has_other_inputs: the model reads more of it than tokens and their mask, such as pictures.
         config: the generation config that the options come to; None for a model that has a `generate` of its own.
         rows: rows that it takes in a batch: beams, or sequences to return.
         prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
@@ -89,7 +89,7 @@ class Request:
     loop: Any = None
     tokens: Tensor | None = None
     mask: Tensor | None = None
-    reads_more: bool = False
+    has_other_inputs: bool = False
     config: Any = None
     rows: int = 1
     prompt: int = 0
@@ -107,6 +107,14 @@ class Request:
     def length(self) -> int:
         """Tokens of the input; 0 for another kind of input."""
         return 0 if self.tokens is None else self.tokens.shape[0]
+
+    @property
+    def prompt_positions(self) -> int:
+        """Positions that a decoder stores of the input: of embeddings in place of tokens, too."""
+        embedded = self.inputs.get("inputs_embeds", self.options.get("inputs_embeds"))
+        if isinstance(embedded, Tensor) and embedded.dim() > 1:
+            return max(self.length, embedded.shape[-2])
+        return self.length
 
     @cached_property
     def token_list(self) -> list[int]:

@@ -110,6 +110,28 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
             **_SOUND, "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64
         },
     },
+    # These two count positions from the cache, whatever they are given.
+    "Exaone4_5_": lambda: {
+        "text_config": {
+            **_TEXT, "model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2
+        },
+        "vision_config": {
+            **_PATCHES, "out_hidden_size": 32, "intermediate_size": 64, "fullatt_block_indexes": [0],
+            "num_key_value_heads": 2,
+        },
+        "image_token_id": PLACEHOLDER, "video_token_id": VOCABULARY - 2,
+    },
+    "HyperCLOVAXVisionV2": lambda: {
+        "text_config": {**_TEXT, "model_type": "hyperclovax"},
+        "vision_config": {**_PATCHES, "out_hidden_size": 32, "intermediate_size": 64, "fullatt_block_indexes": [0]},
+        "image_token_id": PLACEHOLDER, "video_token_id": VOCABULARY - 2,
+    },
+    "GlmImage": lambda: {
+        "text_config": {**_TEXT, **_AXES, "vision_vocab_size": VOCABULARY},
+        "vision_config": {**_PATCHES, "intermediate_size": 64, "image_size": 16},
+        "vq_config": {"embed_dim": 8, "num_embeddings": VOCABULARY, "latent_channels": 32},
+        "image_token_id": PLACEHOLDER, "image_start_token_id": VOCABULARY - 3, "image_end_token_id": VOCABULARY - 4,
+    },
     "Mllama": lambda: {
         "text_config": {
             **_TEXT, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
@@ -137,19 +159,32 @@ if releases.keeps_states_in_cache():
     }
 
 
+def llava(text_config: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """The configuration of a Llava with another model inside, of which a part is given."""
+    return lambda: {
+        **CONFIGS["Llava"](),
+        "tie_word_embeddings": False,
+        "text_config": {**_TOKENS, "tie_word_embeddings": False, **text_config},
+    }
+
+
 @functools.cache
 def build(name: str) -> Any:
     """A model of this name; the test is skipped where the release has none that is made so."""
+    return made(name, CONFIGS[name])
+
+
+def made(name: str, config: Callable[[], dict[str, Any]]) -> Any:
     kind = getattr(transformers, f"{name}ForConditionalGeneration", None)
     if kind is None:
         pytest.skip("this release has no such model")
     torch.manual_seed(0)
     try:
         # A configuration may write into what it is given.
-        config = getattr(transformers, f"{name}Config")(**copy.deepcopy(CONFIGS[name]()))
+        given = getattr(transformers, f"{name}Config")(**copy.deepcopy(config()))
     except StrictDataclassFieldValidationError:
         pytest.skip("this release refuses its own configuration")
-    model = kind(config).eval()
+    model = kind(given).eval()
     enliven(model, Weights(1))
     tokens = {key: value for key, value in _TOKENS.items() if key != "vocab_size"}
     model.generation_config.update(max_new_tokens=20, **tokens)

@@ -9,23 +9,27 @@ import torch
 
 import fastgen
 from fastgen import releases
+from fastgen.optimizer.transformers import prefill
 from tests.equivalence import multimodal
 from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import DECODING
 from tests.equivalence.check import accelerated, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, VOCABULARY, Weights, enliven
-from tests.equivalence.multimodal import CONFIGS, LENGTH, PICTURES, build, text
+from tests.equivalence.multimodal import CONFIGS, LENGTH, PICTURES, build, llava, made, text
 
 pytestmark = pytest.mark.usefixtures("way")
 
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 # Their steps are not captured: the library does not run them with a static cache, and hands on what it may not.
 HOOKS_ALONE = ("PaliGemma",)
-LEFT_ALONE = ("Mllama",)
+LEFT_ALONE = ("Mllama", "GlmImage")
+# A step is given positions that they do not read, so none is captured.
+COUNTING = ("Exaone4_5_", "HyperCLOVAXVisionV2")
 WITH_STATES = ("Qwen3_5", "Lfm2Vl")
-CAPTURED = [name for name in CONFIGS if name not in (*HOOKS_ALONE, *LEFT_ALONE)]
+CAPTURED = [name for name in CONFIGS if name not in (*HOOKS_ALONE, *LEFT_ALONE, *COUNTING)]
 # Later releases read pictures once, in front of the prefill, and say what is read there alone. Others have hooks alone.
 READS_ONCE = releases.ENCODED in releases.read_in_prefill()
+needs_pictures = pytest.mark.skipif(not READS_ONCE, reason="this release reads pictures in the model's first step")
 
 
 def _all_of(options: dict[str, Any], name: str, way: str) -> dict[str, Any]:
@@ -109,10 +113,81 @@ def test_without_captured_steps(name: str) -> None:
     check(build(name), text(), {"num_beams": 3, **SCORES})
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"eos_token_id": list(range(2, 60))}], ids=str)
+@pytest.mark.parametrize("name", COUNTING)
+def test_positions_that_the_model_does_not_read(name: str, options: dict[str, Any]) -> None:
+    """It counts them from the cache: a captured prompt has padding in front, and slots have rows of any length."""
+    for length in (LENGTH, LENGTH - 6):
+        check(build(name), {key: value[:, -length:] for key, value in text(3).items()}, options)
+    assert accelerated() == 2 and captures() == 0
+    assert list(reasons()) == ["positions that the model does not read"]
+
+
+@pytest.mark.parametrize("name", ["Mllama"])
 def test_left_to_the_original(name: str) -> None:
     check(build(name), text(), SCORES)
     assert list(fallbacks()) == ["K and V of pictures in the cache of the text"]
+
+
+@needs_pictures
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_a_model_that_keeps_the_positions_of_all_steps(options: dict[str, Any], way: str) -> None:
+    """From its prefill, a row for each sequence; and of the grids, the library gives each sequence one twice."""
+    _needs_same_draws(way, options)
+    grids = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 2]] * 2), "images_per_sample": torch.tensor([2, 2])}
+    model = build("GlmImage")
+    for inputs in ({**text(), **grids}, text()):
+        check(model, inputs, {**options, "max_new_tokens": 8})
+    assert list(fallbacks()) == ["positions of steps that the model keeps from its prefill"]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_a_model_inside_of_another(options: dict[str, Any]) -> None:
+    """GPT-Neo counts its keys, of which a captured step has more; nobody knows what it does without padding."""
+    inside = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8, "num_heads": 4}
+    model = made("Llava", llava({"model_type": "gpt_neo", "hidden_size": 32, "intermediate_size": 64, **inside}))
+    inputs = text(6)
+    for row, padding in enumerate((20, 18, 0, 0, 9, 22)):
+        inputs["attention_mask"][row, :padding] = 0
+    check(model, inputs, options)
+    check(model, text(2), {**options, **SCORES})
+    assert accelerated() == 2 and captures() == 0
+    assert list(reasons()) == ["a model that the library does not run with a static cache"]
+
+
+@needs_pictures
+@pytest.mark.parametrize("name", ["Qwen3VL", "InternVL", "Llava"])
+def test_pictures_in_embeddings(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Whose pictures they are is not looked for in embeddings."""
+    model, inputs = build(name), PICTURES[name]((2, 1))
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    check(model, inputs, {"num_beams": 3})
+    assert not [each for each in recwarn if "FastGen" in str(each.message)]
+    assert list(fallbacks()) == ["pictures that are not those of each sequence of an input"]
+
+
+@needs_pictures
+def test_what_the_user_has_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library repeats it in place, once: also where the call is done again."""
+    model, inputs = build("Llava"), PICTURES["Llava"]((2, 1))
+    encoded = model.get_image_features(inputs.pop("pixel_values"), return_dict=True)
+    pictures = encoded.pooler_output
+
+    def generate() -> tuple[Any, int]:
+        encoded.pooler_output = pictures
+        found = model.generate(**inputs, mm_encoder_outputs={"image": encoded}, num_beams=2)
+        return found, len(encoded.pooler_output)
+
+    with fastgen.disabled(), torch.no_grad():
+        expected, count = generate()
+    monkeypatch.setattr(prefill, "prefill_in_groups", _fail)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        found, again = generate()
+    assert torch.equal(found, expected) and again == count
+
+
+def _fail(*arguments: Any) -> None:
+    raise ValueError("planted")
 
 
 def test_assistants_are_the_librarys() -> None:

@@ -24,6 +24,7 @@ from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
 from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward, holds_no_tensor
+from fastgen.optimizer.transformers.models import parts_that_decode
 
 # The modules whose decoders are known to give the same whatever padding is in front: equivalence tests run them. Others
 # may count from the first column of the batch. Encoders are in `encoders/stacks.py`.
@@ -127,6 +128,21 @@ def _encode_buckets(
     return result
 
 
+def ignores_padding(model: Any) -> bool:
+    """Whether a model that has only a decoder is known to give the same whatever padding is in front."""
+    return all(type(part).forward.__module__ in DECODERS for part in parts_that_decode(model))
+
+
+def reads_tokens_alone(model: Any, ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether such a model reads nothing in its prefill but tokens and what belongs to each of them: no pictures."""
+    given = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
+    return (
+        ignores_padding(model)
+        and all(name in PER_POSITION and value.shape == ids.shape for name, value in given.items())
+        and not any(model_kwargs.get(name) for name in releases.read_in_prefill())
+    )
+
+
 def prefill_in_groups(call: Call, run: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Any:
     """What the library's `_prefill` gives for prompts [batch, longest]: the logits of the last position at least.
 
@@ -134,13 +150,7 @@ def prefill_in_groups(call: Call, run: Prefill, ids: Tensor, config: Any, model_
     """
     buckets: Buckets = []
     if (
-        type(call.model).forward.__module__ in DECODERS
-        and all(
-            name in PER_POSITION and value.shape == ids.shape
-            for name, value in model_kwargs.items()
-            if isinstance(value, Tensor)
-        )
-        and not any(model_kwargs.get(name) for name in releases.read_in_prefill())
+        reads_tokens_alone(call.model, ids, model_kwargs)
         and releases.cache_in(model_kwargs).get_seq_length() == 0
         and config.prefill_chunk_size is None
         and not call.cache_is_the_users  # it would have the K/V of the padding in it

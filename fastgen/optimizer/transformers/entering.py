@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen import patching, releases
 from fastgen.decoding.kv.cache import Pair
 from fastgen.decoding.sources import Sources
-from fastgen.optimizer.transformers.buckets import DECODERS, PER_POSITION, Prefill
+from fastgen.optimizer.transformers.buckets import Prefill, reads_tokens_alone
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 
 
@@ -42,12 +42,9 @@ class Entering:
 
     def serves(self, model: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> bool:
         """Whether there is something to do besides the library's prefill, and the model allows it."""
-        given = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
-        per_position = all(name in PER_POSITION and value.shape == ids.shape for name, value in given.items())
-        per_position &= not any(model_kwargs.get(name) for name in releases.read_in_prefill() - given.keys())
-        is_known = type(model).forward.__module__ in DECODERS and config.prefill_chunk_size is None
         is_long = self.chunk is not None and ids.numel() > self.chunk
-        return is_known and per_position and (is_long or bool(self.beginning))
+        asks = (is_long or bool(self.beginning)) and config.prefill_chunk_size is None
+        return asks and reads_tokens_alone(model, ids, model_kwargs)
 
     def prefill(self, store: ExchangedLayers, run: Prefill, ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
         """What the library's `_prefill` gives, which goes on behind what the cache holds."""

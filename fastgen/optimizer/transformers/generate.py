@@ -293,9 +293,10 @@ class _Attempt:
         given = [arguments.get(name) for name in user_code.ARGUMENTS if name != "streamer"]
         parts = [part for value in given for part in (value if isinstance(value, (list, tuple)) else [value])]
         self._user_state = user_code.SavedState(part for part in parts if part is not None)
-        # `generate` repeats the tensors of a given encoder output in place.
-        encoder_outputs = arguments.get("encoder_outputs")
-        self._encoder_outputs = dict(encoder_outputs) if isinstance(encoder_outputs, dict) else None
+        # `generate` repeats in place what encoders have made, and adds to it.
+        encoded = arguments.get(releases.ENCODED)
+        outputs = [arguments.get("encoder_outputs"), encoded, *(encoded.values() if isinstance(encoded, dict) else ())]
+        self._encoded = [(each, dict(each)) for each in outputs if isinstance(each, dict)]
         self.arguments = dict(arguments)
         self._streamer = None
         if arguments.get("streamer") is not None:
@@ -322,9 +323,11 @@ class _Attempt:
         self._random_state.restore()
         self._user_state.restore()
         arguments = releases.with_current_names(self._original)
-        if self._encoder_outputs is not None:
-            for name, value in self._encoder_outputs.items():
-                arguments["encoder_outputs"][name] = value
+        for outputs, before in self._encoded:
+            for name in outputs.keys() - before.keys():
+                del outputs[name]
+            for name, value in before.items():
+                outputs[name] = value
         if self._streamer is not None:
             self._streamer.rewind()
             arguments["streamer"] = self._streamer

@@ -128,6 +128,8 @@ def unsupported(model: Any) -> str | None:
     config = text_config(model.config)
     if getattr(config, "cross_attention_layers", None):
         return "K and V of pictures in the cache of the text"  # Mllama
+    if hasattr(model.base_model, "_cached_decode_position_ids"):
+        return "positions of steps that the model keeps from its prefill"  # GlmImage, a row for each sequence
     if getattr(config, "attention_chunk_size", None) is not None:
         return "chunked attention"
     if getattr(config, "keep_window_size", None) is not None:
@@ -154,7 +156,12 @@ def text_config(config: Any) -> Any:
 
 def takes_more_than_text(model: Any) -> bool:
     """Whether a model without encoder reads pictures or sounds, too, in its prefill."""
-    return text_config(model.config) is not model.config and not model.config.is_encoder_decoder
+    return not model.config.is_encoder_decoder and text_config(model.config) is not model.config
+
+
+def parts_that_decode(model: Any) -> list[Any]:
+    """The model, and the one inside of it that reads text, if it takes more than that: any class may be that."""
+    return [model, model.get_decoder()] if takes_more_than_text(model) else [model]
 
 
 def _is_sharded(model: Any) -> bool:
@@ -261,8 +268,9 @@ def has_captured_steps(model: Any) -> bool:
 
     Whether it can be captured is found out by trying.
     """
-    return (
-        counts_on_the_host(model)
+    inside = parts_that_decode(model)[1:]
+    return all(map(_runs_with_static_cache, inside)) and (
+        _runs_with_static_cache(model)
         or hasattr(type(model), "step_positions")
         or _class_of(model) in _CAPTURABLE
         or (_class_of(model) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
@@ -297,7 +305,11 @@ def counts_on_the_host(model: Any) -> bool:
 
     Those that the library does not run so may take the capacity for the length then.
     """
-    return getattr(model, "_can_compile_fullgraph", False)
+    return all(map(_runs_with_static_cache, parts_that_decode(model)))
+
+
+def _runs_with_static_cache(part: Any) -> bool:
+    return getattr(part, "_can_compile_fullgraph", False)
 
 
 def handed_on(model: Any) -> tuple[tuple[str, ...], ...] | None:

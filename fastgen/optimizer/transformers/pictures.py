@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Inputs of a model that hold pictures or sounds themselves, of which an input may have several.
-_RAW = ("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches", "input_features")
-# With so many axes they have the rows in front, and then the pictures of each.
-_WITH_ROWS = 5
+# Inputs of a model that takes more than text that have a row for each sequence.
+_PER_SEQUENCE = frozenset(
+    "attention_mask position_ids token_type_ids mm_token_type_ids moe_mm_token_type_ids inputs_embeds labels".split()
+)
 
 
 def may_be_several(name: str, value: Any) -> bool:
-    """Whether an input holds pictures one after the other, of which nobody knows whose they are.
+    """Whether an input may hold pictures or sounds one after the other, or their sizes, of which nobody knows whose
+    they are.
 
     The library repeats each of them for itself, so that the sequences of an input with two of them get either the first
     one twice, or the second one.
     """
-    return name in _RAW and isinstance(value, Tensor) and value.dim() < _WITH_ROWS
+    return name not in _PER_SEQUENCE and isinstance(value, Tensor)
 
 
 def once(model: Any, ids: Tensor, encoded: dict[str, Any], per_input: int) -> dict[str, Any] | None:
@@ -35,11 +36,17 @@ def once(model: Any, ids: Tensor, encoded: dict[str, Any], per_input: int) -> di
     Returns:
         None where they are not what that method makes of what would be returned.
     """
+    if not ids.numel():  # the prompt is embeddings, which nobody has looked for pictures
+        return None
     found = {kind: _once(model.config, kind, ids, outputs, per_input) for kind, outputs in encoded.items()}
     if any(outputs is None for outputs in found.values()):
         return None
     again = model._expand_multimodal_outputs(ids, {kind: copy.copy(each) for kind, each in found.items()}, per_input)
-    same = all(_are_same(again[kind].pooler_output, outputs.pooler_output) for kind, outputs in encoded.items())
+    same = all(
+        _are_same(getattr(again[kind], name, None), getattr(outputs, name, None))
+        for kind, outputs in encoded.items()
+        for name in ("pooler_output", "deepstack_features")
+    )
     return found if same else None
 
 
@@ -51,7 +58,9 @@ def _once(config: Any, kind: str, ids: Tensor, outputs: Any, per_input: int) -> 
     found = copy.copy(outputs)
     found.pooler_output = parts[torch.tensor(kept)] if isinstance(parts, Tensor) else [parts[place] for place in kept]
     features = getattr(outputs, "deepstack_features", None)
-    if features is not None and isinstance(features[0], list) and len(features[0]) == len(parts):
+    if features is not None:
+        if not all(isinstance(each, list) and len(each) == len(parts) for each in features):
+            return None  # the library may not have repeated them
         found.deepstack_features = [[each[place] for place in kept] for each in features]
     return found
 
@@ -73,4 +82,8 @@ def _places_of_first(lengths: list[int], wanted: list[int], per_input: int) -> I
 
 
 def _are_same(these: Any, those: Any) -> bool:
-    return len(these) == len(those) and all(map(torch.equal, these, those))
+    if isinstance(these, Tensor) and isinstance(those, Tensor):
+        return torch.equal(these, those)
+    if these is None or those is None:
+        return these is those
+    return len(these) == len(those) and all(map(_are_same, these, those))

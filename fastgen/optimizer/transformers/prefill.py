@@ -23,7 +23,7 @@ from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
-from fastgen.optimizer.transformers.models import axis_of_rows, handed_on
+from fastgen.optimizer.transformers.models import axis_of_rows, handed_on, parts_that_decode, takes_more_than_text
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -128,6 +128,9 @@ def _one_row_each(
     per_input = max(config.num_beams, config.num_return_sequences)
     if per_input > 1 and handed_on(call.model) is None:
         raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
+    several = per_input > 1 and takes_more_than_text(call.model)
+    if several and any(pictures.may_be_several(*each) for each in model_kwargs.items()):
+        raise NotAccelerated("pictures that the library repeats one by one")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {
         name: _pictures_once(call.model, one_row_ids, value, per_input)
@@ -135,8 +138,6 @@ def _one_row_each(
         else _undo_repeat(name, value, per_input)
         for name, value in model_kwargs.items()
     }
-    if per_input > 1 and any(pictures.may_be_several(*each) for each in model_kwargs.items()):
-        raise NotAccelerated("pictures that the library repeats one by one")
     embedded = model_kwargs.get("inputs_embeds")
     prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
     reason = caches.unsupported(cache, per_input, prompt + to_generate, _needs_window(call.model, config))
@@ -155,8 +156,7 @@ def _needs_window(model: Any, config: Any) -> str | None:
         return Usual("the attentions that are returned are as long as the sliding window")
     # In a prefill by chunks, what a chunk sees of the window depends on the cache too. Otherwise the module of a model
     # that masks has the library's function that makes such masks.
-    parts = [model, *getattr(model.base_model, "_modules", {}).values()]  # of one that takes more than text
-    modules = [sys.modules[type(part).forward.__module__] for part in parts if part is not None]
+    modules = [sys.modules[type(part).forward.__module__] for part in parts_that_decode(model)]
     makes_masks = any(hasattr(module, "create_sliding_window_causal_mask") for module in modules)
     if config.prefill_chunk_size is None and makes_masks:
         return None

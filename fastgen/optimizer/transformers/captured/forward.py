@@ -41,13 +41,13 @@ class Forward:
     def __call__(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
         """[any, width, vocabulary]: the logits behind `tokens`, [any, width]."""
         adapters = row_adapters.choosing(model, self._key.adapters, inputs.get(row_adapters.NUMBERS))
+        given = _inputs_of_model(inputs)
         inputs = model.prepare_inputs_for_generation(
-            tokens,
-            next_sequence_length=width,
-            **releases.with_cache(cache),
-            **_inputs_of_model(inputs),
-            **self._constants(width),
+            tokens, next_sequence_length=width, **releases.with_cache(cache), **given, **self._constants(width)
         )
+        if any(name in given and inputs.get(name) is None for name in POSITIONS):
+            # It counts them from the cache, where prompts may have been put behind padding.
+            raise CannotBeCaptured("positions that the model does not read")
         # What is captured is made of torch's own products, for which others stand later.
         products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
         known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else graph.Capturable()
