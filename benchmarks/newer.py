@@ -1,0 +1,128 @@
+"""Models with states, and with pictures: calls as they come, in a fresh process of each side in turn.
+
+    python -m benchmarks.newer              # all of them
+    python -m benchmarks.newer lfm2 mamba2 --dtype bfloat16
+
+Shapes are those of published models, with random weights and end tokens left out: every call has as many tokens. The
+tokens of both sides are compared where they are float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import processes
+
+CALLS, NEW_TOKENS, LENGTH, MORE = 5, 60, 40, 9
+# Of a picture of 512 x 512 pixels.
+PICTURE_TOKENS = 64
+_ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
+
+
+def _lfm2(library: Any) -> Any:
+    """LFM2-350M."""
+    config = library.Lfm2Config(
+        **_ENDLESS, hidden_size=1024, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=8,
+        intermediate_size=4608, block_auto_adjust_ff_dim=False, vocab_size=65536,
+        layer_types=(["conv", "conv", "full_attention"] * 6)[:16],
+    )  # fmt: skip
+    return library.Lfm2ForCausalLM(config)
+
+
+def _qwen(library: Any) -> Any:
+    """Qwen3.5-0.8B, with an eighth of its vocabulary."""
+    config = library.Qwen3_5TextConfig(
+        **_ENDLESS, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, linear_num_value_heads=16, linear_num_key_heads=16,
+        linear_key_head_dim=128, linear_value_head_dim=128, vocab_size=32000, tie_word_embeddings=True,
+    )  # fmt: skip
+    return library.Qwen3_5ForCausalLM(config)
+
+
+def _mamba2(library: Any) -> Any:
+    """Mamba2-130M."""
+    config = library.Mamba2Config(
+        **_ENDLESS, hidden_size=768, num_hidden_layers=24, num_heads=24, head_dim=64, state_size=128, n_groups=1,
+        vocab_size=50288,
+    )  # fmt: skip
+    return library.Mamba2ForCausalLM(config)
+
+
+def _smolvlm(library: Any) -> Any:
+    """SmolVLM-256M."""
+    text = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+            "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49280}  # fmt: skip
+    vision = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+              "image_size": 512, "patch_size": 16}  # fmt: skip
+    config = library.SmolVLMConfig(
+        text_config=text, vision_config=vision, image_token_id=49279, scale_factor=4, **_ENDLESS
+    )
+    return library.SmolVLMForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[Any], Any]] = {"lfm2": _lfm2, "qwen3.5": _qwen, "mamba2": _mamba2, "smolvlm": _smolvlm}
+
+
+def side(name: str, dtype: str) -> dict[str, Any]:
+    """Seconds and tokens of the calls of this process."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = MODELS[name](transformers).to(getattr(torch, dtype)).eval()
+    model.generation_config.eos_token_id = None
+    draws, seconds, tokens = torch.Generator().manual_seed(1), [], []
+    for call in range(CALLS):
+        ids, inputs = torch.randint(10, 30000, (1, LENGTH + MORE * call), generator=draws), dict[str, Any]()
+        if name == "smolvlm":
+            ids = torch.cat([torch.full((1, PICTURE_TOKENS), model.config.image_token_id), ids], dim=1)
+            inputs["pixel_values"] = torch.randn(1, 1, 3, 512, 512, generator=draws).to(model.dtype)
+        begin = time.perf_counter()
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, **inputs
+        )
+        seconds.append(time.perf_counter() - begin)
+        tokens.append(made[0].tolist())
+    return {"seconds": seconds, "tokens": tokens}
+
+
+def _measured(name: str, dtype: str, is_fast: bool) -> dict[str, Any]:
+    use = "import fastgen;" if is_fast else ""
+    code = f"import json; {use} from benchmarks import newer; print(json.dumps(newer.side({name!r}, {dtype!r})))"
+    found: dict[str, Any] = json.loads(processes.run([sys.executable, "-c", code]).stdout.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="by default all of them")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--repetitions", type=int, default=2, help="processes of each side")
+    arguments = parser.parse_args()
+    for name in arguments.models or MODELS:
+        sides = [
+            [_measured(name, arguments.dtype, is_fast) for is_fast in (False, True)]
+            for _ in range(arguments.repetitions)
+        ]
+        if arguments.dtype == "float32" and any(original["tokens"] != fast["tokens"] for original, fast in sides):
+            sys.exit(f"{name}: other tokens")
+        ratios = [
+            statistics.median(original["seconds"][call] for original, _ in sides)
+            / statistics.median(fast["seconds"][call] for _, fast in sides)
+            for call in range(CALLS)
+        ]
+        totals = [statistics.median(sum(each[number]["seconds"]) for each in sides) for number in (0, 1)]
+        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        times = f"{totals[0]:.1f} s -> {totals[1]:.1f} s, {totals[0] / totals[1]:.2f}; by call {shown}"
+        print(f"{name}, {arguments.dtype}: {times}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
