@@ -46,6 +46,7 @@ def load(settings: RunOptions) -> LoadedModel:
 
 def read(settings: RunOptions) -> tuple[Any, Any]:
     """Model and tokenizer. Raises `SetupError` where any of it is damaged."""
+    import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
 
     def kind(config: Any) -> Any:
         # The library goes on without a generation config that is damaged.
@@ -82,8 +83,6 @@ def is_known(config: Any) -> bool:
 def _classes_of(config: Any) -> list[tuple[Any, list[type]]]:
     """The classes of the library that know models of this type which generate text from text, and these models."""
     import transformers
-
-    import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
 
     mappings = {
         transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
