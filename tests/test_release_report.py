@@ -11,7 +11,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import models
-from fastgen.optimizer.transformers.cache import StepLayer
+from fastgen.optimizer.transformers.cache_layers import StepLayer
 from fastgen.releases import Usual
 from tests import survey
 from tests.equivalence.models import BY_NAME

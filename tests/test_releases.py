@@ -173,7 +173,7 @@ def test_a_cache_of_the_users_by_both_names(name: str) -> None:
 @has_two_names
 def test_a_call_that_is_repeated_warns_of_a_former_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = LLAMA.build(), LLAMA.make_inputs()
-    from fastgen.optimizer.transformers.cache import SharedLayer
+    from fastgen.optimizer.transformers.cache_layers import SharedLayer
 
     monkeypatch.setattr(SharedLayer, "update", lambda *_, **__: 1 / 0)
     with warnings.catch_warnings(record=True) as caught:
@@ -280,7 +280,7 @@ def test_what_any_release_leaves_to_the_original_code_is_no_reason_to_warn(
 
 
 def test_a_failure_on_an_unknown_release_is_not_tried_again(unknown: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastgen.optimizer.transformers.cache import SharedLayer
+    from fastgen.optimizer.transformers.cache_layers import SharedLayer
 
     model, inputs = LLAMA.build(), LLAMA.make_inputs()
     monkeypatch.setattr(releases, "_failed", {})

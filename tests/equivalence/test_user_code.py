@@ -34,7 +34,7 @@ import fastgen
 from fastgen import releases
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.optimizer.transformers import user_code
-from fastgen.optimizer.transformers.cache import SharedLayer
+from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
 from tests.equivalence.models import EOS, VOCABULARY

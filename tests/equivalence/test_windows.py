@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen import counters, releases
-from fastgen.optimizer.transformers.cache import SharedLayer
+from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons, record_from
