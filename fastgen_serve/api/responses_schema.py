@@ -163,6 +163,7 @@ class OutputMessage(BaseModel):
 
 class CachedTokens(BaseModel):
     cached_tokens: Literal[0] = 0
+    cache_write_tokens: Literal[0] = 0
 
 
 class ReasoningTokens(BaseModel):
