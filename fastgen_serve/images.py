@@ -20,8 +20,8 @@ _LONGEST = 20
 # Scans of a progressive JPEG, at the most: each of them takes as long as all pixels do. Encoders make a dozen.
 _MOST_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
-# Of a data: URI, what is in front of the data.
-_DATA = re.compile(r"data:[\w.+-]*/?[\w.+-]*;base64,", re.IGNORECASE | re.ASCII)
+# Of a data: URI, what is in front of the data. Bounded, as a long one would be cut in two at each of its places.
+_DATA = re.compile(r"data:[\w.+-]{0,32}/?[\w.+-]{0,64};base64,", re.IGNORECASE | re.ASCII)
 _PARAM = "messages"
 T = TypeVar("T")
 

@@ -38,7 +38,9 @@ _FORM_FIELDS = 8
 
 
 class TranslateRequest(Body):
-    q: Text | Annotated[list[Text], Field(min_length=1)] = Field(description="Text, or texts, to translate.")
+    q: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] = Field(
+        description="Text, or texts, to translate."
+    )
     source: Text = Field(description='Code of the language of the text, or "auto".')
     target: Text = Field(description="Code of the language to translate to.")
     format: Literal["text", "html", ""] | None = Field(
@@ -49,7 +51,9 @@ class TranslateRequest(Body):
 
 
 class DetectRequest(Body):
-    q: Text | Annotated[list[Text], Field(min_length=1)] = Field(description="Text to detect the language of.")
+    q: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] = Field(
+        description="Text to detect the language of."
+    )
     api_key: str | None = None
 
 

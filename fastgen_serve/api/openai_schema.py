@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
+from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, at_most, described, off
 from fastgen_serve.errors import BadRequest
 
-_STOPS, _STOP_LENGTH = 16, 256
+_STOPS, _STOP_LENGTH, _VARIABLES = 16, 256, 64
 MOST_LOGPROBS = 20
 Probability = Annotated[float, Field(gt=0, le=1)]
 # Numbers beyond these leave no probability that a float32 can hold.
@@ -81,7 +81,7 @@ class Generation(Cutting):
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(default=None, description="Of what is drawn.")
     stop: Annotated[
-        Stop | Annotated[list[Stop], Field(max_length=_STOPS)] | None,
+        Stop | Annotated[list[Stop], Field(max_length=_STOPS, fail_fast=True)] | None,
         described(f"is no text of 1 to {_STOP_LENGTH} characters, and no list of up to {_STOPS} such texts"),
     ] = Field(default=None, description="Strings that end a result.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
@@ -110,7 +110,9 @@ class Generation(Cutting):
     )
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(default=None, description="New tokens, at the least.")
     ignore_eos: bool = Field(default=False, description="A result goes on behind EOS, up to max_tokens.")
-    stop_token_ids: list[TokenId] | None = Field(default=None, description="Tokens that end a result, besides EOS.")
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(
+        default=None, description="Tokens that end a result, besides EOS."
+    )
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool | None = Field(default=None, description="Adds token_ids and prompt_token_ids.")
@@ -218,7 +220,9 @@ class ContentPart(Body):
 
 class ImageUrl(Body):
     url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
-    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted, and not used.")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(
+        default=None, description="Accepted, and not used."
+    )
 
 
 class ImagePart(Body):
@@ -235,7 +239,7 @@ class Message(Body):
     tool_calls: Any = off([])  # these two are refused first: a message that has them may have no content
     function_call: Any = off()
     content: Annotated[
-        Text | Annotated[list[ContentPart | ImagePart], Field(min_length=1)],
+        Text | Annotated[list[ContentPart | ImagePart], Field(min_length=1, fail_fast=True)],
         described(
             "is no text, and no list of parts {'type': 'text', 'text': ...} or {'type': 'image_url', 'image_url': "
             "{'url': 'data:...'}}: other parts are not supported"
@@ -280,7 +284,7 @@ class Templating(Body):
         default=True, description="The template's beginning of an answer ends the prompt."
     )
     continue_final_message: bool = Field(default=False, description="The last message is left open, and continued.")
-    chat_template_kwargs: dict[str, TemplateVariable] | None = Field(
+    chat_template_kwargs: Annotated[dict[Text, TemplateVariable], at_most(_VARIABLES)] | None = Field(
         default=None, description="Variables that the model's chat template reads, such as enable_thinking."
     )
 
@@ -301,7 +305,7 @@ class ChatRequest(Templating, Generation):
     """A conversation that the model answers."""
 
     prefix: ClassVar[str] = "chatcmpl-"
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     add_special_tokens: bool = Field(
         default=False, description="Special tokens are added to what the chat template writes."
     )

@@ -30,7 +30,7 @@ __all__ = ["router", "write_error"]
 
 router = APIRouter(tags=["OpenAI"], responses=openai.ERRORS)
 # What chat completions call it, and its name here.
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include", "n": "num_beams"}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fastgen_serve.api.openai_schema import (
     Message,
     Templating,
 )
-from fastgen_serve.api.schema import Body, Text, described, off
+from fastgen_serve.api.schema import Body, Text, at_most, described, off
 from fastgen_serve.errors import BadRequest
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -33,7 +33,9 @@ class InputPart(Body):
 class InputImage(Body):
     type: Literal["input_image"]
     image_url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
-    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted, and not used.")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(
+        default=None, description="Accepted, and not used."
+    )
     file_id: Any = off()
 
 
@@ -42,7 +44,7 @@ class InputItem(Body):
 
     role: Literal["developer", "system", "user", "assistant"]
     content: Annotated[
-        Text | Annotated[list[InputPart | InputImage], Field(min_length=1)],
+        Text | Annotated[list[InputPart | InputImage], Field(min_length=1, fail_fast=True)],
         described(
             "is no text, and no list of parts {'type': 'input_text', 'text': ...} or {'type': 'input_image', "
             "'image_url': 'data:...'}: other parts are not supported"
@@ -79,14 +81,14 @@ class ResponseRequest(Templating, Generation):
     prefix: ClassVar[str] = "resp_"
 
     input: Annotated[
-        Text | Annotated[list[InputItem], Field(min_length=1)],
+        Text | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)],
         described("is no text, and no list of messages {'role': ..., 'content': ...}: other items are not supported"),
     ]
     instructions: Text | None = Field(default=None, description="What the system says, in front of the input.")
     max_output_tokens: Count | None = Field(
         default=None, description="New tokens, at the most; without it, as many as fit."
     )
-    include: list[Literal["message.output_text.logprobs"]] | None = Field(
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True)] | None = Field(
         default=None, description="Log-probabilities of the new tokens."
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
@@ -96,13 +98,14 @@ class ResponseRequest(Templating, Generation):
     add_special_tokens: bool = Field(
         default=False, description="Special tokens are added to what the chat template writes."
     )
-    metadata: Annotated[dict[str, Text], Field(max_length=16)] | None = Field(
+    metadata: Annotated[dict[Text, Text], Field(max_length=16), at_most(16)] | None = Field(
         default=None, description="The answer has it, too."
     )
     text: TextOptions | None = None
     safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
     prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
 
+    return_token_ids: Any = off(False)
     n: Any = off(1)
     best_of: Any = off(1)
     num_return_sequences: Any = off(1)
@@ -160,6 +163,7 @@ class OutputMessage(BaseModel):
 
 class CachedTokens(BaseModel):
     cached_tokens: Literal[0] = 0
+    cache_write_tokens: Literal[0] = 0
 
 
 class ReasoningTokens(BaseModel):

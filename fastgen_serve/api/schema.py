@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -36,7 +37,10 @@ class Body(BaseModel):
     def _as_sent(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        known = {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
+        known = {name: value for name, value in fields.items() if name in cls.model_fields}
+        # One that is refused is enough: each of thousands takes as long as a request.
+        wrong = next((name for name, value in fields.items() if value is not None and name not in known), None)
+        known |= {} if wrong is None else {wrong: fields[wrong]}
         return {
             name: int(value) if isinstance(value, float) and value.is_integer() else value
             for name, value in known.items()
@@ -67,6 +71,19 @@ def off(*values: Any) -> Any:
     return Field(None, description="Not supported.", json_schema_extra={"enum": [*values, None]})
 
 
+def at_most(count: int) -> Any:
+    """For an object with so many fields: more are not looked at, as what is wrong with each would be written."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError(
+                "many", "has {size} fields: give {count} at the most", {"size": len(value), "count": count}
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
 def _encodable(text: str) -> str:
     try:
         text.encode()
@@ -90,12 +107,14 @@ def described(message: str) -> Any:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Texts, or token ids, or several of either.
+# Texts, or token ids, or several of either. Lists end at the first that is wrong: all of them take minutes.
 Inputs = Annotated[
     Text
-    | Annotated[list[Text], Field(min_length=1)]
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)],
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)
+    ],
     described("is no text, no list of texts, no list of token ids and no list of such lists"),
 ]
 

@@ -11,7 +11,7 @@ from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
 from fastgen_serve.errors import BadRequest
 
 Texts = Annotated[
-    Text | Annotated[list[Text], Field(min_length=1)],
+    Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)],
     described("is no text, and no list of texts with one at the least"),
 ]
 _MODEL = "Name of a model that is served; the first one without it."
@@ -90,7 +90,7 @@ class TokenizeRequest(Templating):
 
     model: str | None = Field(default=None, description=_MODEL)
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(
         default=None, description="true for a prompt, false for messages, if not said."
     )
@@ -107,7 +107,7 @@ class DetokenizeRequest(Body):
     """Tokens to turn into text."""
 
     model: str | None = Field(default=None, description=_MODEL)
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class PoolingUsage(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -289,6 +290,14 @@ def test_what_is_too_large_takes_no_memory(settings: ServeSettings) -> None:
             images.decoded([large], settings)
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
         tracemalloc.stop()
+
+
+def test_a_long_address_takes_no_time(settings: ServeSettings) -> None:
+    """Neither do its ways to be cut in two, of which there are as many as the square of its length."""
+    begin = time.perf_counter()
+    with pytest.raises(BadRequest, match="is no data: URI"):
+        images.decoded(["data:" + "a" * 40_000], settings)
+    assert time.perf_counter() - begin < 1
 
 
 def test_a_jpeg_of_many_scans(settings: ServeSettings) -> None:

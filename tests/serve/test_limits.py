@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from pydantic import BaseModel, ValidationError
 
 from fastgen_serve import guard, limits
+from fastgen_serve.api.libretranslate import TranslateRequest as Translation
+from fastgen_serve.api.openai_schema import ChatRequest, EmbeddingRequest
+from fastgen_serve.api.responses_schema import ResponseRequest
+from fastgen_serve.api.vllm_schema import DetokenizeRequest, TokenizeRequest
 from fastgen_serve.app import create_app
 from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Busy, Failed
@@ -24,6 +30,7 @@ from tests.serve.servers import Clock, connected, in_thread, until
 
 SETTINGS = ServeSettings(max_body_bytes=1000, api_keys=("key",))
 KEY = {"Authorization": "Bearer key"}
+USER = {"role": "user", "content": "a"}
 
 
 # ---- requests
@@ -351,3 +358,42 @@ def test_a_server_that_stops_takes_no_requests(url: str, probe: Probe) -> None:
     finally:
         probe.app.state.traffic.is_draining = False
     assert httpx.post(f"{url}/echo", content=b"{}").status_code == 200
+
+
+WRONG = 20_000
+BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (ResponseRequest, {"input": [0] * WRONG}),
+    (ResponseRequest, {"input": [{}] * WRONG}),
+    (ResponseRequest, {"input": [{"role": "user", "content": [{}] * WRONG}]}),
+    (ResponseRequest, {"input": "a", "include": ["b"] * WRONG}),
+    (ResponseRequest, {"input": "a", "metadata": {f"{each}": 0 for each in range(WRONG)}}),
+    (ChatRequest, {"messages": [0] * WRONG}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{}] * WRONG}]}),
+    (ChatRequest, {"messages": [USER], "stop": [0] * WRONG}),
+    (ChatRequest, {"messages": [USER], "stop_token_ids": ["a"] * WRONG}),
+    (ChatRequest, {"messages": [USER], "chat_template_kwargs": {f"{each}": [] for each in range(WRONG)}}),
+    (ChatRequest, {"messages": [USER], **{f"{each}": 0 for each in range(WRONG)}}),
+    (ChatRequest, {"messages": [{**USER, **{f"{each}": 0 for each in range(WRONG)}}]}),
+    (EmbeddingRequest, {"input": [None] * WRONG}),
+    (TokenizeRequest, {"messages": [0] * WRONG}),
+    (DetokenizeRequest, {"tokens": ["a"] * WRONG}),
+    (Translation, {"q": [0] * WRONG, "source": "en", "target": "de"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES, ids=range(len(BODIES)))
+def test_the_first_mistake_of_many_is_enough(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """What is wrong with each of a million would take minutes, in which the server answers nobody, and gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate(body)
+        assert len(refused.value.errors(include_url=False)) <= 5
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_names_of_metadata_are_characters() -> None:
+    with pytest.raises(ValidationError, match="half of a surrogate pair"):
+        ResponseRequest.model_validate({"input": "a", "metadata": {"\ud800": "b"}})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from fastgen_serve.api import openai as interface
 from fastgen_serve.errors import TimedOut
@@ -47,6 +50,18 @@ def test_a_conversation(client: OpenAI) -> None:
     expected = chat(client, messages)
     assert answer.output_text == expected.choices[0].message.content
     assert answer.usage.input_tokens == expected.usage.prompt_tokens and answer.instructions == "be brief"
+
+
+def test_shapes_are_those_of_openais_client(client: OpenAI) -> None:
+    """Which does not check them itself: others do, with its types."""
+    body = {**GREEDY, "input": "light", **LOGPROBS}
+    Response.model_validate_json(client.responses.with_raw_response.create(**body).text)
+    kind: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    with client.responses.with_streaming_response.create(**body, stream=True) as sent:
+        events = [json.loads(line[6:]) for line in sent.iter_lines() if line.startswith("data: ")]
+    assert len(events) > 8
+    for event in events:
+        kind.validate_python(event)
 
 
 def test_log_probabilities(client: OpenAI) -> None:
@@ -98,6 +113,8 @@ def test_a_stream_is_the_answer_in_parts(client: OpenAI, more: dict[str, Any]) -
         ({"input": "light " * 5000}, "input"),
         ({"model": "gpt2"}, "input"),
         ({"extra_body": {"n": 2}}, "n"),
+        ({"extra_body": {"return_token_ids": True}}, "return_token_ids"),
+        ({**LOGPROBS, "extra_body": {"num_beams": 2}}, "include"),
     ],
     ids=str,
 )
