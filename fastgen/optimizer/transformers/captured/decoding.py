@@ -72,7 +72,7 @@ class Decoding:
         self._current: DecodeStep | None = None  # the one that the call is in, from its first token on
         self._compacted: Compaction | None = None  # where inputs have left the step
         # The length behind the last whole step, and what puts the states back to that, where a step may end half-way.
-        self._whole: tuple[int, Callable[[], None]] | None = None
+        self._last_whole: tuple[int, Callable[[], None]] | None = None
         criteria = arguments["stopping_criteria"]
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
@@ -157,16 +157,16 @@ class Decoding:
         """The call ends in the middle: a cache of the user's has what has been stored until then, by whole steps."""
         if self._current is None or not self._call.cache_is_the_users:
             return
-        if self._whole is not None and self._whole[0] == int(self._current.search.length.max()):
-            self._whole[1]()  # the step that has ended half-way has changed them already
+        if self._last_whole is not None and self._last_whole[0] == int(self._current.search.length.max()):
+            self._last_whole[1]()  # the step that has ended half-way has changed them already
         self._store.hold(*self._current.materialized())
 
     def _note_states(self, step: DecodeStep) -> None:
         """To be called in front of each step. One that is replayed in a single piece does not end half-way."""
         is_atomic = step.is_captured and self._key.processors is not None and not self._key.has_criteria
-        self._whole = None
+        self._last_whole = None
         if self.prompt.forms and self._call.cache_is_the_users and not is_atomic:
-            self._whole = int(step.search.length.max()), saved(step.buffers.states)
+            self._last_whole = int(step.search.length.max()), saved(step.buffers.states)
 
     @property
     def _must_pay(self) -> bool:
