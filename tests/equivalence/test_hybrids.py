@@ -20,7 +20,7 @@ from fastgen.decoding.kv.states import FixedStates
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import compaction, graph_cache, pays
 from fastgen.optimizer.transformers.captured.pays import Ledger
-from fastgen.optimizer.transformers.states import SharedStates
+from fastgen.optimizer.transformers.states import SharedStates, of_layer
 from tests import near_ties
 from tests.equivalence.captured import BEAMS, GREEDY, NEW, captures, fail_at, need_programs, reasons, record_from
 from tests.equivalence.cases import DECODING, SHAPES
@@ -255,6 +255,34 @@ def test_a_call_that_fails_leaves_a_cache_as_it_was(name: str, at: int, monkeypa
         return model.generate(tokens, attention_mask=torch.ones_like(tokens), **more), cache
 
     assert_repeated(call, monkeypatch, GrowingKV, "extend", at)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 6])
+@pytest.mark.parametrize("options", [{}, {"max_time": 1e6}], ids=["in one piece", "with a criterion"])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "mamba2"])
+def test_an_interrupt_between_the_pieces_of_a_step(
+    name: str, options: dict[str, Any], at: int, programs: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of the user's has the states of the positions that its K and V are of."""
+    model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs(1, padding=None)
+    replay, cache, given = Program.replay, DynamicCache(config=model.config), {**GREEDY, "eos_token_id": None}
+
+    def interrupted(program: Program) -> None:
+        replay(program)
+        if len(programs) == at:
+            raise KeyboardInterrupt
+
+    with fastgen.disabled():
+        tokens = model.generate(**inputs, **given)
+    monkeypatch.setattr(Program, "replay", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**inputs, **given, **options, **releases.with_cache(cache))
+    expected = DynamicCache(config=model.config)
+    with fastgen.disabled(), torch.no_grad():
+        model(tokens[:, : cache.get_seq_length()], **releases.with_cache(expected))
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        for state, right in zip(of_layer(layer).values(), of_layer(other).values(), strict=True):
+            torch.testing.assert_close(state, right, atol=1e-4, rtol=1e-4)
 
 
 # ---- what is declined

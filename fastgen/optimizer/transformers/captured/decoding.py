@@ -24,6 +24,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.rows import rows_of
+from fastgen.decoding.kv.states import saved
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import row_adapters, user_code
@@ -70,6 +71,8 @@ class Decoding:
         self._has_released = False
         self._current: DecodeStep | None = None  # the one that the call is in, from its first token on
         self._compacted: Compaction | None = None  # where inputs have left the step
+        # The length behind the last whole step, and what puts the states back to that, where a step may end half-way.
+        self._last_whole: tuple[int, Callable[[], None]] | None = None
         criteria = arguments["stopping_criteria"]
         ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
         self._eos = tuple(itertools.chain.from_iterable(ends))
@@ -152,8 +155,18 @@ class Decoding:
 
     def _hold_for_user(self) -> None:
         """The call ends in the middle: a cache of the user's has what has been stored until then, by whole steps."""
-        if self._current is not None and self._call.cache_is_the_users:
-            self._store.hold(*self._current.materialized())
+        if self._current is None or not self._call.cache_is_the_users:
+            return
+        if self._last_whole is not None and self._last_whole[0] == int(self._current.search.length.max()):
+            self._last_whole[1]()  # the step that has ended half-way has changed them already
+        self._store.hold(*self._current.materialized())
+
+    def _note_states(self, step: DecodeStep) -> None:
+        """To be called in front of each step. One that is replayed in a single piece does not end half-way."""
+        is_atomic = step.is_captured and self._key.processors is not None and not self._key.has_criteria
+        self._last_whole = None
+        if self.prompt.forms and self._call.cache_is_the_users and not is_atomic:
+            self._last_whole = int(step.search.length.max()), saved(step.buffers.states)
 
     @property
     def _must_pay(self) -> bool:
@@ -276,6 +289,7 @@ class Decoding:
     def _verify(self, step: DecodeStep, done: int, captures: bool, compaction: Compaction | None) -> None:
         if (captures or step.is_captured) and graph.is_recorded(step.device):
             any_batch.specialize(self.model, step, None if compaction is None else compaction.places)
+        self._note_states(step)
         step.verify(self.model, step.turns(self.host, done), captures)
 
     def _compaction(self) -> Compaction | None:
