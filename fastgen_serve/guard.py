@@ -6,6 +6,7 @@ In ASGI, below FastAPI: a body is measured before it is in memory, and a client 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import uuid
@@ -33,6 +34,8 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _GONE = 499
 # Seconds that a request has beyond its limit, so that a job that takes too long can say so in its stream first.
 _GRACE = 5.0
+# Of a request that is refused, so much is read, for so long.
+_REST_BYTES, _REST_SECONDS = 2**20, 1.0
 
 
 @dataclass
@@ -118,6 +121,11 @@ class Guard:
                 keys.check(keys.of_header(headers.get("authorization")), self._settings.api_keys)
             if self._traffic.is_draining and scope["method"] == "POST":  # what asks a model for something
                 raise _stops()
+        except ServeError as error:
+            await _read_rest(receive)
+            await self._refuse(scope, receive, send, error)
+            return
+        try:
             await self._run(scope, body, send)
         except ServeError as error:
             await self._refuse(scope, receive, send, error)
@@ -162,6 +170,22 @@ class Guard:
             for task in (running, reading):
                 task.cancel()
             await asyncio.gather(running, reading, return_exceptions=True)
+
+
+async def _read_rest(receive: Receive) -> None:
+    """Reads what the client of a refused request is sending, as far as it is short: a connection that is closed with
+    bytes unread is reset, and the client may lose the response.
+    """
+
+    async def read() -> None:
+        left, more = _REST_BYTES, True
+        while more and left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            more = message.get("more_body", False)
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), _REST_SECONDS)
 
 
 def _without_body(send: Send) -> Send:

@@ -397,3 +397,21 @@ def test_the_first_mistake_of_many_is_enough(kind: type[BaseModel], body: dict[s
 def test_names_of_metadata_are_characters() -> None:
     with pytest.raises(ValidationError, match="half of a surrogate pair"):
         ResponseRequest.model_validate({"input": "a", "metadata": {"\ud800": "b"}})
+
+
+def test_what_a_refused_client_is_sending_is_read_before_the_response() -> None:
+    """A connection that is closed with bytes unread is reset, and the response may be lost."""
+    app = create_app(ServeSettings(models=[("none", "none")], max_body_bytes=10), models=Models([]))
+    left, said = [b"a" * 10] * 3, list[tuple[int, int]]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            said.append((message["status"], len(left)))
+
+    headers = [(b"content-length", b"30"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asyncio.run(app({**scope, "http_version": "1.1", "scheme": "http", "server": ("a", 80)}, receive, send))
+    assert said == [(413, 0)]
