@@ -23,7 +23,15 @@ from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
-from fastgen_serve.api.openai_schema import ChatRequest, CompletionRequest, Cutting, EmbeddingRequest, Generation
+from fastgen_serve.api.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    Cutting,
+    EmbeddingRequest,
+    Generation,
+    Message,
+)
 from fastgen_serve.api.schema import as_list
 from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
@@ -183,7 +191,7 @@ def _usage(prompt: int, generated: int) -> answers.Usage:
     return answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
 
 
-def make_run(
+def _make_run(
     request: Request,
     model: ServedModel,
     body: Generation,
@@ -218,7 +226,7 @@ def make_run(
     return Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts))
 
 
-def new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, param: str) -> int | None:
+def _new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, param: str) -> int | None:
     """New tokens behind a prompt, at the most; None for what the model's generation config says.
 
     Raises:
@@ -237,11 +245,29 @@ def new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, par
     return limit
 
 
-def check_images(run: Run, given: prompts.Chat) -> None:
-    """Raises BadRequest where this release would mix up the images of a conversation."""
+async def conversation_run(body: Conversation, messages: Sequence[Message], request: Request, param: str) -> Run:
+    """The request of a conversation, whose only input is what the model's template makes of it.
+
+    Args:
+        param: field of the request that has the messages.
+
+    Raises:
+        BadRequest: the model does not take it, or this release would mix up its images.
+    """
+    model, settings = served_model(request, body.model, "generate"), request.app.state.settings
+    given = prompts.Chat.of(model, messages, settings)
+
+    def tokenise() -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        with prompts.source_language(model, body.src_lang):
+            return prompts.chat_inputs(model, given, body, cut=body, room=body.limit or 1)
+
+    tokens, more = await prompts.in_turn(model, given.size, tokenise)
+    limit = _new_tokens(model, body, len(tokens), settings.max_tokens, param)
+    run = _make_run(request, model, body, [tokens], [limit], more)
     several = max(run.decoding.candidates, run.decoding.beams) > 1
     if several and len(given.images) > 1 and not releases.repeats_images_together():
         raise BadRequest("n, num_beams: this server's Transformers makes one sequence for several images", param="n")
+    return run
 
 
 @router.post("/v1/completions", response_model=answers.Completion, response_model_exclude_unset=True, responses=STREAM)
@@ -257,8 +283,8 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
             return [prompts.tokens_of(model, each, body, "prompt", room) for each in given]
 
     inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
-    run = make_run(
-        request, model, body, inputs, [new_tokens(model, body, len(each), most, "prompt") for each in inputs]
+    run = _make_run(
+        request, model, body, inputs, [_new_tokens(model, body, len(each), most, "prompt") for each in inputs]
     )
 
     def written(pieces: Sequence[Piece], **more: Any) -> answers.Completion:
@@ -282,17 +308,8 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
 )
 async def chat(body: ChatRequest, request: Request) -> Any:
     """The answer to a conversation."""
-    model, most = served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
-    given = prompts.Chat.of(model, body.messages, request.app.state.settings)
-
-    def tokenise() -> tuple[tuple[int, ...], Mapping[str, Any]]:
-        with prompts.source_language(model, body.src_lang):
-            return prompts.chat_inputs(model, given, body, cut=body, room=body.limit or 1)
-
-    tokens, more = await prompts.in_turn(model, given.size, tokenise)
-    run = make_run(request, model, body, [tokens], [new_tokens(model, body, len(tokens), most, "messages")], more)
-    check_images(run, given)
-    prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)} if body.return_token_ids else {}
+    run = await conversation_run(body, body.messages, request, "messages")
+    prompt: dict[str, Any] = {"prompt_token_ids": list(run.prompts[0])} if body.return_token_ids else {}
 
     def chunk(choices: list[answers.ChunkChoice], **more: Any) -> answers.ChatCompletionChunk:
         return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **run.head, **more)

@@ -301,14 +301,26 @@ class Templating(Body):
         return self
 
 
-class ChatRequest(Templating, Generation):
+class Conversation(Templating, Generation):
+    """What chat completions and responses have in common."""
+
+    add_special_tokens: bool = Field(
+        default=False, description="Special tokens are added to what the chat template writes."
+    )
+    safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
+    prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
+
+    tool_choice: Any = off("none", "auto")
+    parallel_tool_calls: Any = off(True, False)
+    service_tier: Any = off("auto", "default")
+    store: Any = off(False)
+
+
+class ChatRequest(Conversation):
     """A conversation that the model answers."""
 
     prefix: ClassVar[str] = "chatcmpl-"
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    add_special_tokens: bool = Field(
-        default=False, description="Special tokens are added to what the chat template writes."
-    )
     max_completion_tokens: Count | None = Field(
         default=None, description="New tokens, at the most; without it, as many as fit."
     )
@@ -318,11 +330,7 @@ class ChatRequest(Templating, Generation):
         default=None,
         description="Log-probabilities of so many of the likeliest tokens at each position; with logprobs=true.",
     )
-    safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
-    prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
 
-    tool_choice: Any = off("none", "auto")
-    parallel_tool_calls: Any = off(True, False)
     functions: Any = off([])
     function_call: Any = off("none", "auto")
     modalities: Any = off(["text"])
@@ -332,8 +340,6 @@ class ChatRequest(Templating, Generation):
     include_reasoning: Any = off(True)
     mm_processor_kwargs: Any = off({})
     verbosity: Any = off("medium")
-    service_tier: Any = off("auto", "default")
-    store: Any = off(False)
     metadata: Any = off({})
     moderation: Any = off()
     prompt_cache_options: Any = off()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from fastgen_serve.api import openai, prompts
+from fastgen_serve.api import openai
 from fastgen_serve.api.openai import write_error
 from fastgen_serve.api.openai_answers import TokenLogprobs, Usage
 from fastgen_serve.api.openai_choices import Piece
@@ -45,19 +45,8 @@ def _named_as_here() -> Iterator[None]:
 @router.post("/v1/responses", response_model=Response, responses=openai.STREAM)
 async def respond(body: ResponseRequest, request: Request) -> Any:
     """The answer to a conversation."""
-    model, most = openai.served_model(request, body.model, "generate"), request.app.state.settings.max_tokens
-
     with _named_as_here():
-        given = prompts.Chat.of(model, body.messages(), request.app.state.settings)
-
-        def tokenise() -> tuple[tuple[int, ...], Mapping[str, Any]]:
-            with prompts.source_language(model, body.src_lang):
-                return prompts.chat_inputs(model, given, body, cut=body, room=body.limit or 1)
-
-        tokens, more = await prompts.in_turn(model, given.size, tokenise)
-        limit = openai.new_tokens(model, body, len(tokens), most, "input")
-        run = openai.make_run(request, model, body, [tokens], [limit], more)
-        openai.check_images(run, given)
+        run = await openai.conversation_run(body, body.messages(), request, "input")
         answer = _Answer(run, body)
         if body.stream:
             return await openai.streamed(run, answer.events(), answer.failed)

@@ -10,11 +10,10 @@ from fastgen_serve.api.openai_answers import TokenLogprobs
 from fastgen_serve.api.openai_schema import (
     MOST_LOGPROBS,
     ContentPart,
+    Conversation,
     Count,
-    Generation,
     ImagePart,
     Message,
-    Templating,
 )
 from fastgen_serve.api.schema import Body, Text, at_most, described, off
 from fastgen_serve.errors import BadRequest
@@ -75,7 +74,7 @@ class TextOptions(Body):
     verbosity: Any = off("medium")
 
 
-class ResponseRequest(Templating, Generation):
+class ResponseRequest(Conversation):
     """A conversation that the model answers."""
 
     prefix: ClassVar[str] = "resp_"
@@ -95,15 +94,10 @@ class ResponseRequest(Templating, Generation):
         default=None,
         description="Log-probabilities of so many of the likeliest tokens at each position; with `include` for them.",
     )
-    add_special_tokens: bool = Field(
-        default=False, description="Special tokens are added to what the chat template writes."
-    )
     metadata: Annotated[dict[Text, Text], Field(max_length=16), at_most(16)] | None = Field(
         default=None, description="The answer has it, too."
     )
     text: TextOptions | None = None
-    safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
-    prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
 
     return_token_ids: Any = off(False)
     n: Any = off(1)
@@ -112,13 +106,9 @@ class ResponseRequest(Templating, Generation):
     background: Any = off(False)
     conversation: Any = off()
     max_tool_calls: Any = off()
-    parallel_tool_calls: Any = off(True, False)
     previous_response_id: Any = off()
     prompt: Any = off()
     reasoning: Any = off({})
-    service_tier: Any = off("auto", "default")
-    store: Any = off(False)
-    tool_choice: Any = off("none", "auto")
     truncation: Any = off("disabled")
 
     @model_validator(mode="after")
