@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -129,13 +129,13 @@ class Slots:
         needed = Sizes(*map(max, *(prompt.sizes for prompt in prompts), Sizes(0, 0, 0, 0)))
         self._is_changing = (self._widen(decoding, kind) or self.is_new) and expected > len(entering)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
-        check_window = partial(self._check_window, step, decoding, needed)
-        if step.forward.is_watched:
-            check_window()
+        if not step.forward.is_watched:  # before code of the user's sees a token
+            self._try(step, prompts[0])
+        self._check_window(step, decoding, needed)
         for slot, prompt in zip(entering, prompts, strict=True):
             slot.certain_tokens, slot.entered = decoding.certain_tokens, self._steps
             self._note(slot)
-            self._enter(step, slot, prompt, decoding, kind, check_window)
+            self._enter(step, slot, prompt, decoding, kind)
         self._check_numbers(step)
         for slot, prompt in zip(entering, prompts, strict=True):  # none has seen a token if another cannot enter
             if slot.streams_prompt:
@@ -143,19 +143,9 @@ class Slots:
                 slot.catch(partial(slot.streamer.put, prompt.tokens.clone()))
             self._stream(step, slot)
 
-    def _enter(
-        self,
-        step: DecodeStep,
-        slot: Slot,
-        prompt: Prompt,
-        decoding: EnteringDecoding,
-        kind: Kind,
-        check_window: Callable[[], None],
-    ) -> None:
-        place = next(place for place in range(self._key.batch) if place not in self.taken)
+    def _enter(self, step: DecodeStep, slot: Slot, prompt: Prompt, decoding: EnteringDecoding, kind: Kind) -> None:
+        place = self._free_place()
         step.load(place, prompt)
-        if not step.forward.is_watched:  # before code of the user's sees a token
-            self._try(step, place, check_window)
         options = {"length_penalty": decoding.config.length_penalty} if self._key.early_stopping is not None else {}
         numbers = [decoding.numbers[each] if isinstance(each, int) else each for each in kind.numbers(self._kind)]
         search, choice = step.arrival(prompt, kind.fill, numbers, **options)
@@ -174,17 +164,22 @@ class Slots:
         slot.positions, slot.source = prompt.cached, prompt.sizes.source
         slot.place, self.taken[place] = place, slot
 
-    def _try(self, step: DecodeStep, place: int, check_window: Callable[[], None]) -> None:
+    def _free_place(self) -> int:
+        return next(place for place in range(self._key.batch) if place not in self.taken)
+
+    def _try(self, step: DecodeStep, prompt: Prompt) -> None:
         """Raises CannotBeCaptured if the model does something that a step of rows of any lengths cannot do."""
+        place = self._free_place()
+        step.load(place, prompt)
         try:
             step.watch(self._model)
-            check_window()
         except Exception as error:
-            step.leave(place)
             if memory.is_out(error) or isinstance(error, OfThisCall):
                 raise
             graph_cache.refuse(self._model, step.key, str(error))
             raise CannotBeCaptured(str(error)) from error
+        finally:
+            step.leave(place)
 
     def _check_window(self, step: DecodeStep, decoding: EnteringDecoding, needed: Sizes) -> None:
         """Masks of a sliding window that are read are those of the longest row: no row may lose a position by that.
