@@ -25,19 +25,25 @@ if TYPE_CHECKING:
     from fastgen.comparison import Comparison
     from fastgen.engine.engine import Engine as Engine
     from fastgen.engine.engine import EngineFull as EngineFull
+    from fastgen.grammar import Grammar as Grammar
     from fastgen.optimizer.transformers.generate import decode as decode
     from fastgen.report import Status
 
 __all__ = [
-    "Engine", "EngineFull", "FallbackError", "KeepBits", "__version__", "compare", "decode", "disable", "disabled",
-    "enable", "reset_stats", "stats", "status",
+    "Engine", "EngineFull", "FallbackError", "Grammar", "KeepBits", "__version__", "compare", "decode", "disable",
+    "disabled", "enable", "reset_stats", "stats", "status",
 ]  # fmt: skip
 
 _patches = patching.all_patches(lambda: [*_transformers.patches(), *_engine_patches(), *_fairseq.patches()])
 
 
 # Names whose modules import torch and Transformers.
-_LAZY = {"Engine": "engine.engine", "EngineFull": "engine.engine", "decode": "optimizer.transformers.generate"}
+_LAZY = {
+    "Engine": "engine.engine",
+    "EngineFull": "engine.engine",
+    "Grammar": "grammar",
+    "decode": "optimizer.transformers.generate",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,215 @@
+"""Results of a given form: JSON of a schema, a regular expression, some texts, or a grammar.
+
+In each step, tokens that cannot continue the form have no probability. Which these are, llguidance computes, from the
+form and the bytes of each token.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+KINDS = ("json_schema", "regex", "choice", "grammar")
+# A tokenizer is read into a trie of its tokens' bytes, which takes up to a second: once for each set of tokens that end
+# a result, and each number of tokens, as some may be added.
+_tries: weakref.WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
+
+
+class Grammar:
+    """The form of a result. One object serves any number of calls, and threads.
+
+    Args:
+        tokenizer: of the model; a fast one.
+        eos_token_id: tokens that end a result: `model.generation_config.eos_token_id`. By default the tokenizer's.
+        json_schema: a schema, as text or a dict, or a class of pydantic's: results are JSON of it.
+        regex: results match all of it, in the syntax of Rust's crate regex.
+        choice: results are one of these texts.
+        grammar: in the syntax of Lark, or of llama.cpp (GBNF).
+
+    Raises:
+        ImportError: llguidance is not installed.
+        ValueError: none or several of the forms are given, this one is malformed or not supported; or the tokenizer is
+            not a fast one.
+
+    Example:
+        ```python
+        grammar = fastgen.Grammar(tokenizer, json_schema={"type": "object", "properties": {"name": {"type": "string"}}})
+        model.generate(**inputs, logits_processor=[grammar.processor()], max_new_tokens=100)
+        ```
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_id: int | Sequence[int] | None = None,
+        *,
+        json_schema: Any = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+    ) -> None:
+        given = dict(zip(KINDS, (json_schema, regex, choice, grammar), strict=True))
+        kinds = [kind for kind, form in given.items() if form is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"give one of {', '.join(KINDS)}: {len(kinds)} are given")
+        text = written(kinds[0], given[kinds[0]])
+        eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+        trie = _trie_of(tokenizer, (eos,) if isinstance(eos, int) else tuple(eos or ()))
+        self._begin = llguidance().LLMatcher(trie, text, log_level=0)
+        if self._begin.is_error():
+            raise ValueError(_malformed(self._begin.get_error()))
+
+    def processor(self) -> LogitsProcessor:
+        """For one call of `generate`, with any number of inputs and beams: each sequence has the form."""
+        return _Processor(self._begin)
+
+
+def llguidance() -> Any:
+    """The module. ImportError: it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ImportError("results of a given form need llguidance: pip install llguidance") from error
+    return llguidance
+
+
+def written(kind: str, form: Any) -> str:
+    """A form in the words of llguidance.
+
+    Args:
+        kind: one of `KINDS`.
+
+    Raises:
+        ImportError: llguidance is not installed.
+        ValueError: it is malformed. What only a tokenizer shows, `Grammar` raises.
+    """
+    if kind == "choice":
+        if isinstance(form, str) or not form or not all(isinstance(text, str) and text for text in form):
+            raise ValueError("choice is no list of texts with a character each at least")
+        form = json.dumps(list(form))
+    elif kind == "json_schema":
+        form = form.model_json_schema() if hasattr(form, "model_json_schema") else form
+        form = form if isinstance(form, str) else json.dumps(form)
+    elif not isinstance(form, str):
+        raise ValueError(f"{kind} is no text")
+    module = llguidance()
+    text: str = module.grammar_from(kind, form)
+    is_wrong, said = module.LLMatcher.validate_grammar_with_warnings(text)
+    if is_wrong:
+        raise ValueError(_malformed(said[0]))
+    return text
+
+
+def _malformed(said: str) -> str:
+    return f"the form of the result cannot be read: {_first_line(said)}"
+
+
+def _first_line(said: str) -> str:
+    """Of what llguidance says, which may go on with its own state."""
+    return next(iter(said.strip().splitlines()), "")[:300]
+
+
+def _trie_of(tokenizer: Any, eos: tuple[int, ...]) -> Any:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer: results of a given form need one")
+    if not eos:
+        raise ValueError("no token ends a result: give eos_token_id")
+    tries, which = _tries.setdefault(tokenizer, {}), (len(tokenizer), eos)
+    if which not in tries:
+        backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        described = json.loads(backend.to_str())
+        _begin_anywhere(described["pre_tokenizer"])
+        try:
+            made = llguidance().LLTokenizer(json.dumps(described), eos_token=list(eos))
+        except ValueError as error:
+            what = f"{type(tokenizer).__name__} cannot be read by llguidance: {_first_line(str(error))}"
+            raise ValueError(what) from error
+        tries.clear()
+        tries[which] = made
+    return tries[which]
+
+
+def _begin_anywhere(described: Any) -> None:
+    """Has a part of a tokenizer put no space before a text: a result goes on behind others."""
+    for part in described.values() if isinstance(described, dict) else described if isinstance(described, list) else ():
+        _begin_anywhere(part)
+    if isinstance(described, dict) and "add_prefix_space" in described:
+        described["add_prefix_space"] = False
+
+
+class _State:
+    """Where a sequence is in the form.
+
+    Args:
+        matcher: llguidance's.
+
+    Attributes:
+        allowed: [tokens of the tokenizer], bool: what may come next.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            raise ValueError(f"the form of the result cannot be followed: {_first_line(matcher.get_error())}")
+        self._matcher = matcher
+        self.allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
+
+    def behind(self, token: int) -> _State:
+        """The state behind a token. One that does not continue the form was forced: it is no part of it.
+
+        Behind the end, where a beam may be that nobody wants, there is the end again.
+        """
+        if token >= len(self.allowed) or not self.allowed[token] or self._matcher.is_stopped():
+            return self
+        matcher = self._matcher.deep_copy()
+        matcher.consume_token(token)
+        return _State(matcher)
+
+    def restrict(self, scores: Tensor) -> None:
+        """Takes what may not come out of the scores [vocabulary], unless others have left nothing else, as those that
+        force the first token of a translation.
+        """
+        allowed = torch.zeros(len(scores), dtype=torch.bool)  # a model may have scores of more than the tokens
+        count = min(len(scores), len(self.allowed))
+        allowed[:count] = self.allowed[:count]
+        restricted = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        if (restricted > -torch.inf).any():
+            scores.copy_(restricted)
+
+
+class _Processor(LogitsProcessor):
+    """Knows each sequence by its tokens: beams change their rows, rows leave a batch, and a call may be repeated."""
+
+    def __init__(self, begin: Any) -> None:
+        self._begin = begin
+        self._prompt = 0  # tokens of each, those of padding included
+        self._states: dict[bytes, _State] = {}  # of the sequences of the latest step
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = input_ids.cpu().numpy()
+        if not self._states or rows.shape[1] <= self._prompt:
+            self._prompt, self._states = rows.shape[1], {}
+        self._states = {key: self._state(row) for key, row in {row.tobytes(): row for row in rows}.items()}
+        restricted = scores.clone()
+        for row, own in zip(rows, restricted, strict=True):
+            self._states[row.tobytes()].restrict(own)
+        return restricted
+
+    def _state(self, row: np.ndarray[Any, np.dtype[Any]]) -> _State:
+        before = self._states.get(row[:-1].tobytes()) if len(row) > self._prompt else None
+        if before is not None:
+            return before.behind(int(row[-1]))
+        state = _State(self._begin.deep_copy())
+        for token in row[self._prompt :]:
+            state = state.behind(int(token))
+        return state

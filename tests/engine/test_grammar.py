@@ -1,0 +1,222 @@
+"""Results of a given form: all that a model generates has it, in every search, with the library's tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+import fastgen
+from fastgen import Grammar
+from fastgen.engine.engine import Engine
+from tests.conftest import ROOT
+
+MODELS = ROOT / "examples" / "models"
+SCHEMA = {
+    "type": "object",
+    "properties": {"who": {"enum": ["Moses", "Aaron"]}, "years": {"type": "integer", "minimum": 0, "maximum": 999}},
+    "required": ["who", "years"],
+    "additionalProperties": False,
+}
+COMPACT = SCHEMA | {"x-guidance": {"whitespace_flexible": False}}
+TEXT = "and he said unto him what is"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 3},
+    "drawn": {"do_sample": True, "num_return_sequences": 3},
+    "drawn beams": {"do_sample": True, "num_beams": 3},
+    "lookup": {"prompt_lookup_num_tokens": 4},
+    "padding": {"min_new_tokens": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(MODELS / "kjv-gpt2").eval(), AutoTokenizer.from_pretrained(
+        MODELS / "kjv-gpt2"
+    )
+
+
+def generated(model: Any, tokenizer: Any, grammar: Grammar, texts: list[str], **options: Any) -> list[str]:
+    """What follows the prompts, with FastGen; the library's tokens are the same."""
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": tokenizer.pad_token_id, **options}
+
+    def call() -> torch.Tensor:
+        torch.manual_seed(3)
+        made: torch.Tensor = model.generate(**inputs, logits_processor=[grammar.processor()], **options)
+        return made
+
+    found = call()
+    with fastgen.disabled():
+        expected = call()
+    assert torch.equal(found, expected)
+    begin = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    return list(tokenizer.batch_decode(found[:, begin:], skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("count", [1, 3])
+def test_json(gpt2: tuple[Any, Any], options: dict[str, Any], count: int) -> None:
+    if count > 1 and "prompt_lookup_num_tokens" in options:
+        pytest.skip("the library looks up for one input only")
+    grammar = Grammar(gpt2[1], json_schema=COMPACT)
+    for text in generated(*gpt2, grammar, [TEXT, "the king", "thou"][:count], **options):
+        value = json.loads(text)
+        assert value.keys() == {"who", "years"} and value["who"] in ("Moses", "Aaron") and 0 <= value["years"] < 1000
+
+
+@pytest.mark.parametrize("form", ["regex", "choice", "lark", "gbnf"])
+def test_other_forms(gpt2: tuple[Any, Any], form: str) -> None:
+    pattern = "(Moses|Aaron)[0-9]{2}"
+    given: dict[str, Any] = {
+        "regex": {"regex": pattern},
+        "choice": {"choice": ["Moses07", "Aaron11", "Aaron12"]},
+        "lark": {"grammar": 'start: ("Moses" | "Aaron") /[0-9]{2}/'},
+        "gbnf": {"grammar": 'root ::= ("Moses" | "Aaron") [0-9] [0-9]'},
+    }[form]
+    for options in OPTIONS["greedy"], OPTIONS["beams"], OPTIONS["drawn"]:
+        for text in generated(*gpt2, Grammar(gpt2[1], **given), [TEXT, "thou"], **options):
+            assert re.fullmatch(pattern, text), text
+
+
+def test_encoder_decoder() -> None:
+    """Tokens that the model's config forces are no part of the result."""
+    model, tokenizer = (kind.from_pretrained(MODELS / "kjv-bart") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    grammar = Grammar(tokenizer, model.generation_config.eos_token_id, json_schema=COMPACT)
+    for options in {}, {"num_beams": 4}, {"forced_bos_token_id": tokenizer.bos_token_id}:
+        for text in generated(model.eval(), tokenizer, grammar, [TEXT, "the king"], **options):
+            assert json.loads(text)["who"] in ("Moses", "Aaron")
+
+
+def test_a_class_of_pydantics() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "kjv-gpt2")
+    kind = pydantic.create_model("Person", who=(str, ...))
+    found, expected = (Grammar(tokenizer, json_schema=form) for form in (kind, json.dumps(kind.model_json_schema())))
+    assert _allowed(found, 2500) == _allowed(expected, 2500) != []
+
+
+def _allowed(grammar: Grammar, size: int, *tokens: int) -> list[int]:
+    """Tokens that may follow these, of scores of so many."""
+    prompt, processor = [7, 8, 9], grammar.processor()
+    for count in range(len(tokens) + 1):
+        scores = processor(torch.tensor([[*prompt, *tokens[:count]]]), torch.zeros(1, size))
+    return (scores[0] == 0).nonzero().flatten().tolist()
+
+
+def test_the_end(gpt2: tuple[Any, Any]) -> None:
+    """Behind a whole result, each token that ends one may follow, and no other; and so behind that."""
+    tokenizer, size = gpt2[1], len(gpt2[1])
+    digit, eos = tokenizer.convert_tokens_to_ids("7"), [tokenizer.eos_token_id, 4]
+    grammar = Grammar(tokenizer, eos, regex="7")
+    assert _allowed(grammar, size) == [digit]
+    for tokens in [digit], [digit, eos[0]], [digit, eos[1], 11], [digit, *eos, *eos]:
+        assert _allowed(grammar, size, *tokens) == eos
+    assert {digit, *eos} <= set(_allowed(Grammar(tokenizer, eos, regex="7+"), size, digit))
+
+
+def test_scores_of_no_token(gpt2: tuple[Any, Any]) -> None:
+    """A model may have scores of more than the tokens of its tokenizer, or of fewer."""
+    grammar, size = Grammar(gpt2[1], regex="[a-z]+"), len(gpt2[1])
+    every = _allowed(grammar, size)
+    assert _allowed(grammar, size + 7) == every
+    assert _allowed(grammar, size - 7) == [token for token in every if token < size - 7]
+
+
+def test_what_others_force(gpt2: tuple[Any, Any]) -> None:
+    """Where they leave nothing that the form allows, the form waits: what comes then is no part of it."""
+    tokenizer, size = gpt2[1], len(gpt2[1])
+    digit, forced, processor = tokenizer.convert_tokens_to_ids("7"), 20, Grammar(gpt2[1], regex="7").processor()
+    scores = torch.full((1, size), -torch.inf)
+    scores[0, forced] = 1.5
+    assert torch.equal(processor(torch.tensor([[7]]), scores), scores)
+    found = processor(torch.tensor([[7, forced]]), torch.zeros(1, size))
+    assert (found[0] == 0).nonzero().flatten().tolist() == [digit]
+
+
+def test_tokens_that_are_added_later() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "kjv-gpt2")
+    size = len(tokenizer)
+    assert max(_allowed(Grammar(tokenizer, regex="verily.*"), 3000)) < size
+    tokenizer.add_tokens(["verilyverily"])
+    assert size in _allowed(Grammar(tokenizer, regex="verily.*"), 3000)
+
+
+def test_a_processor_that_is_used_again(gpt2: tuple[Any, Any]) -> None:
+    """A call begins anew, be it repeated or another one; sequences are known by their tokens, in whatever row."""
+    model, tokenizer = gpt2
+    grammar = Grammar(tokenizer, json_schema=COMPACT)
+    processor = grammar.processor()
+    for texts in ["thou"], ["thou"], ["and he said unto him", "the king"], ["thou"]:
+        inputs = tokenizer(texts, return_tensors="pt", padding=True)
+        options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
+        found = model.generate(**inputs, logits_processor=[processor], **options)
+        assert torch.equal(found, model.generate(**inputs, logits_processor=[grammar.processor()], **options))
+    rows, size = torch.tensor([[7, 8], [7, 9]]), len(tokenizer)
+    first, other = tokenizer.convert_tokens_to_ids(["7", "8"])
+    processor = Grammar(tokenizer, choice=["7!", "8?"]).processor()
+    processor(rows, torch.zeros(2, size))
+    longer = torch.tensor([[7, 9, other], [7, 8, first], [7, 9, first]])
+    found = processor(longer, torch.zeros(3, size))
+    assert [[tokenizer.decode(token) for token in (row == 0).nonzero()] for row in found] == [["?"], ["!"], ["!"]]
+    again = processor(torch.tensor([[7, 9, other]]), torch.zeros(1, size))  # of a state that others have gone on from
+    assert torch.equal(again[0], found[0])
+
+
+def test_in_slots(gpt2: tuple[Any, Any]) -> None:
+    """Requests with forms of their own, beside others, are as calls of their own."""
+    model, tokenizer = gpt2
+    forms = [Grammar(tokenizer, json_schema=COMPACT), Grammar(tokenizer, choice=["Aaron", "Moses"]), None]
+    texts, options = [TEXT, "the king", "thou"], {"max_new_tokens": 40, "do_sample": False}
+    with Engine(model, slots=4) as engine:
+        futures = [
+            (text, form, engine.submit(tokenizer(text)["input_ids"], **options, **_with(form)))
+            for text in texts
+            for form in forms
+        ]
+        for text, form, future in futures:
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(form))
+            assert torch.equal(future.result(60), expected)
+        assert engine.stats()["executor"] == "slots" and not engine.stats()["alone"]
+
+
+def _with(form: Grammar | None) -> dict[str, Any]:
+    return {} if form is None else {"logits_processor": [form.processor()]}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "give one of json_schema, regex, choice, grammar: 0 are given"),
+        ({"regex": "a", "choice": ["a"]}, "give one of .*: 2 are given"),
+        ({"regex": "(a"}, "cannot be read"),
+        ({"json_schema": {"type": "nothing"}}, "cannot be read"),
+        ({"json_schema": "{"}, "cannot be read"),
+        ({"grammar": "start: other"}, "cannot be read"),
+        ({"choice": []}, "choice is no list of texts"),
+        ({"choice": "abc"}, "choice is no list of texts"),
+        ({"regex": 7}, "regex is no text"),
+    ],
+)
+def test_errors(gpt2: tuple[Any, Any], given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Grammar(gpt2[1], **given)
+
+
+def test_tokenizers_that_are_not_served(gpt2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="object is no fast tokenizer"):
+        Grammar(object(), 0, regex="a")
+    with pytest.raises(ValueError, match="no token ends a result"):
+        Grammar(gpt2[1], [], regex="a")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match="pip install llguidance"):
+        Grammar(gpt2[1], regex="a")
