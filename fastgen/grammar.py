@@ -60,19 +60,17 @@ class Grammar:
         kinds = [kind for kind, form in given.items() if form is not None]
         if len(kinds) != 1:
             raise ValueError(f"give one of {', '.join(KINDS)}: {len(kinds)} are given")
-        text = written(kinds[0], given[kinds[0]])
+        text = _written(kinds[0], given[kinds[0]])
         eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         trie = _trie_of(tokenizer, (eos,) if isinstance(eos, int) else tuple(eos or ()))
-        self._begin = llguidance().LLMatcher(trie, text, log_level=0)
-        if self._begin.is_error():
-            raise ValueError(_malformed(self._begin.get_error()))
+        self._begin = _State(_llguidance().LLMatcher(trie, text, log_level=0))
 
     def processor(self) -> LogitsProcessor:
         """For one call of `generate`, with any number of inputs and beams: each sequence has the form."""
         return _Processor(self._begin)
 
 
-def llguidance() -> Any:
+def _llguidance() -> Any:
     """The module. ImportError: it is not installed."""
     try:
         import llguidance
@@ -81,16 +79,8 @@ def llguidance() -> Any:
     return llguidance
 
 
-def written(kind: str, form: Any) -> str:
-    """A form in the words of llguidance.
-
-    Args:
-        kind: one of `KINDS`.
-
-    Raises:
-        ImportError: llguidance is not installed.
-        ValueError: it is malformed. What only a tokenizer shows, `Grammar` raises.
-    """
+def _written(kind: str, form: Any) -> str:
+    """A form in the words of llguidance. ValueError: it is no form of this kind."""
     if kind == "choice":
         if isinstance(form, str) or not form or not all(isinstance(text, str) and text for text in form):
             raise ValueError("choice is no list of texts with a character each at least")
@@ -100,16 +90,12 @@ def written(kind: str, form: Any) -> str:
         form = form if isinstance(form, str) else json.dumps(form)
     elif not isinstance(form, str):
         raise ValueError(f"{kind} is no text")
-    module = llguidance()
-    text: str = module.grammar_from(kind, form)
-    is_wrong, said = module.LLMatcher.validate_grammar_with_warnings(text)
-    if is_wrong:
-        raise ValueError(_malformed(said[0]))
+    text: str = _llguidance().grammar_from(kind, form)
     return text
 
 
 def _malformed(said: str) -> str:
-    return f"the form of the result cannot be read: {_first_line(said)}"
+    return f"the form of the result cannot be followed: {_first_line(said)}"
 
 
 def _first_line(said: str) -> str:
@@ -130,7 +116,7 @@ def _trie_of(tokenizer: Any, eos: tuple[int, ...]) -> Any:
         described = json.loads(backend.to_str())
         _begin_anywhere(described["pre_tokenizer"])
         try:
-            made = llguidance().LLTokenizer(json.dumps(described), eos_token=list(eos))
+            made = _llguidance().LLTokenizer(json.dumps(described), eos_token=list(eos))
         except ValueError as error:
             what = f"{type(tokenizer).__name__} cannot be read by llguidance: {_first_line(str(error))}"
             raise ValueError(what) from error
@@ -158,9 +144,9 @@ class _State:
     """
 
     def __init__(self, matcher: Any) -> None:
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(b"" if matcher.is_error() else matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
-            raise ValueError(f"the form of the result cannot be followed: {_first_line(matcher.get_error())}")
+            raise ValueError(_malformed(matcher.get_error()))
         self._matcher = matcher
         self.allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
 
@@ -190,7 +176,7 @@ class _State:
 class _Processor(LogitsProcessor):
     """Knows each sequence by its tokens: beams change their rows, rows leave a batch, and a call may be repeated."""
 
-    def __init__(self, begin: Any) -> None:
+    def __init__(self, begin: _State) -> None:
         self._begin = begin
         self._prompt = 0  # tokens of each, those of padding included
         self._states: dict[bytes, _State] = {}  # of the sequences of the latest step
@@ -209,7 +195,7 @@ class _Processor(LogitsProcessor):
         before = self._states.get(row[:-1].tobytes()) if len(row) > self._prompt else None
         if before is not None:
             return before.behind(int(row[-1]))
-        state = _State(self._begin.deep_copy())
+        state = self._begin
         for token in row[self._prompt :]:
             state = state.behind(int(token))
         return state

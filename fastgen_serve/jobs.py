@@ -22,6 +22,7 @@ class Generate:
         logprobs: the log-probability of each new token is wanted, and those of so many others at its position.
         inputs: what the model reads besides, such as pixels: arrays, by their names.
         streams: new tokens are wanted as they are certain.
+        form: that each result has: keywords of `fastgen.Grammar`; None for any.
     """
 
     tokens: tuple[int, ...]
@@ -31,6 +32,7 @@ class Generate:
     logprobs: int | None = None
     streams: bool = False
     inputs: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    form: Mapping[str, Any] | None = None
 
     @property
     def input_bytes(self) -> int:

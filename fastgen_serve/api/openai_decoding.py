@@ -35,6 +35,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "eos_token_id": ("stop_token_ids", "ignore_eos"),
     "sequence_bias": ("logit_bias",),
     "forced_bos_token_id": ("tgt_lang",),
+    "form": ("response_format", "structured_outputs", "text"),
 }
 
 
@@ -117,7 +118,8 @@ def make_job(
         logprobs = 0
     limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
     options = {**decoding.options, **limit, **(options or {})}
-    return Generate(tokens, options, body.seed, tuple(body.stops), logprobs, bool(body.stream), inputs or {})
+    stops = tuple(body.stops)
+    return Generate(tokens, options, body.seed, stops, logprobs, bool(body.stream), inputs or {}, body.form)
 
 
 @contextmanager

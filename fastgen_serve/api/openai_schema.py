@@ -61,6 +61,72 @@ class Cutting(Body):
         return self.add_special_tokens is not False
 
 
+ANY_OBJECT = {"type": "object"}
+JsonObject = Annotated[dict[str, Any], Field(description="A JSON schema.")]
+
+
+class NamedSchema(Body):
+    """The schema of a result, as OpenAI's clients send it."""
+
+    name: Text | None = Field(default=None, description="Accepted, and not used.")
+    description: Text | None = Field(default=None, description="Accepted, and not used.")
+    schema_: JsonObject | None = Field(default=None, alias="schema", description="By default, of any object.")
+    strict: bool | None = Field(default=None, description="Accepted: results always have the schema.")
+
+    def as_form(self) -> dict[str, Any]:
+        """What `fastgen.Grammar` makes of it."""
+        return {"json_schema": ANY_OBJECT if self.schema_ is None else self.schema_}
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") is (self.json_schema is None):
+            raise PydanticCustomError("schema", "is of type json_schema, and has one, or neither of both")
+        return self
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """What `fastgen.Grammar` makes of it; None for any text."""
+        return None if self.type == "text" else (self.json_schema or NamedSchema()).as_form()
+
+
+class StructuredOutputs(Body):
+    """The form of a result, as vLLM has it."""
+
+    json_: JsonObject | Text | None = Field(default=None, alias="json", description="A JSON schema.")
+    regex: Text | None = Field(default=None, description="In the syntax of Rust's crate regex.")
+    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = None
+    grammar: Text | None = Field(default=None, description="In the syntax of Lark, or of llama.cpp (GBNF).")
+    json_object: bool | None = None
+
+    disable_fallback: Any = off(False, True)
+    disable_any_whitespace: Any = off(False)
+    disable_additional_properties: Any = off(False)
+    whitespace_pattern: Any = off()
+    structural_tag: Any = off()
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if len(self._given) != 1:
+            raise PydanticCustomError("one_form", "has several forms, or none: give json, regex, choice or grammar")
+        return self
+
+    @property
+    def _given(self) -> list[tuple[str, Any]]:
+        given = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        found = [(kind, form) for kind, form in given.items() if form is not None]
+        return [*found, *([("json_schema", ANY_OBJECT)] if self.json_object else [])]
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What `fastgen.Grammar` makes of it."""
+        return dict(self._given)
+
+
 class Generation(Cutting):
     """What completions, chat completions and responses have in common."""
 
@@ -126,15 +192,16 @@ class Generation(Cutting):
         default=None, description="Language of the result, as the model's tokenizer calls it."
     )
 
+    response_format: ResponseFormat | None = Field(default=None, description="JSON, of any schema or of this one.")
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="The form of a result.")
+
     frequency_penalty: Any = off(0)
     presence_penalty: Any = off(0)
     echo: Any = off(False)
-    response_format: Any = off({"type": "text"})
     spaces_between_special_tokens: Any = off(True)
     allowed_token_ids: Any = off([])
     bad_words: Any = off([])
     prompt_logprobs: Any = off()
-    structured_outputs: Any = off()
     logits_processors: Any = off([])
     priority: Any = off(0)
     cache_salt: Any = off()
@@ -160,6 +227,20 @@ class Generation(Cutting):
         if self.stream and self.best_of is not None and not self.has_beams and self.best_of != (self.n or 1):
             raise BadRequest("best_of: which results are best is known at the end, leave stream out", param="best_of")
         return self
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Generation:
+        if None not in (self.response_format, self.structured_outputs):
+            raise BadRequest("structured_outputs: give it or response_format", param="structured_outputs")
+        if self.form is not None and self.min_tokens:
+            raise BadRequest("min_tokens: leave it out where the result has a form, which ends it", param="min_tokens")
+        return self
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """Of each result, as `fastgen.Grammar` takes it; None for any text."""
+        asked = self.structured_outputs or self.response_format
+        return None if asked is None else asked.form
 
     @property
     def limit(self) -> int | None:

@@ -130,6 +130,7 @@ class _Answer:
             metadata=body.metadata or {},
             model=self.run.model.name,
             temperature=body.temperature,
+            text=body.text_answer,
             top_p=body.top_p,
             **more,
         )

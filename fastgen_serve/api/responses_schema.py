@@ -14,6 +14,7 @@ from fastgen_serve.api.openai_schema import (
     Count,
     ImagePart,
     Message,
+    NamedSchema,
 )
 from fastgen_serve.api.schema import Body, Text, at_most, described, off
 from fastgen_serve.errors import BadRequest
@@ -69,8 +70,17 @@ class InputItem(Body):
         return Message(role=self.role, content=parts)
 
 
+class TextFormat(NamedSchema):
+    type: Literal["text", "json_object", "json_schema"]
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """What `fastgen.Grammar` makes of it; None for any text."""
+        return None if self.type == "text" else self.as_form()
+
+
 class TextOptions(Body):
-    format: Any = off({"type": "text"})
+    format: TextFormat | None = Field(default=None, description="JSON, of any schema or of this one.")
     verbosity: Any = off("medium")
 
 
@@ -111,6 +121,11 @@ class ResponseRequest(Conversation):
     reasoning: Any = off({})
     truncation: Any = off("disabled")
 
+    @property
+    def form(self) -> dict[str, Any] | None:
+        asked = None if self.text is None or self.text.format is None else self.text.format.form
+        return super().form if asked is None else asked
+
     @model_validator(mode="after")
     def _agree(self) -> ResponseRequest:
         if self.top_logprobs is not None and not self.include:
@@ -124,6 +139,14 @@ class ResponseRequest(Conversation):
     @property
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.include else None
+
+    @property
+    def text_answer(self) -> TextAnswer:
+        """What the answer says of its form."""
+        asked = None if self.text is None else self.text.format
+        if asked is None:
+            return TextAnswer()
+        return TextAnswer(format=asked.model_dump(by_alias=True, exclude_none=True))
 
     def messages(self) -> list[Message]:
         """Those of a chat completion."""
@@ -177,12 +200,8 @@ class ResponseError(BaseModel):
     message: str
 
 
-class TextFormat(BaseModel):
-    type: Literal["text"] = "text"
-
-
 class TextAnswer(BaseModel):
-    format: TextFormat = TextFormat()
+    format: dict[str, Any] = {"type": "text"}
 
 
 class Response(BaseModel):

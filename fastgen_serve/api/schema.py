@@ -37,7 +37,8 @@ class Body(BaseModel):
     def _as_sent(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        known = {name: value for name, value in fields.items() if name in cls.model_fields}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {name: value for name, value in fields.items() if name in names}
         # One that is refused is enough: each of thousands takes as long as a request.
         wrong = next((name for name, value in fields.items() if value is not None and name not in known), None)
         known |= {} if wrong is None else {wrong: fields[wrong]}

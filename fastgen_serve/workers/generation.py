@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 import fastgen
 from fastgen.engine.options import positions_of
 from fastgen.memory import free_host_memory
+from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.generation.model import SequenceScores
 from fastgen_serve.errors import BadRequest, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, ModelInfo, Sequence
@@ -43,6 +45,8 @@ _WARM_UP = {"num_return_sequences": 1, "max_new_tokens": 4, "min_new_tokens": 4}
 # The part of the memory that is free that K and V of all models may take, where nobody says how much; the rest is for
 # copies of weights and what steps compute. And the bytes that a model has in any case.
 SHARE_FOR_CACHE, LEAST_CACHE = 0.25, 2**26
+# Forms of results that are kept, as programs ask for the same one again and again.
+_GRAMMARS = 32
 # New tokens if neither the request nor the model says anything: the library's default.
 _DEFAULT_LENGTH = 20
 
@@ -62,7 +66,7 @@ class GenerationWorker:
         self, path: str, settings: ServeSettings, progress: Callable[[str], object] = lambda text: None
     ) -> None:
         self._model, self._tokenizer = read_generating(path, settings.dtype)
-        self._config = self._model.config
+        self._config, self._grammars = self._model.config, dict[str, fastgen.Grammar]()
         # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
         cache_gib = settings.cache_gib or cache_share(len(settings.models))
         self._engine = fastgen.Engine(
@@ -157,8 +161,11 @@ class GenerationWorker:
             options["seed"] = job.seed
         prompt, ends = self._prompt(job), self._ends(job)
         recorder = None if job.logprobs is None else Recorder(job.logprobs)
-        if recorder is not None:
-            options["logits_processor"] = LogitsProcessorList([recorder])
+        processors: list[Any] = [] if recorder is None else [recorder]
+        if job.form is not None:
+            processors.append(self._grammar(job).processor())
+        if processors:
+            options["logits_processor"] = LogitsProcessorList(processors)
         criteria: list[Any] = [] if ends.stops is None else [ends.stops]
         if beams > 1:
             options |= {"return_dict_in_generate": True, "output_scores": True}
@@ -172,6 +179,19 @@ class GenerationWorker:
         if criteria:
             options["stopping_criteria"] = StoppingCriteriaList(criteria)
         return self._engine.submit(self._given(job), timeout=0, **options), recorder
+
+    def _grammar(self, job: Generate) -> fastgen.Grammar:
+        """That of a job. Raises BadRequest where there is no such, or the model's tokenizer has none."""
+        which = json.dumps([job.form, sorted(self._eos(job))])
+        found = self._grammars.pop(which, None)
+        try:
+            found = found or fastgen.Grammar(self._tokenizer, sorted(self._eos(job)), **(job.form or {}))
+        except ValueError as error:
+            raise BadRequest(one_line(error), param="form") from error
+        self._grammars[which] = found
+        while len(self._grammars) > _GRAMMARS:
+            self._grammars.pop(next(iter(self._grammars)))
+        return found
 
     def _given(self, job: Generate) -> Any:
         """The input: tokens, or a mapping with what else the model reads, in its own type of numbers."""

@@ -198,10 +198,14 @@ def _with(form: Grammar | None) -> dict[str, Any]:
     [
         ({}, "give one of json_schema, regex, choice, grammar: 0 are given"),
         ({"regex": "a", "choice": ["a"]}, "give one of .*: 2 are given"),
-        ({"regex": "(a"}, "cannot be read"),
-        ({"json_schema": {"type": "nothing"}}, "cannot be read"),
-        ({"json_schema": "{"}, "cannot be read"),
-        ({"grammar": "start: other"}, "cannot be read"),
+        ({"regex": "(a"}, "cannot be followed"),
+        ({"json_schema": {"type": "nothing"}}, "cannot be followed"),
+        ({"json_schema": "{"}, "cannot be followed"),
+        ({"grammar": "start: other"}, "cannot be followed"),
+        (
+            {"json_schema": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}},
+            "cannot be followed",
+        ),
         ({"choice": []}, "choice is no list of texts"),
         ({"choice": "abc"}, "choice is no list of texts"),
         ({"regex": 7}, "regex is no text"),

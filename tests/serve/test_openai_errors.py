@@ -32,7 +32,7 @@ from tests.serve.servers import BART, GPT2, in_thread
         ({"suffix": "x"}, "suffix"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
@@ -64,7 +64,11 @@ from tests.serve.servers import BART, GPT2, in_thread
         ({"model": "vectors"}, "model"),
         ({"no_such_field": 1}, "no_such_field"),
         ({"priority": 1}, "priority"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}, "response_format"),
         ({"bad_words": ["the"]}, "bad_words"),
     ],
     ids=str,
@@ -75,7 +79,7 @@ def test_what_is_refused_is_named(url: str, fields: dict[str, Any], param: str) 
     error = response.json()["error"]
     assert response.status_code == 400, error
     assert error["param"] == param and error["type"] == "invalid_request_error"
-    assert param in error["message"] or "new tokens" in error["message"]
+    assert any(said in error["message"] for said in (param, "new tokens", "the form of the result"))
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
