@@ -162,15 +162,21 @@ class _State:
         return _State(matcher)
 
     def restrict(self, scores: Tensor) -> None:
-        """Takes what may not come out of the scores [vocabulary], unless others have left nothing else, as those that
-        force the first token of a translation.
+        """Takes what may not come out of the scores [vocabulary].
+
+        Others may have left nothing that may come. Where they force a token, as the first one of a translation, it
+        comes; otherwise, as where they block what repeats, all that may come is as likely.
         """
         allowed = torch.zeros(len(scores), dtype=torch.bool)  # a model may have scores of more than the tokens
         count = min(len(scores), len(self.allowed))
         allowed[:count] = self.allowed[:count]
-        restricted = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
-        if (restricted > -torch.inf).any():
-            scores.copy_(restricted)
+        allowed = allowed.to(scores.device)
+        restricted, given = scores.masked_fill(~allowed, -torch.inf), scores > -torch.inf
+        if not (given & allowed).any():
+            if given.sum() == 1:
+                return
+            restricted[allowed] = scores.max().clamp(min=torch.finfo(scores.dtype).min)
+        scores.copy_(restricted)
 
 
 class _Processor(LogitsProcessor):

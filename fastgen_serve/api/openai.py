@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from fastgen import releases
 from fastgen_serve.api import openai_answers as answers
-from fastgen_serve.api import prompts
+from fastgen_serve.api import prompts, tools
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
 from fastgen_serve.api.openai_schema import (
@@ -198,6 +198,7 @@ def _make_run(
     inputs: list[tuple[int, ...]],
     limits: list[int | None],
     more: Mapping[str, Any] | None = None,
+    answer: Callable[[], tools.Answer] | None = None,
 ) -> Run:
     how = decoding(body, model.info)
     is_completion = isinstance(body, CompletionRequest)
@@ -214,7 +215,7 @@ def _make_run(
     texts = [
         TextStream(
             model.tokenizer,
-            body.skip_special_tokens,
+            body.skip_special_tokens and answer is None,  # they may mark calls
             body.stops,
             body.include_stop_str_in_output,
             tokens if goes_on else (),
@@ -223,7 +224,7 @@ def _make_run(
         for _ in range(how.results)
     ]
     name = f"{body.prefix}{uuid.uuid4().hex}"
-    return Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts))
+    return Run(name, int(time.time()), model, body, inputs, how, jobs, Choices(model.tokenizer, texts, answer))
 
 
 def _new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, param: str) -> int | None:
@@ -263,11 +264,21 @@ async def conversation_run(body: Conversation, messages: Sequence[Message], requ
 
     tokens, more = await prompts.in_turn(model, given.size, tokenise)
     limit = _new_tokens(model, body, len(tokens), settings.max_tokens, param)
-    run = _make_run(request, model, body, [tokens], [limit], more)
+    run = _make_run(request, model, body, [tokens], [limit], more, _answer(model, body, tokens))
     several = max(run.decoding.candidates, run.decoding.beams) > 1
     if several and len(given.images) > 1 and not releases.repeats_images_together():
         raise BadRequest("n, num_beams: this server's Transformers makes one sequence for several images", param="n")
     return run
+
+
+def _answer(model: ServedModel, body: Conversation, prompt: tuple[int, ...]) -> Callable[[], tools.Answer] | None:
+    """What makes what reads the answers of a conversation with tools; None where answers are text."""
+    if not body.usable_tools:
+        return None
+    tools.check_template(model.tokenizer, needs_parser=not body.must_call)
+    if body.must_call:
+        return partial(tools.ForcedAnswer, body.chosen_name)
+    return partial(tools.FreeAnswer, model.tokenizer, model.tokenizer.decode(prompt), body.usable_tools)
 
 
 @router.post("/v1/completions", response_model=answers.Completion, response_model_exclude_unset=True, responses=STREAM)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorObject(BaseModel):
@@ -90,10 +90,24 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    index: int | None = Field(default=None, description="Of the call, in a chunk.")
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = Field(default=None, description="What it has thought, where there are tools.")
     refusal: None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Choice):
@@ -114,6 +128,8 @@ class ChatCompletion(BaseModel):
 class DeltaMessage(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChunkChoice(_Choice):

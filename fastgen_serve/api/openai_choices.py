@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api.openai_schema import Generation
+from fastgen_serve.api.tools import Answer, Call, Part
 from fastgen_serve.jobs import Delta, TokenLogprob
 from fastgen_serve.jobs import Sequence as Result
 from fastgen_serve.text import TextStream, token_bytes, token_text
@@ -30,6 +31,10 @@ class Piece:
         end: the sequence, in the last piece.
         generated: tokens of its choice until then, EOS among them.
         stopped: the stop string that has ended the text.
+        reasoning: what the model has thought, where it may call tools.
+        calls: of tools, which the text does not have.
+        first_call: how many calls there were before.
+        ends_in_calls: the choice has called tools, of which none was asked for by name.
     """
 
     index: int
@@ -41,11 +46,17 @@ class Piece:
     generated: int
     end: Result | None = None
     stopped: str | None = None
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    first_call: int = 0
+    ends_in_calls: bool = False
 
     @property
     def finish_reason(self) -> Any:
         if self.end is None:
             return None
+        if self.ends_in_calls and self.end.finish_reason == "stop":
+            return "tool_calls"
         return "stop" if self.stopped is not None else self.end.finish_reason
 
 
@@ -55,20 +66,24 @@ class _Choice:
 
     index: int
     text: TextStream
+    answer: Answer | None = None
     received: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offset: int = 0
+    calls: int = 0
     is_first: bool = True
 
-    def push(self, delta: Delta) -> str:
+    def push(self, delta: Delta) -> Part:
         self._take(delta.tokens, delta.logprobs)
-        return self.text.push(delta.tokens)
+        text = self.text.push(delta.tokens)
+        return Part(text) if self.answer is None else self.answer.push(text)
 
-    def finish(self, sequence: Result) -> str:
+    def finish(self, sequence: Result) -> Part:
         rest = sequence.tokens[self.received :]
         self._take(rest, None if sequence.logprobs is None else sequence.logprobs[self.received :])
-        return self.text.push(rest) + self.text.finish()
+        text = self.text.push(rest) + self.text.finish()
+        return Part(text) if self.answer is None else self.answer.push(text) + self.answer.finish()
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
         self.received += len(tokens)
@@ -82,11 +97,17 @@ class Choices:
     Args:
         tokenizer: of the model.
         texts: for each choice, in order, what makes its text.
+        answer: makes what reads an answer that may have calls of tools; None where there are no tools.
     """
 
-    def __init__(self, tokenizer: Any, texts: Sequence[TextStream]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        texts: Sequence[TextStream],
+        answer: Callable[[], Answer] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._choices = [_Choice(index, text) for index, text in enumerate(texts)]
+        self._choices = [_Choice(index, text, answer and answer()) for index, text in enumerate(texts)]
 
     def pieces(self, first: int, event: Delta | Sequence[Result]) -> Iterator[Piece]:
         """The pieces that have become certain: of a delta one or none, of results one for each.
@@ -97,18 +118,18 @@ class Choices:
         """
         if isinstance(event, Delta):
             choice = self._choices[first + event.index]
-            if text := choice.push(event):
-                yield self._piece(choice, text)
+            if part := choice.push(event):
+                yield self._piece(choice, part)
             return
         for number, sequence in enumerate(event):
             choice = self._choices[first + number]
             yield self._piece(choice, choice.finish(sequence), sequence)
 
-    def _piece(self, choice: _Choice, text: str, end: Result | None = None) -> Piece:
+    def _piece(self, choice: _Choice, part: Part, end: Result | None = None) -> Piece:
         tokens, logprobs = tuple(choice.tokens), tuple(choice.logprobs)
         made = Piece(
             choice.index,
-            text,
+            part.content,
             tokens,
             logprobs,
             choice.offset,
@@ -116,7 +137,12 @@ class Choices:
             choice.received if end is None else end.generated,
             end,
             choice.text.stopped if end else None,
+            part.reasoning,
+            part.calls,
+            choice.calls,
         )
+        choice.calls += len(part.calls)
+        made.ends_in_calls = choice.calls > 0 and not (choice.answer is not None and choice.answer.is_named)
         choice.tokens.clear()
         choice.logprobs.clear()
         choice.is_first = False
@@ -143,12 +169,35 @@ class Writer:
         return made
 
     def message(self, piece: Piece) -> answers.ChatChoice:
-        message = answers.AnswerMessage(role="assistant", content=piece.text, refusal=None)
+        has_calls, more = bool(piece.calls), self._more(piece)
+        content = None if has_calls and not piece.text else piece.text
+        message = answers.AnswerMessage(role="assistant", content=content, refusal=None, **more)
         return answers.ChatChoice(message=message, logprobs=self._chat_logprobs(piece), **self._common(piece))
 
     def chunk(self, piece: Piece) -> answers.ChunkChoice:
-        delta = answers.DeltaMessage(content=piece.text)
+        more = self._more(piece)
+        for number, call in enumerate(more.get("tool_calls", ()), piece.first_call):
+            call.index = number
+        delta = (
+            answers.DeltaMessage(**more)
+            if more and not piece.text
+            else answers.DeltaMessage(content=piece.text, **more)
+        )
         return answers.ChunkChoice(delta=delta, logprobs=self._chat_logprobs(piece), **self._common(piece))
+
+    def _more(self, piece: Piece) -> dict[str, Any]:
+        """What a message has besides its content."""
+        made: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        if piece.calls:
+            made["tool_calls"] = [
+                answers.ToolCall(
+                    id=call.id,
+                    type="function",
+                    function=answers.CalledFunction(name=call.name, arguments=call.arguments),
+                )
+                for call in piece.calls
+            ]
+        return made
 
     def _common(self, piece: Piece) -> dict[str, Any]:
         made: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}

@@ -10,7 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from fastgen_serve.api import tools_schema
 from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, at_most, described, off
+from fastgen_serve.api.tools_schema import ANY_OBJECT, MOST_TOOLS, ChosenTool, JsonObject, Tool, ToolCall
 from fastgen_serve.errors import BadRequest
 
 _STOPS, _STOP_LENGTH, _VARIABLES = 16, 256, 64
@@ -59,10 +61,6 @@ class Cutting(Body):
     def special(self) -> bool:
         """Whether special tokens are added; where a request must not say so, they are."""
         return self.add_special_tokens is not False
-
-
-ANY_OBJECT = {"type": "object"}
-JsonObject = Annotated[dict[str, Any], Field(description="A JSON schema.")]
 
 
 class NamedSchema(Body):
@@ -315,9 +313,16 @@ class ImagePart(Body):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
+# What a template reads besides, where a message has it.
+_OF_MESSAGES = ("name", "tool_call_id")
+
+
 class Message(Body):
-    role: Literal["developer", "system", "user", "assistant"]
-    tool_calls: Any = off([])  # these two are refused first: a message that has them may have no content
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
+        default=None, description="Of an earlier answer."
+    )
+    tool_call_id: Text | None = Field(default=None, description="The call whose result a message of a tool is.")
     function_call: Any = off()
     content: Annotated[
         Text | Annotated[list[ContentPart | ImagePart], Field(min_length=1, fail_fast=True)],
@@ -330,8 +335,23 @@ class Message(Body):
 
     refusal: Any = off()
     audio: Any = off()
-    tool_call_id: Any = off()
     annotations: Any = off([])
+    reasoning_content: Text | None = Field(default=None, description="Of an earlier answer: accepted, and not used.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_have_calls_alone(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("tool_calls") and fields.get("content") is None:
+            return {**fields, "content": ""}
+        return fields
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Message:
+        if (self.role == "tool") is (self.tool_call_id is None):
+            raise PydanticCustomError("tool", "is of the role tool, and has a tool_call_id, or neither of both")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("calls", "has tool_calls, which only an assistant has")
+        return self
 
     @property
     def images(self) -> list[str]:
@@ -352,7 +372,10 @@ class Message(Body):
             ]
         else:
             content = "\n".join(part.text for part in self.content if isinstance(part, ContentPart))
-        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+        more: dict[str, Any] = {name: value for name in _OF_MESSAGES if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            more["tool_calls"] = [call.as_template_reads() for call in self.tool_calls]
+        return {"role": self.role, "content": content, **more}
 
 
 TemplateVariable = Annotated[bool | int | float | Text | None, described("is no text, number, true, false or null")]
@@ -369,9 +392,16 @@ class Templating(Body):
         default=None, description="Variables that the model's chat template reads, such as enable_thinking."
     )
 
-    tools: Any = off([])
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
+        default=None, description="Functions that the model may call."
+    )
     chat_template: Any = off()
     documents: Any = off([])
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        return self.tools or []
 
     @model_validator(mode="after")
     def _continues_or_starts(self) -> Templating:
@@ -391,10 +421,48 @@ class Conversation(Templating, Generation):
     safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
     prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
 
-    tool_choice: Any = off("none", "auto")
-    parallel_tool_calls: Any = off(True, False)
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
+        default=None, description="auto, where there are tools: the model decides. Or that it calls one, or this one."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="false: one call, where one must be.")
     service_tier: Any = off("auto", "default")
     store: Any = off(False)
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Conversation:
+        if self.must_call and not self.tools:
+            raise BadRequest("tool_choice: give tools with it", param="tool_choice")
+        if self.must_call and super().form is not None:
+            raise BadRequest("tool_choice: calls have a form of their own, give no other one", param="tool_choice")
+        names = {each.function.name for each in self.tools or ()}
+        if isinstance(self.tool_choice, ChosenTool) and self.chosen_name not in names:
+            raise BadRequest(f"tool_choice: there is no tool {self.chosen_name}", param="tool_choice")
+        return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else super().usable_tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
+
+    @property
+    def chosen_name(self) -> str | None:
+        """The function that the answer calls; None for any."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        if not self.must_call:
+            return super().form
+        functions = [each.function for each in self.usable_tools]
+        chosen = next((each for each in functions if each.name == self.chosen_name), None)
+        if chosen is not None:
+            return {"json_schema": tools_schema.form_of_arguments(chosen)}
+        most = 1 if self.parallel_tool_calls is False else None
+        return {"json_schema": tools_schema.form_of_calls(functions, most)}
 
 
 class ChatRequest(Conversation):

@@ -232,6 +232,7 @@ def chat_text(model: ServedModel, messages: Sequence[Mapping[str, Any]], templat
             tokenizer.apply_chat_template(
                 with_parts(tokenizer, messages),
                 tokenize=False,
+                tools=[tool.as_template_reads() for tool in template.usable_tools] or None,
                 add_generation_prompt=template.add_generation_prompt,
                 continue_final_message=template.continue_final_message,
                 **variables,

@@ -132,7 +132,7 @@ def test_scores_of_no_token(gpt2: tuple[Any, Any]) -> None:
 
 
 def test_what_others_force(gpt2: tuple[Any, Any]) -> None:
-    """Where they leave nothing that the form allows, the form waits: what comes then is no part of it."""
+    """A token that they force comes, and is no part of the form. What they block comes where the form wants it."""
     tokenizer, size = gpt2[1], len(gpt2[1])
     digit, forced, processor = tokenizer.convert_tokens_to_ids("7"), 20, Grammar(gpt2[1], regex="7").processor()
     scores = torch.full((1, size), -torch.inf)
@@ -140,6 +140,17 @@ def test_what_others_force(gpt2: tuple[Any, Any]) -> None:
     assert torch.equal(processor(torch.tensor([[7]]), scores), scores)
     found = processor(torch.tensor([[7, forced]]), torch.zeros(1, size))
     assert (found[0] == 0).nonzero().flatten().tolist() == [digit]
+    scores = torch.zeros(1, size)
+    scores[0, digit], scores[0, forced] = -torch.inf, 1.5
+    found = processor(torch.tensor([[7, forced]]), scores)
+    assert found[0, digit] == 1.5 and (found > -torch.inf).sum() == 1
+
+
+def test_blocked_repetition(gpt2: tuple[Any, Any]) -> None:
+    grammar = Grammar(gpt2[1], regex="(ab){9}")
+    for options in OPTIONS["greedy"], OPTIONS["beams"] | {"num_return_sequences": 1}, OPTIONS["drawn"]:
+        for text in generated(*gpt2, grammar, [TEXT], no_repeat_ngram_size=2, **options):
+            assert text == "ab" * 9
 
 
 def test_tokens_that_are_added_later() -> None:

@@ -1,0 +1,238 @@
+"""Calls of tools in what a model writes: read while it is written, by Transformers' parser of responses.
+
+How a model writes a call, its tokenizer says (`response_template`), or else what is known of the marks in its chat
+template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from fastgen_serve.api.tools_schema import Tool
+from fastgen_serve.errors import BadRequest
+
+_Parser: Any = None  # in older releases: calls that must be are read without it
+with contextlib.suppress(ImportError):
+    from transformers.utils.chat_parsing import ResponseParser as _Parser
+
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+# What calls look like, in the words of that parser, by the marks of a chat template: the first that has them all.
+_FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (  # Qwen3-Coder, Qwen3.5
+        ("<tool_call>", "<function="),
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "repeats": True,
+        },
+    ),
+    (  # Hermes, Qwen2.5, Qwen3, SmolLM3, Granite
+        ("<tool_call>",),
+        {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+            "repeats": True,
+        },
+    ),
+    (  # Gemma 4
+        ("<|tool_call>call:",),
+        {
+            "open_pattern": r"\s*<\|tool_call>call:(?P<name>[\w.-]+)",
+            "close": "<tool_call|>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "repeats": True,
+        },
+    ),
+    (  # LFM2
+        ("<|tool_call_start|>",),
+        {
+            "open_pattern": r"\s*<\|tool_call_start\|>",
+            "close": "<|tool_call_end|>",
+            "content": "python-call-list",
+            "transform": _CALL,
+            "transform_each": True,
+        },
+    ),
+    (  # Mistral
+        ("[TOOL_CALLS]",),
+        {"open_pattern": r"\s*\[TOOL_CALLS\]", "content": "json", "transform": _CALL, "transform_each": True},
+    ),
+    (  # Llama 3: a call is the whole answer
+        ("<|python_tag|>", '"parameters"'),
+        {
+            "open_pattern": r"\A\s*(?:<\|python_tag\|>)?(?=\{)",
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+            },
+        },
+    ),
+)
+_THINK = "<think>"
+# What templates call what a model thinks before it answers.
+_REASONING = ("reasoning_content", "thinking")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool; the arguments are JSON."""
+
+    name: str
+    arguments: str
+    id: str
+
+    @classmethod
+    def of(cls, name: Any, arguments: Any) -> Call:
+        """ValueError: it is no call."""
+        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+            raise ValueError("a call without a name, or without arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return cls(name, text, uuid.uuid4().hex[:9])  # nine, as templates of Mistral's want it
+
+
+@dataclass
+class Part:
+    """What has become certain of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+def check_template(tokenizer: Any, needs_parser: bool) -> None:
+    """Raises BadRequest where a model is not told of tools, or nobody knows how it writes calls."""
+    if "tools" not in str(tokenizer.chat_template):
+        raise BadRequest("tools: the model's chat template does not tell it of any, leave them out", param="tools")
+    if needs_parser and _template_of(tokenizer) is None:
+        raise BadRequest(
+            "tools: it is not known how this model writes calls; ask for one with tool_choice 'required', or by name",
+            param="tools",
+        )
+
+
+@lru_cache(maxsize=64)
+def _template_of(tokenizer: Any) -> dict[str, Any] | None:
+    """How answers of a model are written, as Transformers' parser reads it; None where nobody knows."""
+    if _Parser is None:
+        return None
+    own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+    if own is not None:
+        return own
+    text = str(tokenizer.chat_template)
+    calls = next((calls for marks, calls in _FORMATS if all(mark in text for mark in marks)), None)
+    if calls is None:
+        return None
+    thinks = {"reasoning_content": {"open": _THINK, "close": "</think>", "content": "text"}} if _THINK in text else {}
+    fields = {**thinks, "tool_calls": calls, "content": {"content": "text"}}
+    return {"start_anchor_pattern": r"\A", "fields": fields}
+
+
+class FreeAnswer:
+    """Reads an answer in which the model may call tools.
+
+    Args:
+        tokenizer: of the model.
+        prompt: text that the answer goes on from: it may have begun the answer.
+        tools: that there are.
+    """
+
+    is_named = False
+
+    def __init__(self, tokenizer: Any, prompt: str, tools: list[Tool]) -> None:
+        template = _template_of(tokenizer)
+        assert template is not None, "checked before"
+        if getattr(tokenizer, "response_template", None) is None:
+            last = prompt.rfind(_THINK)
+            prompt = "" if last < 0 or prompt[last + len(_THINK) :].strip() else prompt[last:]
+        self._parser = _Parser(template, prefix=prompt, tools=[each.as_template_reads() for each in tools])
+        # What has been written, up to where something has come of it, and where the parser is.
+        self._raw, self._read, self._parsed = "", 0, 0
+        self._has_content, self._is_text = False, False
+
+    def push(self, text: str) -> Part:
+        """What is certain behind this text."""
+        self._raw += text
+        return self._part(lambda: self._parser.feed(text))
+
+    def finish(self) -> Part:
+        """The rest, behind the end."""
+        return self._part(lambda: self._parser.finalize()[1])
+
+    def _part(self, events: Callable[[], list[dict[str, Any]]]) -> Part:
+        part = Part()
+        if not self._is_text:
+            try:
+                for event in events():
+                    self._take(event, part)
+            except (ValueError, KeyError, TypeError):  # what looked like a call is none: it is text, as what follows
+                self._is_text = True
+        if self._is_text:
+            part.content, self._read = part.content + self._raw[self._read :], len(self._raw)
+        if not self._has_content:  # templates have lines between the parts of an answer
+            part.content = part.content.lstrip()
+        self._has_content = self._has_content or bool(part.content)
+        return part
+
+    def _take(self, event: dict[str, Any], part: Part) -> None:
+        kind, field = event["type"], event.get("field")
+        if kind == "region_chunk":
+            begin = max(self._read, self._parsed)
+            self._parsed = max(self._raw.find(event["text"], begin), begin) + len(event["text"])
+            if field == "content":
+                part.content += event["text"]
+            elif field in _REASONING:
+                part.reasoning += event["text"]
+        elif kind == "region_close" and field == "tool_calls":
+            values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+            part.calls += [Call.of(each["function"]["name"], each["function"]["arguments"]) for each in values]
+        if field != "tool_calls" or kind == "region_close":
+            self._read = self._parsed
+
+
+class ForcedAnswer:
+    """Reads an answer that has the form of calls.
+
+    Args:
+        name: of the function whose arguments it is; None for a list of calls.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._name, self._text = name, ""
+        self.is_named = name is not None
+
+    def push(self, text: str) -> Part:
+        self._text += text
+        return Part()
+
+    def finish(self) -> Part:
+        """The calls. What was cut off is text."""
+        try:
+            value = json.loads(self._text)
+        except ValueError:
+            return Part(self._text)
+        if self._name is not None:
+            return Part(calls=[Call.of(self._name, value)])
+        return Part(calls=[Call.of(each["name"], each["parameters"]) for each in value])
+
+
+Answer = FreeAnswer | ForcedAnswer

@@ -1,0 +1,280 @@
+"""Tools: what a model is told of them, calls that it writes in its own way, and calls that must be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from fastgen_serve.api import tools
+from fastgen_serve.api.tools_schema import Tool
+from fastgen_serve.app import create_app
+from fastgen_serve.models import Models
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.local import LocalModel
+from tests.serve.checkpoints import USER
+from tests.serve.servers import in_thread
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Ur", "Nod"]}, "days": {"$ref": "#/$defs/days"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLED = {"id": "a", "function": {"name": "weather", "arguments": "{}"}}
+WRONG = {"id": "a", "function": {"name": "weather", "arguments": "["}}
+CALL = r'<tool_call>\n{"name": "weather", "arguments": {"city": "Ur", "days": 3}}\n</tool_call>'.replace(r"\n", "\n")
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor %}"
+    "{{ message.tool_call_id or '' }}\n{% endfor %}assistant:"
+)
+
+
+def _client(chat: str, template: str, under: Path) -> Iterator[OpenAI]:
+    folder = Path(shutil.copytree(chat, under / "tools"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    settings = ServeSettings(models=(("tools", str(folder)),), warm_up=False, max_tokens=200)
+    with (
+        in_thread(create_app(settings, Models([LocalModel("tools", settings)]))) as address,
+        OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made,
+    ):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(paths: dict[str, str], enabled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """Of a server whose model is told of tools."""
+    yield from _client(paths["chat"], TEMPLATE, tmp_path_factory.mktemp("models"))
+
+
+def ask(client: OpenAI, **fields: Any) -> Any:
+    fields = {"messages": [USER], "tools": TOOLS, "temperature": 1.0, "seed": 1, "max_tokens": 150, **fields}
+    return client.chat.completions.create(model="tools", **fields)
+
+
+def streamed(client: OpenAI, **fields: Any) -> tuple[str, list[Any], str]:
+    """Content, calls and why it ended, of a stream."""
+    content, calls, reason = "", [], ""
+    for chunk in ask(client, stream=True, **fields):
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                assert call.index == len(calls) and call.type == "function" and call.id
+                calls.append(call.function)
+            reason = choice.finish_reason or reason
+    return content, calls, reason
+
+
+def check_weather(arguments: str) -> None:
+    found = json.loads(arguments)
+    assert found.keys() == {"city", "days"} and found["city"] in ("Ur", "Nod") and 0 <= found["days"] < 100
+
+
+def test_a_call_by_name(client: OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    (answer,) = ask(client, tool_choice=choice).choices
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "weather" and call.type == "function" and len(call.id) == 9
+    assert answer.message.content is None and answer.finish_reason == "stop"
+    check_weather(call.function.arguments)
+    content, (again,), reason = streamed(client, tool_choice=choice)
+    assert (content, again.arguments, reason) == ("", call.function.arguments, "stop")
+
+
+def test_a_call_of_any(client: OpenAI) -> None:
+    answer = ask(client, tool_choice="required", parallel_tool_calls=False, tools=TOOLS[:1], n=2)
+    for choice in answer.choices:
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather" and choice.finish_reason == "tool_calls"
+        check_weather(call.function.arguments)
+
+
+def test_a_call_that_is_cut_off_is_text(client: OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    (answer,) = ask(client, tool_choice=choice, max_tokens=3).choices
+    assert answer.finish_reason == "length" and answer.message.tool_calls is None
+    assert answer.message.content.strip().startswith("{")
+
+
+def _written(text: str) -> dict[str, Any]:
+    """Has the model write this text."""
+    return {"extra_body": {"structured_outputs": {"choice": [text]}}}
+
+
+def test_calls_that_the_model_writes(client: OpenAI) -> None:
+    (answer,) = ask(client, **_written(f"so{CALL}\n{CALL}")).choices
+    assert answer.message.content == "so" and answer.finish_reason == "tool_calls"
+    assert [call.function.name for call in answer.message.tool_calls] == ["weather"] * 2
+    assert json.loads(answer.message.tool_calls[1].function.arguments) == {"city": "Ur", "days": 3}
+    content, calls, reason = streamed(client, **_written(f"so{CALL}\n{CALL}"))
+    assert (content, len(calls), reason) == ("so", 2, "tool_calls")
+    (answer,) = ask(client, **_written("no calls")).choices
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == ("no calls", None, "stop")
+
+
+def test_without_tools_an_answer_is_text(client: OpenAI) -> None:
+    for fields in {"tool_choice": "none"}, {"tools": []}:
+        (answer,) = ask(client, **fields, **_written(CALL)).choices
+        assert answer.message.content == CALL and answer.message.tool_calls is None
+
+
+def test_what_the_model_is_told(client: OpenAI) -> None:
+    """Tools, calls of earlier answers with their arguments as objects, and results."""
+    answer = ask(client, **_written(CALL)).choices[0].message
+    messages: list[Any] = [USER, answer, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "dry"}]
+    expected = (
+        f"[weather][now]user: {USER['content']}\nassistant: <tool_call>Ur</tool_call>\n"
+        f"tool: dry{answer.tool_calls[0].id}\nassistant:"
+    )
+    body = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages]
+    sent = {"model": "tools", "messages": body, "tools": TOOLS}
+    address = str(client.base_url).removesuffix("/v1/")
+    tokens = httpx.post(f"{address}/tokenize", json=sent).json()["tokens"]
+    told = httpx.post(f"{address}/detokenize", json={"model": "tools", "tokens": tokens}).json()["prompt"]
+    assert told.strip() == expected
+    assert ask(client, messages=messages, max_tokens=1).usage.prompt_tokens == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
+        ({"messages": [USER | {"tool_call_id": "a"}]}, "messages.0"),
+        (
+            {"messages": [USER | {"tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "{}"}}]}]},
+            "messages.0",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "["}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ messages[0].content }}", "does not tell it"), ("{{ tools }}{{ messages[0].content }}", "not known how")],
+)
+def test_models_without_tools(paths: dict[str, str], tmp_path: Path, template: str, message: str) -> None:
+    for client in _client(paths["chat"], template, tmp_path):
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            ask(client)
+        assert refused.value.param == "tools"
+        if "tools" in template:
+            assert ask(client, tool_choice="required").choices[0].finish_reason in ("tool_calls", "length")
+
+
+# ---- how models write calls
+
+
+FORMATS = {
+    "hermes": ("<tool_call>", CALL, ""),
+    "xml": (
+        "<tool_call><function=",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nUr\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+    ),
+    "gemma": ("<|tool_call>call:", '<|tool_call>call:weather{city:<|"|>Ur<|"|>,days:3}<tool_call|>', ""),
+    "lfm": ("<|tool_call_start|>", '<|tool_call_start|>[weather(city="Ur", days=3)]<|tool_call_end|>', ""),
+    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ur", "days": 3}}]', None),
+    "llama": ('<|python_tag|>"parameters"', '{"name": "weather", "parameters": {"city": "Ur", "days": 3}}', None),
+}
+
+
+def _answer(marks: str, prompt: str = "", **more: Any) -> tools.FreeAnswer:
+    template = f"{{{{ tools }}}}{marks}"
+    given = [Tool.model_validate(TOOLS[0] | {"function": TOOLS[0]["function"] | {"parameters": _PLAIN}})]
+    return tools.FreeAnswer(_Tokenizer(chat_template=template, **more), prompt, given)
+
+
+class _Tokenizer(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+_PLAIN = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+
+
+def read(answer: tools.Answer, text: str, size: int) -> tools.Part:
+    """All that comes of a text which is pushed in pieces of this size."""
+    parts = [answer.push(text[begin : begin + size]) for begin in range(0, len(text), size)]
+    return sum([*parts, answer.finish()], tools.Part())
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, size: int) -> None:
+    marks, call, between = FORMATS[name]
+    found = read(_answer(marks), call, size)
+    assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("weather", {"city": "Ur", "days": 3})]
+    assert found.content == ""
+    if name != "llama":
+        assert read(_answer(marks), f"so {call}", size).content.strip() == "so"
+    if between is not None:
+        assert len(read(_answer(marks), call * 2, size).calls) == 2
+    said = "three < four, [TOOL and <tool, {}"
+    assert read(_answer(marks), said, size) == tools.Part(said)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_what_only_looks_like_a_call_is_text(size: int) -> None:
+    for wrong in "<tool_call>{no}</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<tool_call>[]</tool_call>":
+        found = read(_answer("<tool_call>"), f"a {wrong} b {CALL}", size)
+        assert found == tools.Part(f"a {wrong} b {CALL}")
+    found = read(_answer("<tool_call>"), f"a{CALL}<tool_call>{{", size)
+    assert len(found.calls) == 1 and found.content.startswith("a") and found.content.endswith("<tool_call>{")
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_thoughts(size: int) -> None:
+    """They are no content, whether the prompt or the model begins them."""
+    for prompt, text in ("user: a\n<think>\n", "so\n</think>\n\nyes"), ("user: a\n", "<think>\nso\n</think>\n\nyes"):
+        found = read(_answer("<think></think><tool_call>", prompt), text + CALL, size)
+        assert found.reasoning.strip() == "so" and found.content == "yes" and len(found.calls) == 1
+    assert read(_answer("<think></think><tool_call>", "<think>\n\n</think>\n\n"), "yes", size) == tools.Part("yes")
+
+
+def test_the_tokenizers_own_words_count() -> None:
+    own = {
+        "start_anchor": "assistant:",
+        "fields": {
+            "tool_calls": {
+                "open": "CALL ", "close": ";", "content": "json", "repeats": True,
+                "transform": {"type": "function", "function": {"name": "{content.f}", "arguments": "{content.a}"}},
+            },
+            "content": {"content": "text"},
+        },
+    }  # fmt: skip
+    found = read(_answer("<tool_call>", "user: a\nassistant:", response_template=own), 'x CALL {"f": "g", "a": {}};', 2)
+    assert [(each.name, each.arguments) for each in found.calls] == [("g", "{}")] and found.content.strip() == "x"
