@@ -17,6 +17,7 @@ from fastgen_serve.api.openai_answers import TokenLogprobs, Usage
 from fastgen_serve.api.openai_choices import Piece
 from fastgen_serve.api.responses_schema import (
     IncompleteDetails,
+    OutputCall,
     OutputMessage,
     OutputText,
     Response,
@@ -64,14 +65,23 @@ class _Answer:
     item: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    calls: list[OutputCall] = field(default_factory=list)
+    place: int | None = None
+    """Of the message in the output; None before it has begun."""
     sent: int = 0
 
     def add(self, piece: Piece) -> list[TokenLogprobs]:
         """Takes a piece; what its tokens have for log-probabilities."""
         told = self.run.writer.message(piece).logprobs
         new = [] if told is None else told.content
+        if self.place is None and (piece.text or (piece.end is not None and not self.calls and not piece.calls)):
+            self.place = len(self.calls)
         self.text += piece.text
         self.logprobs += new
+        for call in piece.calls:
+            name = f"fc_{uuid.uuid4().hex}"
+            made = OutputCall(id=name, status="completed", call_id=call.id, name=call.name, arguments=call.arguments)
+            self.calls.append(made)
         return new
 
     async def events(self) -> AsyncGenerator[str, None]:
@@ -83,21 +93,37 @@ class _Answer:
                     yield "".join(self._ends(last, item))
                     return
                 begins = "".join(self._begins()) if last is None else ""
-                new, last = self.add(item), item
-                yield begins + self._of_part("output_text.delta", delta=item.text, logprobs=new)
+                last = item
+                yield begins + "".join(self._continues(item))
 
     def _begins(self) -> Iterator[str]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress"))
-        yield self._event("output_item.added", output_index=0, item=self._message("in_progress", []))
-        yield self._of_part("content_part.added", part=OutputText(text=""))
+
+    def _continues(self, piece: Piece) -> Iterator[str]:
+        had_message, had_calls = self.place is not None, len(self.calls)
+        new = self.add(piece)
+        if not had_message and self.place is not None:
+            yield self._event("output_item.added", output_index=self.place, item=self._message("in_progress", []))
+            yield self._of_part("content_part.added", part=OutputText(text=""))
+        if self.place is not None:
+            yield self._of_part("output_text.delta", delta=piece.text, logprobs=new)
+        for number, call in enumerate(self.calls[had_calls:], had_calls):
+            place = number + (self.place is not None and number >= self.place)
+            where = {"item_id": call.id, "output_index": place}
+            begun = call.model_copy(update={"arguments": "", "status": "in_progress"})
+            yield self._event("output_item.added", output_index=place, item=begun)
+            yield self._event("function_call_arguments.delta", delta=call.arguments, **where)
+            yield self._event("function_call_arguments.done", arguments=call.arguments, name=call.name, **where)
+            yield self._event("output_item.done", output_index=place, item=call)
 
     def _ends(self, last: Piece, usage: Usage) -> Iterator[str]:
         whole = self.finished(last, usage)
-        message = whole.output[0]
-        yield self._of_part("output_text.done", text=self.text, logprobs=self.logprobs)
-        yield self._of_part("content_part.done", part=message.content[0])
-        yield self._event("output_item.done", output_index=0, item=message)
+        if self.place is not None:
+            message = whole.output[self.place]
+            yield self._of_part("output_text.done", text=self.text, logprobs=self.logprobs)
+            yield self._of_part("content_part.done", part=OutputText(text=self.text, logprobs=self.logprobs))
+            yield self._event("output_item.done", output_index=self.place, item=message)
         yield self._event(whole.status, response=whole)
 
     def failed(self, error: ServeError) -> str:
@@ -107,10 +133,14 @@ class _Answer:
         """The whole answer, behind its last piece."""
         is_cut = last.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
+        output: list[OutputMessage | OutputCall] = [*self.calls]
+        if self.place is not None:
+            text = OutputText(text=self.text, logprobs=self.logprobs)
+            output.insert(self.place, self._message(status, [text]))
         return self._response(
             status,
             incomplete_details=IncompleteDetails() if is_cut else None,
-            output=[self._message(status, [OutputText(text=self.text, logprobs=self.logprobs)])],
+            output=output,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens, total_tokens=usage.total_tokens
             ),
@@ -132,13 +162,14 @@ class _Answer:
             temperature=body.temperature,
             text=body.text_answer,
             top_p=body.top_p,
+            **body.tools_answer,
             **more,
         )
 
     def _of_part(self, name: str, **more: Any) -> str:
-        return self._event(name, item_id=self.item, output_index=0, content_index=0, **more)
+        return self._event(name, item_id=self.item, output_index=self.place, content_index=0, **more)
 
-    def _event(self, name: str, **fields: Any) -> str:
+    def _event(self, name: str, /, **fields: Any) -> str:
         made = _Event(type=f"response.{name}", sequence_number=self.sent, **fields)
         self.sent += 1
         return f"event: {made.type}\ndata: {made.model_dump_json()}\n\n"

@@ -1,10 +1,10 @@
-"""The requests and answers of OpenAI's Responses: what there is of them without tools, reasoning and kept answers."""
+"""The requests and answers of OpenAI's Responses: what there is of them without reasoning and kept answers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from fastgen_serve.api.openai_answers import TokenLogprobs
 from fastgen_serve.api.openai_schema import (
@@ -17,6 +17,7 @@ from fastgen_serve.api.openai_schema import (
     NamedSchema,
 )
 from fastgen_serve.api.schema import Body, Text, at_most, described, off
+from fastgen_serve.api.tools_schema import Arguments, CalledFunction, ToolCall
 from fastgen_serve.errors import BadRequest
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -70,6 +71,41 @@ class InputItem(Body):
         return Message(role=self.role, content=parts)
 
 
+class CallItem(Body):
+    """A call of a tool in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Arguments
+    id: Text | None = Field(default=None, description="Accepted, and not used.")
+    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
+        default=None, description="Accepted, and not used."
+    )
+    namespace: Any = off()
+
+    def as_call(self) -> ToolCall:
+        """The same in a chat completion."""
+        return ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
+
+
+class CallOutputItem(Body):
+    """What a call has given."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | Annotated[list[InputPart], Field(min_length=1, fail_fast=True)]
+    id: Text | None = Field(default=None, description="Accepted, and not used.")
+    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
+        default=None, description="Accepted, and not used."
+    )
+
+    def as_message(self) -> Message:
+        """The same in a chat completion."""
+        text = self.output if isinstance(self.output, str) else "\n".join(part.text for part in self.output)
+        return Message(role="tool", tool_call_id=self.call_id, content=text)
+
+
 class TextFormat(NamedSchema):
     type: Literal["text", "json_object", "json_schema"]
 
@@ -90,8 +126,11 @@ class ResponseRequest(Conversation):
     prefix: ClassVar[str] = "resp_"
 
     input: Annotated[
-        Text | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)],
-        described("is no text, and no list of messages {'role': ..., 'content': ...}: other items are not supported"),
+        Text | Annotated[list[InputItem | CallItem | CallOutputItem], Field(min_length=1, fail_fast=True)],
+        described(
+            "is no text, and no list of messages {'role': ..., 'content': ...}, calls {'type': 'function_call', ...} "
+            "and their results {'type': 'function_call_output', ...}: other items are not supported"
+        ),
     ]
     instructions: Text | None = Field(default=None, description="What the system says, in front of the input.")
     max_output_tokens: Count | None = Field(
@@ -121,6 +160,17 @@ class ResponseRequest(Conversation):
     reasoning: Any = off({})
     truncation: Any = off("disabled")
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _as_in_a_chat(cls, value: Any) -> Any:
+        """Functions are written flat here."""
+        return [_nested(each) for each in value] if isinstance(value, list) else value
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _choice_as_in_a_chat(cls, value: Any) -> Any:
+        return _nested(value)
+
     @property
     def form(self) -> dict[str, Any] | None:
         asked = None if self.text is None or self.text.format is None else self.text.format.form
@@ -148,12 +198,41 @@ class ResponseRequest(Conversation):
             return TextAnswer()
         return TextAnswer(format=asked.model_dump(by_alias=True, exclude_none=True))
 
+    @property
+    def tools_answer(self) -> dict[str, Any]:
+        """What the answer says of its tools."""
+        if not self.tools:
+            return {}
+        chosen = self.chosen_name
+        return {
+            "tools": [
+                {"type": "function", "strict": False, "parameters": None, **tool.function.model_dump(exclude_none=True)}
+                for tool in self.tools
+            ],
+            "tool_choice": {"type": "function", "name": chosen} if chosen else self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+        }
+
     def messages(self) -> list[Message]:
         """Those of a chat completion."""
         said = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*said, Message(role="user", content=self.input)]
-        return [*said, *(item.as_message() for item in self.input)]
+        for item in self.input:
+            if not isinstance(item, CallItem):
+                said.append(item.as_message())
+            elif said and said[-1].role == "assistant":  # a message has the calls behind it
+                said[-1].tool_calls = [*(said[-1].tool_calls or ()), item.as_call()]
+            else:
+                said.append(Message(role="assistant", content="", tool_calls=[item.as_call()]))
+        return said
+
+
+def _nested(value: Any) -> Any:
+    """A function, or its name, as chat completions have it."""
+    if not isinstance(value, dict) or value.get("type") != "function" or "function" in value:
+        return value
+    return {"type": "function", "function": {name: each for name, each in value.items() if name != "type"}}
 
 
 # ---- answers
@@ -172,6 +251,15 @@ class OutputMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     status: Literal["in_progress", "completed", "incomplete"]
     content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
 
 
 class CachedTokens(BaseModel):
@@ -215,14 +303,14 @@ class Response(BaseModel):
     max_output_tokens: int | None = None
     metadata: dict[str, str] = {}
     model: str
-    output: list[OutputMessage] = []
-    parallel_tool_calls: Literal[False] = False
+    output: list[OutputMessage | OutputCall] = []
+    parallel_tool_calls: bool = False
     previous_response_id: None = None
     store: Literal[False] = False
     temperature: float | None = None
     text: TextAnswer = TextAnswer()
-    tool_choice: Literal["none"] = "none"
-    tools: list[None] = []
+    tool_choice: str | dict[str, Any] = "none"
+    tools: list[dict[str, Any]] = []
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from fastgen_serve.api.schema import Body, Text
@@ -43,20 +43,22 @@ class ChosenTool(Body):
     function: ChosenName
 
 
+def _check_arguments(text: str) -> str:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise PydanticCustomError("arguments", "is no JSON object")
+    return text
+
+
+Arguments = Annotated[Text, AfterValidator(_check_arguments), Field(description="A JSON object.")]
+
+
 class CalledFunction(Body):
     name: Text
-    arguments: Text = Field(description="A JSON object.")
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, value: str) -> str:
-        try:
-            found = json.loads(value or "{}")
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise PydanticCustomError("arguments", "is no JSON object")
-        return value
+    arguments: Arguments
 
 
 class ToolCall(Body):

@@ -106,7 +106,7 @@ def test_a_stream_is_the_answer_in_parts(client: OpenAI, more: dict[str, Any]) -
         ({"include": ["reasoning.encrypted_content"]}, "include.0"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input"),
+        ({"input": [{"type": "computer_call", "call_id": "a"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input"),
         ({"max_output_tokens": 10**6}, "input"),

@@ -43,6 +43,13 @@ MODELS = {
 def make_possible(path: str, body: dict[str, Any]) -> None:
     """Changes what no schema can say: there is such a model, and fields agree. Answers are short."""
     body["model"] = MODELS[path]
+    for name in ("structured_outputs", "response_format", "text", "tools", "tool_choice"):
+        body.pop(name, None)
+    for message in body.get("messages") or ():
+        if message["role"] == "tool":
+            message["role"] = "user"
+        for name in ("tool_calls", "tool_call_id"):
+            message.pop(name, None)
     if path.endswith("/completions"):
         body["max_tokens"] = 4
         body.pop("max_completion_tokens", None)

@@ -13,6 +13,8 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from fastgen_serve.api import tools
 from fastgen_serve.api.tools_schema import Tool
@@ -180,6 +182,59 @@ def test_what_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> 
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, **fields)
     assert refused.value.param == param
+
+
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def respond(client: OpenAI, **fields: Any) -> Any:
+    given = {"input": "light", "tools": FLAT, "temperature": 1.0, "max_output_tokens": 150, **fields}
+    return client.responses.create(model="tools", **given)
+
+
+def test_responses(client: OpenAI) -> None:
+    """Calls are items of the output, and of the input that goes on from them."""
+    answer = respond(client, **_written(f"so{CALL}"))
+    message, call = answer.output
+    assert (message.content[0].text, call.type, call.name) == ("so", "function_call", "weather")
+    assert [tool.name for tool in answer.tools] == ["weather", "now"] and answer.tool_choice == "auto"
+    Response.model_validate(answer.model_dump())
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "dry"}
+    called = {"id": call.call_id, "type": "function", "function": {"name": "weather", "arguments": call.arguments}}
+    messages: list[Any] = [
+        USER,
+        {"role": "assistant", "content": "so", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "dry"},
+    ]
+    expected = ask(client, messages=messages, temperature=0, max_tokens=8)
+    found = respond(client, input=[USER, *answer.output, output], temperature=0, max_output_tokens=8)
+    assert found.output_text == expected.choices[0].message.content
+    assert found.usage.input_tokens == expected.usage.prompt_tokens
+    alone = respond(client, tool_choice={"type": "function", "name": "weather"})
+    check_weather(alone.output[0].arguments)
+    assert len(alone.output) == 1 and alone.tool_choice.name == "weather"
+    assert [each.type for each in respond(client, **_written("no calls")).output] == ["message"]
+
+
+@pytest.mark.parametrize("text", [f"so{CALL}", f"{CALL}\n{CALL}", "no calls"])
+def test_streams_of_responses(client: OpenAI, text: str) -> None:
+    kind: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    with client.responses.with_streaming_response.create(
+        model="tools", input="light", tools=FLAT, stream=True, **_written(text)
+    ) as sent:
+        lines = [line.removeprefix("data: ") for line in sent.iter_lines() if line.startswith("data: ")]
+    events = [kind.validate_json(line) for line in lines]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    done = [event for event in events if event.type == "response.output_item.done"]
+    whole = events[-1].response
+    assert sorted(event.output_index for event in done) == list(range(len(whole.output)))
+    for event in done:
+        assert event.item == whole.output[event.output_index]
+    begun = [event.output_index for event in events if event.type == "response.output_item.added"]
+    assert sorted(begun) == list(range(len(whole.output)))
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == whole.output_text
+    assert len(whole.output) == text.count("<tool_call>") + (not text.startswith("<tool_call>"))
 
 
 @pytest.mark.parametrize(
