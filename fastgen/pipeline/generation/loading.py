@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import fastgen
 from fastgen.pipeline.errors import SetupError, check_installed, explained, one_line
 from fastgen.pipeline.generation.options import DRAFTS, RunOptions, check_names, check_values, read_generation_file
 from fastgen.pipeline.loading import Loaded, base_of, file_of, read_json_object, read_model
@@ -25,6 +26,10 @@ class LoadedModel(Loaded):
     pad_id: int = 0
     chat_template: str | None = None
     """What inputs are put into, where they are conversations."""
+    form: dict[str, str] | None = None
+    """What outputs have."""
+    grammar: Any = None
+    """The same, for the tokenizer."""
 
     @property
     def asks_for_drafts(self) -> bool:
@@ -36,7 +41,7 @@ class LoadedModel(Loaded):
         template = {} if self.chat_template is None else {"chat_template": self.chat_template}
         if "strftime_now" in (self.chat_template or ""):  # the prompts of another day are others
             template["date"] = time.strftime("%Y-%m-%d")
-        return {"generation": generation, **template}
+        return {"generation": generation, **template, **({} if self.form is None else {"form": self.form})}
 
 
 def load(settings: RunOptions) -> LoadedModel:
@@ -115,7 +120,14 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
     positions = _input_limit(model.config, generation)
     template = _chat_template(tokenizer, settings) if settings.chat else None
-    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id, template)
+    form, grammar = settings.form, None
+    if form is not None:
+        check_installed("llguidance", f"--{next(iter(form)).replace('_', '-')}")
+        with explained("the form of outputs"):
+            grammar = fastgen.Grammar(tokenizer, generation.eos_token_id, **form)
+    return LoadedModel(
+        model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id, template, form, grammar
+    )
 
 
 def _chat_template(tokenizer: Any, settings: RunOptions) -> str:

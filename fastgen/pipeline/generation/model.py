@@ -146,6 +146,8 @@ class ModelStage(BatchStage[RawOutput]):
             options["stopping_criteria"] = [scores]
         if generation.stop_strings is not None:
             options["tokenizer"] = self.loaded.tokenizer
+        if self.loaded.grammar is not None:
+            options["logits_processor"] = [self.loaded.grammar.processor()]
         return scores, options
 
     def seed(self, *of: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.errors import SetupError, one_line
+from fastgen.pipeline.errors import SetupError, explained, one_line
 from fastgen.pipeline.loading import read_json_object
 from fastgen.pipeline.settings import DataOptions, among, check_types, option
 
@@ -88,6 +88,9 @@ class RunOptions(DataOptions):
         None, "truncate inputs to N tokens (prompts of decoder-only models keep their end)", least=1
     )
     truncation: bool = option(False, "truncate inputs that are too long for the model instead of skipping them")
+    json_schema: str | None = option(None, "file with a JSON schema: outputs are JSON of it", free=True)
+    regex: str | None = option(None, "regular expression that outputs match, all of each", free=True)
+    grammar: str | None = option(None, "file with a grammar of outputs, in Lark or GBNF", free=True, rare=True)
     include_prompt: bool = option(False, "decoder-only models: put the prompt before the new text", rare=True)
     detokenizer: str | None = option(None, "moses: detokenise the outputs with sacremoses", rare=True)
     lang: str | None = option(None, "language of the detokenizer (default: --tgt-lang, or en)", rare=True)
@@ -148,6 +151,8 @@ class RunOptions(DataOptions):
             raise SetupError(f"{what} references: give a reference file or a reference column")
         if self.chat and self.prefix:
             raise SetupError("prefix and chat do not go together: a chat template says what comes before an input")
+        if sum(each is not None for each in (self.json_schema, self.regex, self.grammar)) > 1:
+            raise SetupError("outputs have one form: give a JSON schema, a regular expression or a grammar")
         if self.system_prompt is not None and not self.chat:
             raise SetupError("a system prompt is part of a conversation: it needs --chat")
         super().__post_init__()
@@ -155,10 +160,20 @@ class RunOptions(DataOptions):
             raise SetupError("lines of text have no columns: to keep some, name OUTPUT .jsonl, .csv, .tsv or .parquet")
 
     def read(self) -> dict[str, str | None]:
-        return super().read() | {"the reference": self.reference, "the generation config": self.generation_config}
+        own = {"the reference": self.reference, "the generation config": self.generation_config}
+        return super().read() | own | {"the JSON schema": self.json_schema, "the grammar": self.grammar}
 
     def written_beside(self) -> dict[str, str | None]:
         return {"the score path": self.score_path} | super().written_beside()
+
+    @property
+    def form(self) -> dict[str, str] | None:
+        """Of the outputs, as `fastgen.Grammar` takes it; None for any. SetupError: its file cannot be read."""
+        for kind, path in ("json_schema", self.json_schema), ("grammar", self.grammar):
+            if path is not None:
+                with explained(f"the file {path} cannot be read"):
+                    return {kind: Path(path).read_text(encoding="utf-8")}
+        return None if self.regex is None else {"regex": self.regex}
 
     @property
     def weights(self) -> dict[str, Any]:
