@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
+# JSON is written as Python writes it. Where any space were allowed, small models would go on with spaces.
+_ON_ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 # A tokenizer is read into a trie of its tokens' bytes, which takes up to a second: once for each set of tokens that end
 # a result, and each number of tokens, as some may be added.
 _tries: weakref.WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
@@ -29,7 +31,8 @@ class Grammar:
     Args:
         tokenizer: of the model; a fast one.
         eos_token_id: tokens that end a result: `model.generation_config.eos_token_id`. By default the tokenizer's.
-        json_schema: a schema, as text or a dict, or a class of pydantic's: results are JSON of it.
+        json_schema: a schema, as text or a dict, or a class of pydantic's: results are JSON of it, on one line. Its
+            `x-guidance` may say otherwise: {"whitespace_flexible": true}.
         regex: results match all of it, in the syntax of Rust's crate regex.
         choice: results are one of these texts.
         grammar: in the syntax of Lark, or of llama.cpp (GBNF).
@@ -87,11 +90,19 @@ def _written(kind: str, form: Any) -> str:
         form = json.dumps(list(form))
     elif kind == "json_schema":
         form = form.model_json_schema() if hasattr(form, "model_json_schema") else form
-        form = form if isinstance(form, str) else json.dumps(form)
+        schema = _read(form) if isinstance(form, str) else form
+        form = json.dumps({**_ON_ONE_LINE, **schema} if isinstance(schema, dict) else schema)
     elif not isinstance(form, str):
         raise ValueError(f"{kind} is no text")
     text: str = _llguidance().grammar_from(kind, form)
     return text
+
+
+def _read(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"json_schema is no JSON: {error}") from error
 
 
 def _malformed(said: str) -> str:

@@ -319,7 +319,8 @@ class CachedModel:
             self._begin(self.identify())
         if self._identity is None:
             return None
-        values = [fastgen.__version__, self.name, self._identity, type(job).__name__, asdict(job)]
+        form = json.dumps(getattr(job, "form", None))  # the order of fields in a schema is that of the result
+        values = [fastgen.__version__, self.name, self._identity, type(job).__name__, asdict(job), form]
         return "fastgen:" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def _is_determined(self, job: Generate) -> bool:

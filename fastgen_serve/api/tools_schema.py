@@ -73,13 +73,9 @@ class ToolCall(Body):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-# Calls are on one line, as models write them: small ones may go on with spaces else.
-_ON_ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-
-
 def form_of_arguments(function: Function) -> dict[str, Any]:
     """The schema of the arguments of one function."""
-    return {**_ON_ONE_LINE, **(ANY_OBJECT if function.parameters is None else function.parameters)}
+    return ANY_OBJECT if function.parameters is None else function.parameters
 
 
 def form_of_calls(functions: Sequence[Function], most: int | None) -> dict[str, Any]:
@@ -87,13 +83,13 @@ def form_of_calls(functions: Sequence[Function], most: int | None) -> dict[str, 
     shared: dict[str, Any] = {}
     calls = []
     for number, function in enumerate(functions):
-        arguments = _moved(function.parameters or ANY_OBJECT, f"{number}.", shared)
+        arguments = _moved(form_of_arguments(function), f"{number}.", shared)
         properties = {"name": {"const": function.name}, "parameters": arguments}
         calls.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         )
     limit = {} if most is None else {"maxItems": most}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **limit, "$defs": shared, **_ON_ONE_LINE}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **limit, "$defs": shared}
 
 
 def _moved(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dict[str, Any]:

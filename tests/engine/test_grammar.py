@@ -23,7 +23,6 @@ SCHEMA = {
     "required": ["who", "years"],
     "additionalProperties": False,
 }
-COMPACT = SCHEMA | {"x-guidance": {"whitespace_flexible": False}}
 TEXT = "and he said unto him what is"
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -67,7 +66,7 @@ def generated(model: Any, tokenizer: Any, grammar: Grammar, texts: list[str], **
 def test_json(gpt2: tuple[Any, Any], options: dict[str, Any], count: int) -> None:
     if count > 1 and "prompt_lookup_num_tokens" in options:
         pytest.skip("the library looks up for one input only")
-    grammar = Grammar(gpt2[1], json_schema=COMPACT)
+    grammar = Grammar(gpt2[1], json_schema=SCHEMA)
     for text in generated(*gpt2, grammar, [TEXT, "the king", "thou"][:count], **options):
         value = json.loads(text)
         assert value.keys() == {"who", "years"} and value["who"] in ("Moses", "Aaron") and 0 <= value["years"] < 1000
@@ -90,7 +89,7 @@ def test_other_forms(gpt2: tuple[Any, Any], form: str) -> None:
 def test_encoder_decoder() -> None:
     """Tokens that the model's config forces are no part of the result."""
     model, tokenizer = (kind.from_pretrained(MODELS / "kjv-bart") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
-    grammar = Grammar(tokenizer, model.generation_config.eos_token_id, json_schema=COMPACT)
+    grammar = Grammar(tokenizer, model.generation_config.eos_token_id, json_schema=SCHEMA)
     for options in {}, {"num_beams": 4}, {"forced_bos_token_id": tokenizer.bos_token_id}:
         for text in generated(model.eval(), tokenizer, grammar, [TEXT, "the king"], **options):
             assert json.loads(text)["who"] in ("Moses", "Aaron")
@@ -146,6 +145,16 @@ def test_what_others_force(gpt2: tuple[Any, Any]) -> None:
     assert found[0, digit] == 1.5 and (found > -torch.inf).sum() == 1
 
 
+def test_json_is_on_one_line(gpt2: tuple[Any, Any]) -> None:
+    (text,) = generated(*gpt2, Grammar(gpt2[1], json_schema=SCHEMA), [TEXT])
+    assert text == json.dumps(json.loads(text))
+    free = SCHEMA | {"x-guidance": {"whitespace_flexible": True}}
+    space = gpt2[1].convert_tokens_to_ids("Ġ")
+    begin = gpt2[1].convert_tokens_to_ids("{")
+    assert space in _allowed(Grammar(gpt2[1], json_schema=json.dumps(free)), 2500, begin)
+    assert space not in _allowed(Grammar(gpt2[1], json_schema=json.dumps(SCHEMA)), 2500, begin)
+
+
 def test_blocked_repetition(gpt2: tuple[Any, Any]) -> None:
     grammar = Grammar(gpt2[1], regex="(ab){9}")
     for options in OPTIONS["greedy"], OPTIONS["beams"] | {"num_return_sequences": 1}, OPTIONS["drawn"]:
@@ -164,7 +173,7 @@ def test_tokens_that_are_added_later() -> None:
 def test_a_processor_that_is_used_again(gpt2: tuple[Any, Any]) -> None:
     """A call begins anew, be it repeated or another one; sequences are known by their tokens, in whatever row."""
     model, tokenizer = gpt2
-    grammar = Grammar(tokenizer, json_schema=COMPACT)
+    grammar = Grammar(tokenizer, json_schema=SCHEMA)
     processor = grammar.processor()
     for texts in ["thou"], ["thou"], ["and he said unto him", "the king"], ["thou"]:
         inputs = tokenizer(texts, return_tensors="pt", padding=True)
@@ -185,7 +194,7 @@ def test_a_processor_that_is_used_again(gpt2: tuple[Any, Any]) -> None:
 def test_in_slots(gpt2: tuple[Any, Any]) -> None:
     """Requests with forms of their own, beside others, are as calls of their own."""
     model, tokenizer = gpt2
-    forms = [Grammar(tokenizer, json_schema=COMPACT), Grammar(tokenizer, choice=["Aaron", "Moses"]), None]
+    forms = [Grammar(tokenizer, json_schema=SCHEMA), Grammar(tokenizer, choice=["Aaron", "Moses"]), None]
     texts, options = [TEXT, "the king", "thou"], {"max_new_tokens": 40, "do_sample": False}
     with Engine(model, slots=4) as engine:
         futures = [
@@ -211,7 +220,7 @@ def _with(form: Grammar | None) -> dict[str, Any]:
         ({"regex": "a", "choice": ["a"]}, "give one of .*: 2 are given"),
         ({"regex": "(a"}, "cannot be followed"),
         ({"json_schema": {"type": "nothing"}}, "cannot be followed"),
-        ({"json_schema": "{"}, "cannot be followed"),
+        ({"json_schema": "{"}, "json_schema is no JSON"),
         ({"grammar": "start: other"}, "cannot be followed"),
         (
             {"json_schema": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}},

@@ -46,6 +46,8 @@ OTHERS = [
     Generate((1, 2), {**GREEDY, "max_new_tokens": 4}),
     Generate((1, 2), GREEDY, stop=("x",)),
     Generate((1, 2), GREEDY, logprobs=0),
+    Generate((1, 2), GREEDY, form={"json_schema": {"properties": {"a": {}, "b": {}}}}),
+    Generate((1, 2), GREEDY, form={"json_schema": {"properties": {"b": {}, "a": {}}}}),
 ]
 
 

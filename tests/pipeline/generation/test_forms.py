@@ -20,7 +20,6 @@ SCHEMA = {
     "properties": {"who": {"enum": ["Moses", "Aaron"]}, "years": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["who", "years"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
