@@ -34,6 +34,8 @@ NOT_RUN = {
 # A line that is in the block.
 PYTHON_NOT_RUN = {
     'data = base64.b64encode(open("page.png", "rb").read()).decode()': "needs a server",
+    "print(answer.choices[0].message.parsed)": "needs a server; tests/serve/test_forms.py has one",
+    "for call in answer.choices[0].message.tool_calls or []:": "needs a server; tests/serve/test_tools.py has one",
     'model = UniLMForSeq2SeqLM.from_published("unilm1-base-cased.bin")': "needs the authors' file of 450 MB",
     'model = AutoModelForCausalLM.from_pretrained("smollm2", gguf_file="model.gguf", quantization_config=keep)': (
         "needs a file of 98 MB"
