@@ -149,9 +149,6 @@ class _State:
 
     Args:
         matcher: llguidance's.
-
-    Attributes:
-        allowed: [tokens of the tokenizer], bool: what may come next.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -159,35 +156,35 @@ class _State:
         if matcher.is_error():
             raise ValueError(_malformed(matcher.get_error()))
         self._matcher = matcher
-        self.allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
+        self._blocked = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)  # [tokens]: what may not come
 
     def behind(self, token: int) -> _State:
         """The state behind a token. One that does not continue the form was forced: it is no part of it.
 
         Behind the end, where a beam may be that nobody wants, there is the end again.
         """
-        if token >= len(self.allowed) or not self.allowed[token] or self._matcher.is_stopped():
+        if token >= len(self._blocked) or self._blocked[token] or self._matcher.is_stopped():
             return self
         matcher = self._matcher.deep_copy()
         matcher.consume_token(token)
         return _State(matcher)
 
-    def restrict(self, scores: Tensor) -> None:
-        """Takes what may not come out of the scores [vocabulary].
+    def restricted(self, scores: Tensor) -> Tensor:
+        """The scores [vocabulary], without what may not come.
 
         Others may have left nothing that may come. Where they force a token, as the first one of a translation, it
         comes; otherwise, as where they block what repeats, all that may come is as likely.
         """
-        allowed = torch.zeros(len(scores), dtype=torch.bool)  # a model may have scores of more than the tokens
-        count = min(len(scores), len(self.allowed))
-        allowed[:count] = self.allowed[:count]
-        allowed = allowed.to(scores.device)
-        restricted, given = scores.masked_fill(~allowed, -torch.inf), scores > -torch.inf
-        if not (given & allowed).any():
-            if given.sum() == 1:
-                return
-            restricted[allowed] = scores.max().clamp(min=torch.finfo(scores.dtype).min)
-        scores.copy_(restricted)
+        size = len(scores)
+        if len(self._blocked) < size:  # a model may have scores of more than the tokens
+            self._blocked = torch.nn.functional.pad(self._blocked, (0, size - len(self._blocked)), value=True)
+        blocked = self._blocked[:size].to(scores.device)
+        restricted = scores.masked_fill(blocked, -torch.inf)
+        if restricted.max() > -torch.inf:
+            return restricted
+        if (scores > -torch.inf).sum() == 1:
+            return scores
+        return torch.zeros_like(scores).fill_(scores.max()).masked_fill(blocked, -torch.inf)
 
 
 class _Processor(LogitsProcessor):
@@ -203,10 +200,8 @@ class _Processor(LogitsProcessor):
         if not self._states or rows.shape[1] <= self._prompt:
             self._prompt, self._states = rows.shape[1], {}
         self._states = {key: self._state(row) for key, row in {row.tobytes(): row for row in rows}.items()}
-        restricted = scores.clone()
-        for row, own in zip(rows, restricted, strict=True):
-            self._states[row.tobytes()].restrict(own)
-        return restricted
+        states = [self._states[row.tobytes()] for row in rows]
+        return torch.stack([state.restricted(own) for state, own in zip(states, scores, strict=True)])
 
     def _state(self, row: np.ndarray[Any, np.dtype[Any]]) -> _State:
         before = self._states.get(row[:-1].tobytes()) if len(row) > self._prompt else None
