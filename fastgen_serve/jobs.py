@@ -22,6 +22,7 @@ class Generate:
         logprobs: the log-probability of each new token is wanted, and those of so many others at its position.
         inputs: what the model reads besides, such as pixels: arrays, by their names.
         streams: new tokens are wanted as they are certain.
+        penalties: taken from the score of a token for each time that it has been generated, and once if it has.
         form: that each result has: keywords of `fastgen.Grammar`; None for any.
     """
 
@@ -33,6 +34,7 @@ class Generate:
     streams: bool = False
     inputs: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     form: Mapping[str, Any] | None = None
+    penalties: tuple[float, float] = (0.0, 0.0)
 
     @property
     def input_bytes(self) -> int:

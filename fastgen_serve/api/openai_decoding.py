@@ -118,8 +118,17 @@ def make_job(
         logprobs = 0
     limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
     options = {**decoding.options, **limit, **(options or {})}
-    stops = tuple(body.stops)
-    return Generate(tokens, options, body.seed, stops, logprobs, bool(body.stream), inputs or {}, body.form)
+    return Generate(
+        tokens,
+        options,
+        body.seed,
+        tuple(body.stops),
+        logprobs,
+        bool(body.stream),
+        inputs or {},
+        body.form,
+        (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
+    )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
 # Less is greedy search, as in vLLM. Some clients send such a number where others would send 0.
 _LEAST_TEMPERATURE = 1e-5
+CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
 # The library makes a list for each place of an n-gram: no sequence has more tokens.
 _LONGEST_NGRAM = 4096
@@ -166,6 +167,10 @@ class Generation(Cutting):
         default=None, description="Of beams."
     )
     repetition_penalty: Penalty | None = None
+    frequency_penalty: CountPenalty | None = Field(
+        default=None, description="Taken from the score of a token for each time that the result has it."
+    )
+    presence_penalty: CountPenalty | None = Field(default=None, description="The same, once if the result has it.")
     no_repeat_ngram_size: Ngram | None = None
     encoder_repetition_penalty: Penalty | None = None
     encoder_no_repeat_ngram_size: Ngram | None = None
@@ -193,8 +198,6 @@ class Generation(Cutting):
     response_format: ResponseFormat | None = Field(default=None, description="JSON, of any schema or of this one.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="The form of a result.")
 
-    frequency_penalty: Any = off(0)
-    presence_penalty: Any = off(0)
     echo: Any = off(False)
     spaces_between_special_tokens: Any = off(True)
     allowed_token_ids: Any = off([])

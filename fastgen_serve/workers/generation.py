@@ -24,6 +24,7 @@ from fastgen_serve.errors import BadRequest, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, ModelInfo, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.loading import read_generating
+from fastgen_serve.workers.penalties import CountPenalties
 from fastgen_serve.workers.watching import (
     BeamWatcher,
     Ends,
@@ -161,7 +162,9 @@ class GenerationWorker:
             options["seed"] = job.seed
         prompt, ends = self._prompt(job), self._ends(job)
         recorder = None if job.logprobs is None else Recorder(job.logprobs)
-        processors: list[Any] = [] if recorder is None else [recorder]
+        processors: list[Any] = [CountPenalties(*job.penalties, self._prompt(job))] if any(job.penalties) else []
+        if recorder is not None:
+            processors.append(recorder)
         if job.form is not None:
             processors.append(self._grammar(job).processor())
         if processors:

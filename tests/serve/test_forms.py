@@ -92,3 +92,22 @@ def test_beside_others_with_probabilities(client: OpenAI) -> None:
     check(answer.choices[0].text)
     assert max(answer.choices[0].logprobs.token_logprobs) < -0.1, "some are certain by the form, not to the model"
     check(complete(client, "bart", SOURCE, **FORMS["schema"]).choices[0].text)
+
+
+def test_penalties_of_what_was_generated(client: OpenAI, paths: dict[str, str]) -> None:
+    """By hand: they are those of OpenAI's documentation, and do not count the prompt."""
+    model, tokenizer = checkpoints.loaded(paths["gpt2"])
+    for frequency, presence in (0.7, 0.0), (0.0, 1.5), (-1.0, 0.3):
+        tokens = tokenizer(PROMPT)["input_ids"]
+        generated: list[int] = []
+        for _ in range(16):
+            scores = model(torch.tensor([[*tokens, *generated]])).logits[0, -1].float()
+            for token in set(generated):
+                scores[token] -= frequency * generated.count(token) + presence
+            generated.append(int(scores.argmax()))
+        answer = complete(
+            client, "gpt2", PROMPT, max_tokens=16, temperature=0, frequency_penalty=frequency,
+            presence_penalty=presence, ignore_eos=True, no_repeat_ngram_size=0,
+        )  # fmt: skip
+        assert answer.choices[0].text == tokenizer.decode([*tokens, *generated]).removeprefix(tokenizer.decode(tokens))
+        assert complete(client, "gpt2", PROMPT, max_tokens=16, n=2, num_beams=2, presence_penalty=presence).choices
