@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+
+from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
 # JSON is written as Python writes it. Where any space were allowed, small models would go on with spaces.
@@ -66,11 +67,11 @@ class Grammar:
         text = _written(kinds[0], given[kinds[0]])
         eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         trie = _trie_of(tokenizer, (eos,) if isinstance(eos, int) else tuple(eos or ()))
-        self._begin = _State(_llguidance().LLMatcher(trie, text, log_level=0))
+        self._begin = _Form(_llguidance().LLMatcher(trie, text, log_level=0))
 
-    def processor(self) -> LogitsProcessor:
+    def processor(self) -> FormProcessor:
         """For one call of `generate`, with any number of inputs and beams: each sequence has the form."""
-        return _Processor(self._begin)
+        return FormProcessor(self._begin)
 
 
 def _llguidance() -> Any:
@@ -144,7 +145,7 @@ def _begin_anywhere(described: Any) -> None:
         described["add_prefix_space"] = False
 
 
-class _State:
+class _Form:
     """Where a sequence is in the form.
 
     Args:
@@ -156,10 +157,10 @@ class _State:
         if matcher.is_error():
             raise ValueError(_malformed(matcher.get_error()))
         self._matcher = matcher
-        self._blocked = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)  # [tokens]: what may not come
+        self._blocked = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)  # [tokens]
 
-    def behind(self, token: int) -> _State:
-        """The state behind a token. One that does not continue the form was forced: it is no part of it.
+    def behind(self, token: int) -> _Form:
+        """Where it is behind a token. One that does not continue the form was forced: it is no part of it.
 
         Behind the end, where a beam may be that nobody wants, there is the end again.
         """
@@ -167,47 +168,10 @@ class _State:
             return self
         matcher = self._matcher.deep_copy()
         matcher.consume_token(token)
-        return _State(matcher)
+        return _Form(matcher)
 
-    def restricted(self, scores: Tensor) -> Tensor:
-        """The scores [vocabulary], without what may not come.
-
-        Others may have left nothing that may come. Where they force a token, as the first one of a translation, it
-        comes; otherwise, as where they block what repeats, all that may come is as likely.
-        """
-        size = len(scores)
-        if len(self._blocked) < size:  # a model may have scores of more than the tokens
+    def blocked(self, size: int) -> Tensor:
+        """[size], bool: which tokens may not come: none that a model has scores of beyond the tokenizer's."""
+        if len(self._blocked) < size:
             self._blocked = torch.nn.functional.pad(self._blocked, (0, size - len(self._blocked)), value=True)
-        blocked = self._blocked[:size].to(scores.device)
-        restricted = scores.masked_fill(blocked, -torch.inf)
-        if restricted.max() > -torch.inf:
-            return restricted
-        if (scores > -torch.inf).sum() == 1:
-            return scores
-        return torch.zeros_like(scores).fill_(scores.max()).masked_fill(blocked, -torch.inf)
-
-
-class _Processor(LogitsProcessor):
-    """Knows each sequence by its tokens: beams change their rows, rows leave a batch, and a call may be repeated."""
-
-    def __init__(self, begin: _State) -> None:
-        self._begin = begin
-        self._prompt = 0  # tokens of each, those of padding included
-        self._states: dict[bytes, _State] = {}  # of the sequences of the latest step
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows = input_ids.cpu().numpy()
-        if not self._states or rows.shape[1] <= self._prompt:
-            self._prompt, self._states = rows.shape[1], {}
-        self._states = {key: self._state(row) for key, row in {row.tobytes(): row for row in rows}.items()}
-        states = [self._states[row.tobytes()] for row in rows]
-        return torch.stack([state.restricted(own) for state, own in zip(states, scores, strict=True)])
-
-    def _state(self, row: np.ndarray[Any, np.dtype[Any]]) -> _State:
-        before = self._states.get(row[:-1].tobytes()) if len(row) > self._prompt else None
-        if before is not None:
-            return before.behind(int(row[-1]))
-        state = self._begin
-        for token in row[self._prompt :]:
-            state = state.behind(int(token))
-        return state
+        return self._blocked[:size]

@@ -17,7 +17,7 @@ from fastgen.decoding import library_code
 from fastgen.decoding.modules import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of
-from fastgen.engine.requests import Request
+from fastgen.engine.requests import Request, is_form
 from fastgen.optimizer.transformers import buckets, models, row_adapters, states
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.encoders.stacks import way_of
@@ -94,6 +94,8 @@ def _together(model: Any, batch: Sequence[Request], options: dict[str, Any]) -> 
         torch.ones_like(row) if request.mask is None else request.mask
         for request, row in zip(batch, tokens, strict=True)
     ]
+    if is_form(form := first.options.get("logits_processor")):  # each has one of its own, and goes no further in slots
+        options["logits_processor"] = form
     padding = first.config.pad_token_id  # which the attention mask hides, whatever it is
     ids = pad_sequence(tokens, True, 0 if padding is None else padding, side)
     prompt = 1 if has_encoder else ids.shape[1]

@@ -316,7 +316,8 @@ class ContinuousBatches:
         self._budget.note(*decoding.prompt.bytes_per_position)
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request in batch:
-            slot = decoding.slot(request, request.new_tokens, None if is_whole else request.length, request.seed)
+            own, length = request.options.get("logits_processor") or (), None if is_whole else request.length
+            slot = decoding.slot(request, request.new_tokens, length, request.seed, own)
             if len(batch) > 1 and request.options.get("streamer") is not None:  # the call has none
                 slot.streamer, slot.streams_prompt = request.options["streamer"], True
             needed = self._budget.needed(request, slot.new_tokens)

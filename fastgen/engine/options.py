@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
 from fastgen.engine import adapters
-from fastgen.engine.requests import Request, inputs_of, only_release, row_of
+from fastgen.engine.requests import Request, inputs_of, is_form, is_of_the_engine, row_of
 from fastgen.optimizer.transformers.models import text_config
 
 # Arguments of `generate` that no generation config has.
@@ -193,6 +193,8 @@ def _alone(request: Request) -> str | None:
     """Why a request must not share a batch to its end, though it may share a prefill; None where it may."""
     if request.config.do_sample or request.seed is not None:
         return "sampling"
+    if is_form(request.options.get("logits_processor")):
+        return "a form of its own"
     return None if request.options.get("streamer") is None else "the argument streamer"
 
 
@@ -209,7 +211,7 @@ def _apart(request: Request, names: Iterable[str], has_encoder: bool) -> str | N
     if mask is None and not has_encoder and _infers_mask(config, request.token_list):
         return "padding without an attention mask"
     for name, value in request.options.items():
-        if name in _ARGUMENTS and name not in _HARMLESS and value is not None and not only_release(name, value):
+        if name in _ARGUMENTS and name not in _HARMLESS and value is not None and not is_of_the_engine(name, value):
             return f"the argument {name}"
     for name, value in options_of(config).items():
         if name not in _KNOWN and _is_on(name, value):
@@ -244,7 +246,8 @@ def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
     returned = tuple(bool(own.get(name)) for name in _RETURNED)
     drawn = tuple((name, _exact(own.get(name))) for name in _DRAWN) if request.config.do_sample else None
     criteria = len(request.options.get("stopping_criteria") or ())
-    return group, (shared, drawn, least, length, returned, criteria, request.adapter)
+    has_form = request.options.get("logits_processor") is not None
+    return group, (shared, drawn, least, length, returned, criteria, has_form, request.adapter)
 
 
 def _exact(value: Any) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.optimizer.transformers import user_code
+from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
 # Options of `generate` that are code of the user's.
 _USER_CODE = (*user_code.ARGUMENTS, "custom_generate")
@@ -130,7 +131,7 @@ class Request:
     def runs_user_code(self) -> bool:
         """Whether code of the user's sees the request run: it must not run twice."""
         given = ((name, self.options.get(name)) for name in _USER_CODE)
-        return any(value is not None and not only_release(name, value) for name, value in given)
+        return any(value is not None and not is_of_the_engine(name, value) for name, value in given)
 
     @property
     def may_begin_again(self) -> bool:
@@ -139,9 +140,18 @@ class Request:
         return not (self.runs_user_code or is_drawn_anew)
 
 
-def only_release(name: str, value: Any) -> bool:
-    """Whether an argument of `generate` is criteria that only let go what the call keeps, so that they need not run."""
+def is_of_the_engine(name: str, value: Any) -> bool:
+    """Whether an argument of `generate` is code that the engine knows, and may run again: the form of a result; or
+    criteria that only let go what the call keeps, so that they need not run.
+    """
+    if name == "logits_processor":
+        return is_form(value)
     return name == "stopping_criteria" and all(user_code.says(each, "releases_scores") for each in value)
+
+
+def is_form(processors: Any) -> bool:
+    """Whether processors of a request are the form of its result alone."""
+    return processors is not None and len(processors) == 1 and type(processors[0]) is FormProcessor
 
 
 def inputs_of(model: Any, inputs: Any) -> dict[str, Any]:

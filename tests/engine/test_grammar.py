@@ -12,9 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen import Grammar
+from fastgen import Grammar, settings
+from fastgen.engine import continuous
+from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import Engine
+from fastgen.engine.options import make
+from fastgen.optimizer.transformers.captured.slots import Slots
 from tests.conftest import ROOT
+from tests.engine.conftest import run
 
 MODELS = ROOT / "examples" / "models"
 SCHEMA = {
@@ -191,22 +196,107 @@ def test_a_processor_that_is_used_again(gpt2: tuple[Any, Any]) -> None:
     assert torch.equal(again[0], found[0])
 
 
-def test_in_slots(gpt2: tuple[Any, Any]) -> None:
-    """Requests with forms of their own, beside others, are as calls of their own."""
+SHARED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "blocked": {"no_repeat_ngram_size": 2},
+    "penalty": {"repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.parametrize(("kind", "at_once"), [("gpt2", 1), ("gpt2", 6), ("bart", 6)])
+def test_in_slots(
+    kind: str, at_once: int, options: dict[str, Any], gpt2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with forms of their own share a step with others, and are as calls of their own: whatever lengths they
+    have, so that they change their places, and in whatever order they come.
+    """
     model, tokenizer = gpt2
-    forms = [Grammar(tokenizer, json_schema=SCHEMA), Grammar(tokenizer, choice=["Aaron", "Moses"]), None]
-    texts, options = [TEXT, "the king", "thou"], {"max_new_tokens": 40, "do_sample": False}
-    with Engine(model, slots=4) as engine:
-        futures = [
-            (text, form, engine.submit(tokenizer(text)["input_ids"], **options, **_with(form)))
-            for text in texts
-            for form in forms
+    if kind == "bart":
+        model, tokenizer = (
+            each.from_pretrained(MODELS / "kjv-bart") for each in (AutoModelForSeq2SeqLM, AutoTokenizer)
+        )
+    steps = list[Slots]()
+
+    def begin(*given: Any) -> Slots:
+        assert not any(step.taken for step in steps), "they share one"
+        steps.append(Slots(*given))
+        return steps[-1]
+
+    monkeypatch.setattr(continuous, "Slots", begin)
+    schema, digits = Grammar(tokenizer, json_schema=SCHEMA), Grammar(tokenizer, regex="[0-9]{3}|[a-z ]{9}")
+    forms = [None, schema, digits, None, digits, schema]
+    texts = [TEXT, "the king", "thou", "and they went forth to go into the land of canaan", "so", "behold"]
+    options = {"max_new_tokens": 30, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 0, **options}
+    drawn = options["do_sample"]
+    expected = list[torch.Tensor]()
+    for number, (text, form) in enumerate(zip(texts, forms, strict=True)):
+        torch.manual_seed(number)
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(form)))
+    for _ in range(2):  # then in a step that others have left
+        requests = [
+            make(model, tokenizer(text)["input_ids"], None, {**options, **_with(form)}, number if drawn else None, 6)
+            for number, (text, form) in enumerate(zip(texts, forms, strict=True))
         ]
-        for text, form, future in futures:
-            ids = torch.tensor([tokenizer(text)["input_ids"]])
-            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(form))
-            assert torch.equal(future.result(60), expected)
-        assert engine.stats()["executor"] == "slots" and not engine.stats()["alone"]
+        executor = ContinuousBatches(model.eval(), 6 if options["num_beams"] == 1 else 9)
+        run(executor, requests, at_once)
+        assert all(torch.equal(each.future.result(60), own) for each, own in zip(requests, expected, strict=True))
+        assert not executor.alone and executor.counts["repeated"] == 0
+    if at_once > 1 and options == {"max_new_tokens": 30, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 0}:
+        assert executor.counts["batches"] < len(requests)
+
+
+def test_static_batches(gpt2: tuple[Any, Any]) -> None:
+    """Requests with forms of their own do not share one."""
+    model, tokenizer = gpt2
+    forms = [Grammar(tokenizer, regex=f"{digit}{{3}}") for digit in range(4)]
+    ids, options = tokenizer(TEXT)["input_ids"], {"max_new_tokens": 10, "num_beams": 1, "no_repeat_ngram_size": 0}
+    with settings.changed(captured_step="never"), Engine(model, slots=4) as engine:
+        with engine.paused():
+            futures = [engine.submit(ids, **options, **_with(form)) for form in forms]
+        results = [tokenizer.decode(future.result(60)[0, len(ids) : -1]) for future in futures]
+    assert results == ["000", "111", "222", "333"]
+
+
+def test_slots_that_begin_again(gpt2: tuple[Any, Any]) -> None:
+    """A form may be followed once more, as where there is no room for K and V."""
+    model, tokenizer = gpt2
+    grammar, options = Grammar(tokenizer, json_schema=SCHEMA), {"max_new_tokens": 40, "num_beams": 1}
+    texts, budget = [TEXT, "the king", "thou", "behold"], None
+    for _ in range(2):
+        executor = ContinuousBatches(model, 4, cache_bytes=budget)
+        requests = [
+            make(model, tokenizer(text)["input_ids"], None, options | _with(grammar), None, 4) for text in texts
+        ]
+        run(executor, requests, 4)
+        budget = executor.stats()["kv_bytes"] // 2
+    assert executor.counts["preempted"] > 0
+    for text, request in zip(texts, requests, strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(grammar))
+        assert torch.equal(request.future.result(60), expected)
+
+
+def test_other_processors_beside_a_form(gpt2: tuple[Any, Any]) -> None:
+    """With code of the user's the host runs both, in a step of their own."""
+    model, tokenizer = gpt2
+    seen = list[int]()
+
+    def note(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(tokens.shape[1])
+        return scores
+
+    grammar, options = Grammar(tokenizer, json_schema=SCHEMA), {"max_new_tokens": 40, "num_beams": 1}
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(grammar))
+    with Engine(model, slots=4) as engine:
+        future = engine.submit(ids[0].tolist(), **options, logits_processor=[note, grammar.processor()])
+        beside = engine.submit(ids[0].tolist(), **options, **_with(grammar))
+        assert torch.equal(future.result(60), expected) and torch.equal(beside.result(60), expected)
+    assert seen == list(range(ids.shape[1], expected.shape[1]))
 
 
 def _with(form: Grammar | None) -> dict[str, Any]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import logits_process as library
 
 from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
+from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
 from fastgen.optimizer.transformers.captured.host import HostCode, append
 from fastgen.optimizer.transformers.captured.slot import Slot
+from fastgen.optimizer.transformers.user_code import kind_of
 
 
 class _HostCode(HostCode):
@@ -34,7 +38,22 @@ class EnteringDecoding(Decoding):
         super().__init__(call, arguments, model_kwargs)
         self.streamer = arguments.get("streamer")
 
-    def slot(self, owner: Any, new_tokens: int | None, length: int | None, seed: int | None) -> Slot:
+    def _sign(self, given: Sequence[Any]) -> list[processors.Signed | None]:
+        """The form of a result is data of the step, if there is one, and the host need not run it."""
+        found, forms = super()._sign(given), [n for n, each in enumerate(given) if kind_of(each) is FormProcessor]
+        if len(forms) == 1:
+            ban_none = all(type(each) is library.RepetitionPenaltyLogitsProcessor for each in given[: forms[0]])
+            found[forms[0]] = processors.Signed((FormMask, not ban_none))
+        return found
+
+    def slot(
+        self,
+        owner: Any,
+        new_tokens: int | None,
+        length: int | None,
+        seed: int | None,
+        own_processors: Sequence[Any] = (),
+    ) -> Slot:
         """One of its inputs, as slots see it.
 
         Args:
@@ -42,6 +61,7 @@ class EnteringDecoding(Decoding):
             new_tokens: the most that it may generate; None for as many as the call may.
             length: tokens of its prompt; None for as many as the call has.
             seed: of what it draws; None for one that is drawn.
+            own_processors: that the input has besides those of the call's options.
         """
         generator = None
         if self.config.do_sample:
@@ -54,7 +74,10 @@ class EnteringDecoding(Decoding):
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
         padding = 0 if length is None else self.prompt.tokens.shape[1] - length
         results = partial(_results, self._count, kept, self.config, self.output)
-        return Slot(owner, most, padding, results, host if is_seen else None, generator, self.streamer)
+        form = next((each for each in own_processors if type(each) is FormProcessor), None)
+        if self.shared_processors is None:  # the host runs it with the others
+            form = None
+        return Slot(owner, most, padding, results, host if is_seen else None, generator, self.streamer, form=form)
 
     def _windows_of_key(self) -> tuple[int | None, ...]:
         """Those of the model: others that enter may be longer."""

@@ -21,9 +21,10 @@ from fastgen import releases
 from fastgen.decoding import library_code
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
-from fastgen.optimizer.transformers import logits
+from fastgen.optimizer.transformers import logits, user_code
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured import score_processors as of_scores
+from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
 from fastgen.optimizer.transformers.captured.sizes import round_up
 
@@ -165,7 +166,8 @@ def refresh(made: Iterable[CapturedProcessor], given: Iterable[Signed]) -> bool:
 def with_temperature(given: Sequence[Any]) -> Any:
     """Processors of a call that samples, with a temperature: 1 changes no bit, and slots share a step with others."""
     kinds, neutral = [type(each) for each in given], library.TemperatureLogitsWarper(1.0)
-    if type(neutral) in kinds or not all(_is_the_librarys(kind) for kind in (*kinds, type(neutral))):
+    others = [type(each) for each in (*given, neutral) if user_code.kind_of(each) is not FormProcessor]
+    if type(neutral) in kinds or not all(map(_is_the_librarys, others)):
         return given
     behind = (n for n, kind in enumerate(kinds) if kind.__name__.endswith(("LogitsWarper", "LogitNormalization")))
     place = next(behind, len(kinds))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
+from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.host import Host
 
 
@@ -26,6 +27,7 @@ class Slot:
         generator: what its tokens are drawn with; None where none are.
         streamer: gets each token, [1], as it comes.
         streams_prompt: the streamer gets the prompt here, and not from the call, which is one of several inputs.
+        form: of its result, where that is data of the step.
         error: what code of the user's has raised, or that there is nothing to draw from.
         certain_tokens: that it generates whatever the model says.
         entered: steps that had been made when it came.
@@ -42,6 +44,7 @@ class Slot:
     generator: torch.Generator | None = None
     streamer: Any = None
     streams_prompt: bool = False
+    form: FormProcessor | None = None
     error: BaseException | None = None
     place: int = field(default=-1, init=False)
     certain_tokens: int = field(default=0, init=False)

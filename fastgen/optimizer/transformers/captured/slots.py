@@ -19,13 +19,15 @@ import torch
 
 from fastgen import memory
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.search import NOT_NUMBERS
+from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, fast_layers
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.choice import Choice
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
+from fastgen.optimizer.transformers.captured.forms import FormMask
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.kind import Kind
@@ -155,6 +157,7 @@ class Slots:
             if slot.generator is not None:
                 noise.exponential_(generator=slot.generator)
         start, end = int(search.start[0, 0]), search.prompt_capacity
+        self._block(slot, choice, search, 0)
         turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
         if isinstance(slot.error, CannotBeCaptured):  # the call goes on with the library's loop
@@ -300,6 +303,8 @@ class Slots:
                 self._close_ranks(step)
             for slot in self.taken.values():
                 self._draw(step, slot)
+                if not slot.is_over:
+                    self._block(slot, step.choice, step.search, slot.place)
             turns = self._turns(step) if self._key.waits_for_host else []
             self._verify(step, turns, captures)
             self._steps += 1
@@ -379,6 +384,15 @@ class Slots:
         if slot.generator is not None and not slot.is_over:
             rows = step.search.noise.view(self._key.batch, -1)[slot.place]
             rows.exponential_(generator=slot.generator)
+
+    def _block(self, slot: Slot, choice: Choice, search: Search, place: int) -> None:
+        """What may not come next of an input whose result has a form."""
+        if slot.form is None or slot.error is not None:
+            return
+        mask = next(each for each in choice.processors or () if isinstance(each, FormMask))
+        start, end = int(search.start[place, 0]), int(search.length[place, 0])
+        tokens = search.running_sequences[place, :, start:end]
+        slot.catch(partial(mask.block, slot.form, tokens, place))
 
     def _stream(self, step: DecodeStep, slot: Slot) -> None:
         if slot.streamer is not None and not slot.is_over:

@@ -1,0 +1,118 @@
+"""The form of results: what may come next, which the host finds out between steps, as data of a step with slots.
+
+Elsewhere the form is a processor like any of the user's, which the host runs within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from fastgen.optimizer.transformers.captured.processor_data import Bucket
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+
+
+class Form(Protocol):
+    """Where a sequence is in its form. It does not change."""
+
+    def behind(self, token: int) -> Form:
+        """Where it is behind a token."""
+
+    def blocked(self, size: int) -> Tensor:
+        """[size], bool, on the CPU: which tokens may not come."""
+
+
+class FormProcessor(LogitsProcessor):
+    """Has each sequence of a call have a form.
+
+    It knows a sequence by its tokens: beams change their rows, rows leave a batch, and a call may be repeated.
+
+    Args:
+        begin: of the form.
+    """
+
+    def __init__(self, begin: Form) -> None:
+        self._begin = begin
+        self._prompt = 0  # tokens of each, those of padding included
+        self._forms: dict[bytes, Form] = {}  # of the sequences of the latest step
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return restricted(scores, self.blocked(input_ids, scores.shape[1]).to(scores.device))
+
+    def blocked(self, tokens: Tensor, size: int) -> Tensor:
+        """[rows, size], bool, on the CPU: what may not come behind tokens [rows, length]."""
+        rows = [row.tobytes() for row in tokens.cpu().numpy()]
+        if not self._forms or tokens.shape[1] <= self._prompt:
+            self._prompt = tokens.shape[1]
+        self._forms = {key: self._form(key, tokens[row]) for row, key in enumerate(rows) if rows.index(key) == row}
+        return torch.stack([self._forms[key].blocked(size) for key in rows])
+
+    def _form(self, key: bytes, tokens: Tensor) -> Form:
+        before = self._forms.get(key[: -tokens.itemsize]) if len(tokens) > self._prompt else None
+        if before is not None:
+            return before.behind(int(tokens[-1]))
+        form = self._begin
+        for token in tokens[self._prompt :].tolist():
+            form = form.behind(token)
+        return form
+
+
+def restricted(scores: Tensor, blocked: Tensor, are_banned: bool = True) -> Tensor:
+    """Scores without what is blocked; both [rows, vocabulary].
+
+    Others may have left nothing that may come. Where they force a token, as the first one of a translation, it comes;
+    otherwise, as where they block what repeats, all that may come is as likely.
+
+    Args:
+        are_banned: others may have taken something out.
+    """
+    found = scores.masked_fill(blocked, -torch.inf)
+    if not are_banned:
+        return found
+    is_over = found.amax(1, keepdim=True) == -torch.inf
+    is_forced = (scores > -torch.inf).sum(1, keepdim=True) == 1
+    alike = scores.amax(1, keepdim=True).expand_as(scores).masked_fill(blocked, -torch.inf)
+    return torch.where(is_over, torch.where(is_forced, scores, alike), found)
+
+
+class FormMask(CapturedProcessor):
+    """What may not come, of each row of a step with slots. `block` says it of an input; of the others it is nothing.
+
+    Args:
+        are_banned: as of `restricted`.
+    """
+
+    is_of_any_rows, neutral = True, ()
+
+    def __init__(self, bucket: Bucket, are_banned: bool) -> None:
+        assert bucket.inputs is not None and bucket.vocabulary is not None, "slots have places"
+        self._per_input, self._are_banned = bucket.per_input, are_banned
+        self._blocked = torch.zeros(bucket.inputs * bucket.per_input, bucket.vocabulary, dtype=torch.bool)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        return restricted(scores, self._blocked, self._are_banned)
+
+    def block(self, form: FormProcessor, tokens: Tensor, target: int) -> None:
+        """What may not come of an input, whose sequences are `tokens` [rows, length]."""
+        rows = self._of(target)
+        rows.copy_(form.blocked(tokens, rows.shape[1]))
+
+    def put(self, numbers: Sequence[float], target: int | None = None) -> None:
+        (self._blocked if target is None else self._of(target)).fill_(False)
+
+    def insert(self, other: CapturedProcessor, source: int, target: int) -> None:
+        assert isinstance(other, FormMask), "of this signature"
+        self._of(target).copy_(other._of(source))
+
+    def of_batch(self, batch: int) -> FormMask:
+        other = super().of_batch(batch)
+        assert isinstance(other, FormMask), "a copy of this one"
+        other._blocked = self._blocked.new_zeros(batch * self._per_input, self._blocked.shape[1])
+        return other
+
+    def _of(self, place: int) -> Tensor:
+        return self._blocked[place * self._per_input : (place + 1) * self._per_input]
