@@ -254,11 +254,12 @@ def test_static_batches(gpt2: tuple[Any, Any]) -> None:
     model, tokenizer = gpt2
     forms = [Grammar(tokenizer, regex=f"{digit}{{3}}") for digit in range(4)]
     ids, options = tokenizer(TEXT)["input_ids"], {"max_new_tokens": 10, "num_beams": 1, "no_repeat_ngram_size": 0}
-    with settings.changed(captured_step="never"), Engine(model, slots=4) as engine:
-        with engine.paused():
-            futures = [engine.submit(ids, **options, **_with(form)) for form in forms]
-        results = [tokenizer.decode(future.result(60)[0, len(ids) : -1]) for future in futures]
-    assert results == ["000", "111", "222", "333"]
+    executor = ContinuousBatches(model, 4)
+    requests = [make(model, ids, None, options | _with(form), None, 4) for form in forms]
+    with settings.changed(captured_step="never"):
+        run(executor, requests, 4)
+    results = [tokenizer.decode(request.future.result(60)[0, len(ids) : -1]) for request in requests]
+    assert results == ["000", "111", "222", "333"] and executor.counts["steps"] == 0
 
 
 def test_slots_that_begin_again(gpt2: tuple[Any, Any]) -> None:
