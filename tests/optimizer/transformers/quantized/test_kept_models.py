@@ -47,9 +47,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.fixture
-def both(folder: Path) -> Both:
+@pytest.fixture(scope="module")
+def as_read(folder: Path) -> Both:
     return read(folder)
+
+
+@pytest.fixture
+def both(as_read: Both) -> Both:
+    """Copies of the test's own."""
+    return copy.deepcopy(as_read)
 
 
 def kept(model: nn.Module) -> int:
@@ -128,8 +134,8 @@ def test_casts_that_the_library_refuses(both: Both, cast: str) -> None:
         assert "is not supported for quantized model" in refused(getattr(model, cast), model)
 
 
-def test_deepcopy(both: Both) -> None:
-    ours, theirs = both
+def test_deepcopy(as_read: Both) -> None:
+    ours, theirs = as_read
     twin = copy.deepcopy(ours)
     check_logits(twin, theirs)
     embedding, head = twin.get_input_embeddings(), twin.get_output_embeddings()
