@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 import fastgen
@@ -81,6 +82,8 @@ class DispatchMode(TorchDispatchMode):
 
 class World:
     """A model, what has been changed of it, and how it is called."""
+
+    functions: tuple[tuple[Any, str], ...]
 
     def __init__(self, model: Any, rng: random.Random) -> None:
         self.model, self.rng = model, rng
@@ -403,11 +406,34 @@ def test_encoders(seed: int) -> None:
 BACK = [_switched, _restored, _unhooked]
 
 
+@pytest.mark.sampled(2, each=("change", "what"))
 @pytest.mark.parametrize("what", [_generate, _encode], ids=["generate", "encoder"])
 @pytest.mark.parametrize("change", [each for each in dict.fromkeys(CHANGES) if each not in BACK])
 def test_each_kind_of_change(change: Callable[[World], object], what: Callable[..., None]) -> None:
     """Then what takes it back, or one more. Where a model has nothing of the kind, an attribute changes."""
     what(random.Random(change.__name__), [[change, _attribute], [*BACK, change, _attribute]])
+
+
+# What a Llama calls besides; some of it without an effect on its tokens.
+OTHERS = (
+    (torch, "matmul"),
+    (Tensor, "transpose"),
+    (nn.Module, "__call__"),
+    (modeling_llama, "rotate_half"),
+    (type(ACT2FN["silu"]), "forward"),
+)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("owner", "name"), [*Llama.functions, *OTHERS])
+def test_each_function(owner: Any, name: str) -> None:
+    """Once a step is captured, put back, and replaced again."""
+
+    def replace(world: World) -> None:
+        world.functions = ((owner, name),)
+        _function(world)
+
+    _generate(random.Random(name), [[replace], [_restored], [replace]])
 
 
 def _encodings() -> int:

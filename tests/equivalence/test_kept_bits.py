@@ -22,6 +22,7 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.quantization.gguf import BLOCK_TYPES
 from tests import near_ties
+from tests.noting import noted
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -87,9 +88,7 @@ def test_llama(
     floats: list[bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replays: list[int] = []
-    replay = Program.replay
-    monkeypatch.setattr(Program, "replay", lambda self: (replays.append(1), replay(self))[1])
+    replays = noted(monkeypatch, Program, "replay")
     write_llama(tmp_path / smollm2.GGUF, types)
     tokens = torch.randint(3, VOCABULARY, (3, 7))
     mask = torch.ones_like(tokens)
