@@ -23,12 +23,7 @@ from fastgen.ops import gpu as operators
 from fastgen.quantization.gguf import BLOCK_TYPES
 from tests import near_ties
 from tests.noting import noted
-
-pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
-
-from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama
+from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama  # which may skip
 from tests.quantization.test_layer_weight import used  # noqa: F401 (the fixture)
 
 pytestmark = pytest.mark.sampled(4)

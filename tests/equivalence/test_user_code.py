@@ -162,7 +162,6 @@ OBJECTS: dict[str, tuple[type[Raises], Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.sampled(2, each=("name", "loop"))
 @loops
 @pytest.mark.parametrize("name", OBJECTS, **named)
 def test_objects(name: str, loop: str) -> None:

@@ -298,7 +298,6 @@ KINDS: dict[str, Callable[[int], Callable[[Log], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.sampled(2, each=("kind", "captured_step"))
 @pytest.mark.parametrize("captured_step", ["never", "always"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_code(kind: str, captured_step: Any) -> None:
