@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 import fastgen
 from fastgen import counters, patching, settings
 from fastgen.decoding.kv import growing as kv
@@ -37,6 +35,7 @@ from tests.equivalence.models import Family
 from tests.equivalence.test_fallbacks import WITHOUT_BEAMS
 from tests.models import tiny_unilm
 from tests.near_ties import check
+from tests.ops.instructions import threads
 from tests.pipeline import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -95,13 +94,8 @@ def _one_line(error: Exception) -> str:
 @contextlib.contextmanager
 def surveying() -> Iterator[None]:
     """Inside this block tiny models are treated as large ones are, on one thread: several would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with mock.patch.object(kv, "MIN_SHARED_BYTES", 0):
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    with threads(1), mock.patch.object(kv, "MIN_SHARED_BYTES", 0):
+        yield
 
 
 # ---- models that generate

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastgen.decoding.packing import Packing, attend_equal
 from fastgen.ops import packed_attention
+from tests.noting import noted
 
 LENGTHS = [7, 30, 7, 1, 130]
 HEADS, DIM = 4, 24
@@ -19,15 +20,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The texts of each call of FastGen's operator, which is the faster one."""
     if not packed_attention.is_available():
         pytest.skip("there are no kernels with vectors in this process")
-    found: list[int] = []
-    operator = packed_attention.OPERATOR
-
-    def counted(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        found.append(len(lengths))
-        return operator(query, keys, values, lengths, scale)
-
-    monkeypatch.setattr(packed_attention, "OPERATOR", counted)
-    return found
+    return noted(monkeypatch, packed_attention, "OPERATOR", lambda query, keys, values, lengths, scale: len(lengths))
 
 
 def check(kv_heads: int = HEADS, scale: float | None = None, dtype: torch.dtype = torch.float32) -> None:

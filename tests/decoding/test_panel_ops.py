@@ -19,6 +19,7 @@ from fastgen.decoding.weights import cache, formats
 from fastgen.ops import command_list, exact_cast, fingerprint
 from fastgen.ops.linear import choose, panels
 from fastgen.ops.linear.kernels import GEMM
+from tests.noting import noted
 
 pytestmark = [
     pytest.mark.skipif(not choose.reads_panels(1), reason="no kernel reads panels on this instruction set"),
@@ -230,8 +231,7 @@ def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, asked, copy = Step(weight_of(torch.bfloat16)), [], cache.DerivedWeight.in_step
-    monkeypatch.setattr(cache.DerivedWeight, "in_step", lambda self: (asked.append(1), copy(self))[1])
+    step, asked = Step(weight_of(torch.bfloat16)), noted(monkeypatch, cache.DerivedWeight, "in_step")
     for _ in range(2):
         asked.clear()
         assert step.call(9) and len(asked) == 2

@@ -17,6 +17,7 @@ from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 from tests.decoding.layers.tiny import KINDS, each_change, model_of_layers
+from tests.noting import noted
 
 PRECISIONS = quantized_linear.PRECISIONS
 
@@ -24,10 +25,8 @@ PRECISIONS = quantized_linear.PRECISIONS
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every layer is large enough and every processor fast; the precisions of what is packed, in order."""
-    found: list[str] = []
-    pack = quantized_linear.pack
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(quantized_linear, "pack", lambda weight, *form: found.append(form[0]) or pack(weight, *form))
+    found = noted(monkeypatch, quantized_linear, "pack", lambda weight, precision, *more: precision)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     fastgen.enable(packed_weights="call", weight_dtype="fp32")
     fastgen.reset_stats()

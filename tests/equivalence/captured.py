@@ -18,7 +18,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import graph_cache, pays
+from fastgen.optimizer.transformers.captured import compaction, graph_cache, pays
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.equivalence.models import BY_NAME, Family
@@ -41,6 +41,22 @@ def need_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
+
+
+def record_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded as programs, in the first call already."""
+    need_programs(device, monkeypatch)
+    record_from(monkeypatch, 0)
+    graph_cache.drop_all()
+
+
+def leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that have ended leave captured steps, whatever that costs."""
+    monkeypatch.setattr(compaction, "_FEW_ROWS", 1)
+    monkeypatch.setattr(compaction, "_EVERY", 1)
+    monkeypatch.setattr(compaction, "_MOVE", 0.0)
+    monkeypatch.setattr(pays, "_RECORDINGS", 0)
+    monkeypatch.setattr(pays.Ledger, "specializing", 0.0)
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, step: int | None, error: type[BaseException] = RuntimeError) -> list[None]:

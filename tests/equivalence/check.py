@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 import fastgen
-from fastgen import settings
+from fastgen import releases, settings
 from tests import near_ties
 from tests.near_ties import assert_same  # noqa: F401  (for the tests)
 
@@ -34,6 +35,14 @@ def check(model: Any, inputs: dict[str, Any], options: dict[str, Any] | Callable
     draws_others = model.device.type != "cpu" and not callable(options) and options.get("do_sample")
     with settings.changed(captured_step="never") if draws_others else contextlib.nullcontext():
         return near_ties.check(lambda: run(model, inputs, options))
+
+
+def cache_with(model: Any, tokens: torch.Tensor, cache: Any = None) -> Any:
+    """A cache that the model has stored these tokens in: this one, or one of its kind."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        model(input_ids=tokens, **releases.with_cache(cache))
+    return cache
 
 
 def accelerated() -> int:

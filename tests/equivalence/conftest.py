@@ -17,7 +17,8 @@ from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
-from tests.equivalence.captured import need_programs, on_the_cpu, record_from, spoil_shared_memory
+from tests.equivalence.captured import on_the_cpu, record_programs, spoil_shared_memory
+from tests.noting import noted
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +43,7 @@ def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytes
         with on_the_cpu():
             yield request.param
         return
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
-    graph_cache.drop_all()
+    record_programs(device, monkeypatch)
     spoil_shared_memory(monkeypatch)
     yield request.param
 
@@ -52,11 +51,7 @@ def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytes
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each replay of a graph."""
-    found: list[None] = []
-    kind = graph.Graph
-    original = kind.replay
-    monkeypatch.setattr(kind, "replay", lambda self: (found.append(None), original(self))[1])
-    return found
+    return noted(monkeypatch, graph.Graph, "replay")
 
 
 @pytest.fixture(autouse=True)

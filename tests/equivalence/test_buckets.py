@@ -20,6 +20,7 @@ from fastgen.optimizer.transformers.encoders.unpadded_forward import UnpaddedFor
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.models import BY_NAME, FAMILIES, LONG, PAD, VOCABULARY, Family, padded
+from tests.noting import noted
 
 LENGTHS = [7, LONG, 20, 6, 21, LONG]
 GROUPS = [(2, 7), (2, 21), (2, LONG)]
@@ -46,7 +47,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, each=("family", "decoding"))
 @pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.inputs == "text"], ids=str)
 def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tuple[int, int]]) -> None:
@@ -63,13 +64,7 @@ def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tupl
 def test_the_model_gets_no_padding_of_shorter_prompts(
     passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, embedding = [], torch.nn.functional.embedding
-
-    def recording(ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        seen.append(tuple(ids.shape))
-        return embedding(ids, *arguments)
-
-    monkeypatch.setattr(torch.nn.functional, "embedding", recording)
+    seen = noted(monkeypatch, torch.nn.functional, "embedding", lambda ids, *more: tuple(ids.shape))
     BY_NAME["llama"].build().generate(**padded(LENGTHS, "left"), max_new_tokens=2)
     assert seen == [*GROUPS, (6, 1)]
 

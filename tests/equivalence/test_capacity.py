@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.program import Program
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import sizes
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import (
     BY_RELEASE,
@@ -20,13 +20,14 @@ from tests.equivalence.captured import (
     build,
     captures,
     every,
-    need_programs,
     reasons,
     record_from,
+    record_programs,
 )
 from tests.equivalence.check import accelerated, check
 from tests.equivalence.models import EOS, LONG, SHORT, Family
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
+from tests.noting import noted
 
 pytestmark = pytest.mark.sampled(8)
 
@@ -49,17 +50,12 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 @pytest.fixture(autouse=True)
 def recordings(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs that are recorded. They are for the first call already, with small buffers that have to grow."""
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
+    record_programs(device, monkeypatch)
     monkeypatch.setattr(sizes, "_CACHED_ON_CPU", (32, 1))
     monkeypatch.setattr(sizes, "_NEW_ON_CPU", (32, 3))
     monkeypatch.setattr(sizes, "_SOURCE_ON_CPU", (32, 5))
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 30)
-    graph_cache.drop_all()
-    found: list[Program] = []
-    capture = Program.capture
-    monkeypatch.setattr(Program, "capture", lambda self, function: (found.append(self), capture(self, function))[1])
-    return found
+    return noted(monkeypatch, Program, "capture", lambda program, function: program)
 
 
 def of_length(family: Family, inputs: int, length: int) -> dict[str, Any]:

@@ -147,18 +147,6 @@ def test_a_table_that_may_be_too_short(device: torch.device) -> None:
     assert ("not permitted" if device.type == "cuda" else "waits for the device") in reason and captures() == 0
 
 
-@pytest.mark.parametrize("name", ["mistral-short-window", "mistral-long-window", "gemma2"])
-def test_sliding_windows(name: str, device: torch.device) -> None:
-    """Longer than what there is, and shorter: positions leave it in the prompt and behind it."""
-    model, inputs = build(KNOWN[name], device)
-    options = {**BEAMS, "max_new_tokens": 36, "min_new_tokens": 36}
-    for part in (slice(None), slice(-12, None)):
-        less = {key: value[:, part] for key, value in inputs.items()}
-        check(model, less, options)
-        check(model, less, options)
-    assert captures() == 4, reasons()
-
-
 PROPHETNET = {
     "beams": {**BEAMS, "no_repeat_ngram_size": 3},
     "a prompt": {**BEAMS, "decoder_input_ids": torch.tensor([[1, 20, 21], [1, 30, 31], [1, 40, 41]])},

@@ -25,6 +25,7 @@ from fastgen.quantization.quantized_tensor import QuantizedTensor
 from tests.equivalence.captured import BEAMS, GREEDY, CalledGraph, build, captures, reasons, to, two
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
+from tests.noting import noted
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +39,7 @@ def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each low-bit product."""
-    found: list[int] = []
-    product = grouped_linear.grouped_linear
-    monkeypatch.setattr(
-        grouped_linear, "grouped_linear", lambda x, *more: found.append(x.numel() // x.shape[-1]) or product(x, *more)
-    )
-    return found
+    return noted(monkeypatch, grouped_linear, "grouped_linear", lambda x, *more: x.numel() // x.shape[-1])
 
 
 def random_grouped(outputs: int, inputs: int, bits: int, form: str, device: torch.device) -> QuantizedTensor:

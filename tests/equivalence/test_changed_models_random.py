@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 import fastgen
@@ -81,6 +82,8 @@ class DispatchMode(TorchDispatchMode):
 
 class World:
     """A model, what has been changed of it, and how it is called."""
+
+    functions: tuple[tuple[Any, str], ...]
 
     def __init__(self, model: Any, rng: random.Random) -> None:
         self.model, self.rng = model, rng
@@ -408,6 +411,34 @@ BACK = [_switched, _restored, _unhooked]
 def test_each_kind_of_change(change: Callable[[World], object], what: Callable[..., None]) -> None:
     """Then what takes it back, or one more. Where a model has nothing of the kind, an attribute changes."""
     what(random.Random(change.__name__), [[change, _attribute], [*BACK, change, _attribute]])
+
+
+# What a Llama calls, some of it without an effect on its tokens; the last of its functions above it does not.
+REPLACED = [
+    *Llama.functions[:-1],
+    (torch, "matmul"),
+    (Tensor, "transpose"),
+    (nn.Module, "__call__"),
+    (modeling_llama, "rotate_half"),
+    (type(ACT2FN["silu"]), "forward"),
+]
+
+
+@pytest.mark.sampled(2, each=("owner",))
+@pytest.mark.parametrize(("owner", "name"), REPLACED)
+def test_each_function(owner: Any, name: str) -> None:
+    """Before anything ran, and once a step is captured: none stands for it. And put back again."""
+    model, inputs = build(BY_NAME["llama"], CPU)
+    world = Llama(model, random.Random(name))
+    world.functions = ((owner, name),)
+    for captured in range(2):
+        _function(world)
+        try:
+            check(model, inputs, OPTIONS)
+        finally:
+            _restored(world)
+        assert captures() == captured
+        check(model, inputs, OPTIONS)
 
 
 def _encodings() -> int:

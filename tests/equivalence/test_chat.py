@@ -19,7 +19,7 @@ from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import sizes
 from tests import near_ties
 from tests.equivalence.captured import captures, fail_at, reasons
-from tests.equivalence.check import accelerated, fallbacks
+from tests.equivalence.check import accelerated, cache_with, fallbacks
 from tests.equivalence.models import BY_NAME, EOS
 from tests.equivalence.user_code import Listens, MyError
 
@@ -27,7 +27,10 @@ NEW: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 needs_order = pytest.mark.skipif(not releases.streams_behind_criteria(), reason="this release asks criteria afterwards")
 
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = [
+    pytest.mark.usefixtures("way"),
+    pytest.mark.sampled(4, each=("way", "name", "options", "streams", "at", "after", "error", "filled")),
+]
 
 
 def _both(call: Callable[[], Any]) -> tuple[Any, Any]:
@@ -228,15 +231,16 @@ def _cache(model: Any) -> Any:
     return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["plain", "streamed"])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"])
+@pytest.mark.parametrize(
+    ("options", "streams"),
+    [({}, False), ({}, True), ({"do_sample": True}, False), ({"do_sample": True}, True), ({"num_beams": 3}, False)],
+    ids=["greedy", "greedy-streamed", "sampling", "sampling-streamed", "beams"],
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bloom"])
 def test_turns_of_a_chat(
     name: str, options: dict[str, Any], streams: bool, way: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each goes on behind the cache of the last one: what that holds is what the library would have left there."""
-    if streams and "num_beams" in options:
-        pytest.skip("the library streams no beams")
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs(1, padding=None)
     if way == "graphs" and "do_sample" in options:
@@ -326,8 +330,7 @@ def test_a_cache_behind_a_streamer_that_raises(
     def call() -> Any:
         cache, streamer = _cache(model), transformers.TextStreamer(tokenizer)
         if filled:
-            with torch.no_grad():
-                model(input_ids=inputs["input_ids"][:, :6], **releases.with_cache(cache))
+            cache_with(model, inputs["input_ids"][:, :6], cache)
         streamer.hears = Hears(at, error)
         with pytest.raises(error):
             model.generate(**inputs, **NEW, eos_token_id=None, streamer=streamer, **releases.with_cache(cache))
@@ -348,18 +351,10 @@ def test_a_cache_behind_an_interrupt(at: int, monkeypatch: pytest.MonkeyPatch) -
     length = inputs["input_ids"].shape[1]
     assert cache.get_seq_length() == length + at - 1
 
-    whole = _stored(model, model.generate(**inputs, **NEW, eos_token_id=None)[:, : length + at - 1])
+    whole = cache_with(model, model.generate(**inputs, **NEW, eos_token_id=None)[:, : length + at - 1])
     for found, expected in zip(cache.layers, whole.layers, strict=True):
         torch.testing.assert_close(found.keys, expected.keys, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found.values, expected.values, atol=1e-5, rtol=1e-5)
-
-
-def _stored(model: Any, tokens: torch.Tensor) -> Any:
-    """A cache with these tokens."""
-    cache = _cache(model)
-    with torch.no_grad():
-        model(input_ids=tokens, **releases.with_cache(cache))
-    return cache
 
 
 @pytest.mark.parametrize("after", [1, 4, 9])
@@ -372,8 +367,7 @@ def test_a_cache_behind_a_step_that_fails(after: int, filled: bool, monkeypatch:
     def call() -> Any:
         cache = _cache(model)
         if filled:
-            with torch.no_grad():
-                model(input_ids=inputs["input_ids"][:, :6], **releases.with_cache(cache))
+            cache_with(model, inputs["input_ids"][:, :6], cache)
         return model.generate(**inputs, **NEW, eos_token_id=None, **releases.with_cache(cache)), cache
 
     near_ties.check(call)

@@ -18,6 +18,7 @@ from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.models import BY_NAME, EOS, FAMILIES, FIRST_WORD, SHORT, Family
 from tests.equivalence.others import made
+from tests.noting import noted
 
 # Sequences end early and at different steps: several tokens end one.
 ENDS = {"eos_token_id": [EOS, *range(FIRST_WORD, FIRST_WORD + 70)], "max_new_tokens": 30}
@@ -137,14 +138,7 @@ def test_a_call_copies_no_configuration_that_the_library_does_not(
     captured_step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model with an encoder, the library makes a copy for whoever asks for that of the decoder."""
-    asked: list[Any] = []
-    of_text = PreTrainedConfig.get_text_config
-
-    def counting_get_text_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(config)
-        return of_text(config, *args, **kwargs)
-
-    monkeypatch.setattr(PreTrainedConfig, "get_text_config", counting_get_text_config)
+    asked = noted(monkeypatch, PreTrainedConfig, "get_text_config")
     model, inputs = BY_NAME["bart"].build(), BY_NAME["bart"].make_inputs(batch=4)
     fastgen.enable(captured_step=captured_step)
 

@@ -21,10 +21,11 @@ from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests import near_ties
-from tests.equivalence.captured import FAMILIES, build, captures, every, need_programs, reasons, record_from
+from tests.equivalence.captured import FAMILIES, build, captures, every, leave_at_once, reasons, record_programs
 from tests.equivalence.check import check, run
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, Family, padded
 from tests.equivalence.user_code import Listens
+from tests.noting import noted
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {
@@ -40,19 +41,12 @@ LEAVING = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [EOS, *rang
 @pytest.fixture(autouse=True)
 def inputs_of_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For how many inputs programs run; inputs leave whatever that costs."""
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
-    monkeypatch.setattr(compaction, "_FEW_ROWS", 1)
-    monkeypatch.setattr(compaction, "_EVERY", 1)
-    monkeypatch.setattr(compaction, "_MOVE", 0.0)
-    monkeypatch.setattr(pays, "_RECORDINGS", 0)
-    monkeypatch.setattr(Ledger, "specializing", 0.0)
-    found: list[int] = []
-    use = CapturedPart.use
-    monkeypatch.setattr(CapturedPart, "use", lambda part, inputs: (found.append(inputs), use(part, inputs))[1])
-    return found
+    record_programs(device, monkeypatch)
+    leave_at_once(monkeypatch)
+    return noted(monkeypatch, CapturedPart, "use", lambda part, inputs: inputs)
 
 
+@pytest.mark.sampled(2, each=("family", "way"))
 @every
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_those_that_go_on_are_what_they_were(
@@ -91,13 +85,11 @@ def test_inputs_may_leave_behind_any_step_that_is_captured(monkeypatch: pytest.M
     """Whether buffers grow in this call, or are as large as the one before has left them."""
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 64)
     model, inputs = build(BY_NAME["llama"], CPU)
-    after, asked = Compaction.after, list[int]()
 
-    def noted(compaction: Compaction, step: Any, seconds: float) -> None:
-        asked.append(int(step.search.length.max()) - step.search.prompt_capacity)
-        after(compaction, step, seconds)
+    def place(compaction: Compaction, step: Any, seconds: float) -> int:
+        return int(step.search.length.max()) - step.search.prompt_capacity
 
-    monkeypatch.setattr(Compaction, "after", noted)
+    asked = noted(monkeypatch, Compaction, "after", place)
     with fastgen.settings.changed(captured_step="always"):
         for _ in range(2):
             asked.clear()
@@ -121,11 +113,7 @@ def test_a_larger_step_goes_on_with_the_order_of_the_inputs(
 ) -> None:
     """One of fixed sizes is exchanged for a larger one behind its first tokens, when inputs have left."""
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 8)
-    left_by: list[int] = []
-    larger = Decoding._larger
-    monkeypatch.setattr(
-        Decoding, "_larger", lambda call, step: (left_by.append(min(inputs_of_programs)), larger(call, step))[1]
-    )
+    left_by = noted(monkeypatch, Decoding, "_larger", lambda call, step: min(inputs_of_programs))
     model, _ = build(BY_NAME["opt"], CPU)
     given = padded([3, 4, 5, 90, 91, 92, 93, 94], side="left", words=(FIRST_WORD, 60))
     options = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": [EOS, 20]}
@@ -170,10 +158,7 @@ def test_without_memory_for_a_recording_all_places_are_computed(
         without_memory.setattr(any_batch, "SymbolicStep", fails)
         check(model, family.make_inputs(6, LONG), LEAVING)
     assert fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
-    made, specialize = list[int](), CapturedPart.specialize
-    monkeypatch.setattr(
-        CapturedPart, "specialize", lambda self, inputs, *given: (made.append(inputs), specialize(self, inputs, *given))
-    )
+    made = noted(monkeypatch, CapturedPart, "specialize")
     check(model, family.make_inputs(7, LONG), LEAVING)
     assert made and fastgen.stats()[any_batch.ENTRY_POINT]["not used"] == {"out of memory": 1}
 
@@ -236,10 +221,7 @@ def test_what_has_no_programs_is_not_asked_in_each_step(
 ) -> None:
     family = BY_NAME["llama"]
     model, _ = build(family, CPU)
-    asked, symbolic = list[int](), graph_cache.symbolic
-    monkeypatch.setattr(
-        graph_cache, "symbolic", lambda model, key, *given: (asked.append(given[0]), symbolic(model, key, *given))[1]
-    )
+    asked = noted(monkeypatch, graph_cache, "symbolic", lambda model, key, inputs, *given: inputs)
     monkeypatch.setattr(any_batch.SymbolicStep, "specialize", lambda *given: None)
     for _ in range(2):
         check(model, family.make_inputs(6, LONG), LEAVING)
@@ -255,10 +237,7 @@ def test_of_more_inputs_than_are_recorded_those_leave_that_are_too_many(
     monkeypatch.setattr(any_batch, "MOST", 17)
     family = BY_NAME["llama"]
     model, _ = build(family, CPU)
-    made, specialize = list[int](), CapturedPart.specialize
-    monkeypatch.setattr(
-        CapturedPart, "specialize", lambda self, inputs, *given: (made.append(inputs), specialize(self, inputs, *given))
-    )
+    made = noted(monkeypatch, CapturedPart, "specialize", lambda part, inputs, *given: inputs)
     for inputs in (24, 5):
         made.clear()
         check(model, family.make_inputs(inputs, LONG), LEAVING)

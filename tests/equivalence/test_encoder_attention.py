@@ -16,6 +16,7 @@ from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check
 from tests.equivalence.encoder_models import LONGEST, assert_close, both, build, inputs
 from tests.equivalence.models import BY_NAME, LONG, padded
+from tests.noting import noted
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -25,15 +26,7 @@ def own_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the queries in each call of FastGen's attention over texts, which is the faster one."""
     if not packed_attention.is_available():
         pytest.skip("there are no kernels with vectors in this process")
-    found: list[tuple[int, ...]] = []
-    operator = packed_attention.OPERATOR
-
-    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
-        found.append(tuple(query.shape))
-        return operator(query, *others)
-
-    monkeypatch.setattr(packed_attention, "OPERATOR", counted)
-    return found
+    return noted(monkeypatch, packed_attention, "OPERATOR", lambda query, *others: tuple(query.shape))
 
 
 @pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])

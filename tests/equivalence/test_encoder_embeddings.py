@@ -14,6 +14,7 @@ import fastgen
 from fastgen.optimizer.transformers.encoders import unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS
 from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, assert_close, both, build, class_of, inputs
+from tests.noting import noted
 
 LENGTHS = [7, LONGEST, 20, 6, 2]
 PADDING_ZERO = "transformers.encoder, padding zero"
@@ -52,7 +53,7 @@ def test_tokens_alone(architecture: str, option: str, side: str, monkeypatch: py
         pytest.skip("there is no such model")
     # Poolers read the first position, which is padding on the left.
     model, given = build(architecture, "" if side == "right" else "TokenClassification"), inputs(LENGTHS, side)
-    ids, seen = given["input_ids"], []
+    ids = given["input_ids"]
     if option == "positions":
         given["position_ids"] = torch.arange(LONGEST).flip(0).expand_as(ids) + 2
     elif option == "positions of one row":
@@ -64,10 +65,7 @@ def test_tokens_alone(architecture: str, option: str, side: str, monkeypatch: py
         if architecture == "DistilBert":
             pytest.skip("has none")
         given["token_type_ids"] = (torch.arange(LONGEST) > 3).long().expand_as(ids) % model.config.type_vocab_size
-    embedded = unpadded_forward.UnpaddedForward.embedded
-    monkeypatch.setattr(
-        unpadded_forward.UnpaddedForward, "embedded", lambda self, row: (seen.append(row.shape), embedded(self, row))[1]
-    )
+    seen = noted(monkeypatch, unpadded_forward.UnpaddedForward, "embedded", lambda self, row: row.shape)
     _check(model, given)
     assert [shape[:2] for shape in seen] == [(1, sum(LENGTHS))]
     assert sum(each["accelerated"] for each in fastgen.stats().values()) == 1, fastgen.stats()

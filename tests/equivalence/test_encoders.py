@@ -37,6 +37,7 @@ from tests.equivalence.encoder_models import (
     tensors,
 )
 from tests.equivalence.models import BY_NAME
+from tests.noting import noted
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -216,10 +217,8 @@ def test_bfloat16(architecture: str) -> None:
 
 def test_many_rows_have_kernels_of_fastgens(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that have changed since are seen."""
-    used = []
-    chosen = choose.kernel_for
+    used = noted(monkeypatch, choose, "kernel_for")
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(choose, "kernel_for", lambda *given: used.append(given[0].shape) or chosen(*given))
     model = copy.deepcopy(classifier)
     for lengths in (LENGTHS * 3, [LONGEST] * 9):  # with and without padding
         used.clear()
@@ -234,9 +233,7 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *arguments: None)
-    packed = []
-    pack = quantized_linear.pack
-    monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(1), pack(*given))[1])
+    packed = noted(monkeypatch, quantized_linear, "pack")
     model = copy.deepcopy(classifier)
     given = inputs(LENGTHS)
     exact = _plain(model, given).logits

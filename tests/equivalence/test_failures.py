@@ -19,7 +19,7 @@ from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
-from tests.equivalence.check import accelerated, assert_same, fallbacks, run
+from tests.equivalence.check import accelerated, assert_same, cache_with, fallbacks, run
 from tests.equivalence.models import BY_NAME
 from tests.equivalence.options import SCORES, SEQ2SEQ, any_decoding, decoders, every
 from tests.equivalence.user_code import Listens
@@ -152,8 +152,7 @@ def test_own_cache_is_intact(family: Any, filled: bool, monkeypatch: pytest.Monk
     def call() -> Any:
         cache = DynamicCache()
         if filled:
-            with torch.no_grad():
-                model(input_ids=inputs["input_ids"][:, :6], **releases.with_cache(cache))
+            cache_with(model, inputs["input_ids"][:, :6], cache)
             cache.batch_repeat_interleave(4)
         return run(model, inputs, lambda: {**BEAM, **SCORES, **releases.with_cache(cache)}), cache
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import fastgen
 from fastgen import releases
 from tests.equivalence.cases import BEAM, DECODING, SAMPLE
-from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
+from tests.equivalence.check import accelerated, assert_same, cache_with, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, EOS, VOCABULARY
 from tests.equivalence.others import OTHERS
 
@@ -83,12 +83,9 @@ def _replace_forward(model: Any) -> None:
 def _prefilled(family: Any, rows: int, differing: bool = False) -> DynamicCache:
     """A cache that holds the first positions of the prompt, one row per sequence."""
     model, ids = family.build(), family.make_inputs(padding=None)["input_ids"][:, :6].repeat_interleave(rows, 0)
-    cache = DynamicCache(config=model.config)
     if differing:
         ids = (ids + torch.arange(ids.shape[0]).unsqueeze(1)) % VOCABULARY
-    with torch.no_grad():
-        model(input_ids=ids, **releases.with_cache(cache))
-    return cache
+    return cache_with(model, ids)
 
 
 @dataclass(frozen=True)
@@ -226,13 +223,12 @@ def test_no_fallback_with_beams(draft: Callable[[], dict[str, Any]], options: di
 
 def test_compiled_model() -> None:
     """`model.compile()`, and a model wrapped by torch.compile (with a backend that compiles nothing)."""
-    compiled = copy.deepcopy(LLAMA.build())
+    compiled, options = copy.deepcopy(LLAMA.build()), {**BEAM, "max_new_tokens": 4}
     compiled.compile(backend="eager")
     wrapped = torch.compile(LLAMA.build(), backend="eager")
-    expected = run(LLAMA.build(), LLAMA.make_inputs(), BEAM)
-    fastgen.reset_stats()
+    expected = run(LLAMA.build(), LLAMA.make_inputs(), options)
     for model in (compiled, wrapped):
-        assert_same(expected, run(model, LLAMA.make_inputs(), BEAM))
+        assert_same(expected, run(model, LLAMA.make_inputs(), options))
 
 
 def _compile_layer(model: Any) -> None:
@@ -254,7 +250,7 @@ def test_compiled_part(compile_part: Callable[[Any], None]) -> None:
     model = _changed(compile_part)()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(model, LLAMA.make_inputs(), BEAM)
+        check(model, LLAMA.make_inputs(), {**BEAM, "max_new_tokens": 4})
     assert fallbacks() == {"the model, or a part of it, is compiled": 1}
 
 

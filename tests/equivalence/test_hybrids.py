@@ -18,52 +18,38 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.states import FixedStates
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import compaction, graph_cache, pays
-from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.states import SharedStates, of_layer
 from tests import near_ties
-from tests.equivalence.captured import BEAMS, GREEDY, NEW, captures, fail_at, need_programs, reasons, record_from
+from tests.equivalence.captured import BEAMS, GREEDY, NEW, captures, fail_at, leave_at_once, reasons, record_programs
 from tests.equivalence.cases import DECODING, SHAPES
-from tests.equivalence.check import accelerated, check, fallbacks, run
+from tests.equivalence.check import accelerated, cache_with, check, fallbacks, run
 from tests.equivalence.hybrids import BY_NAME, HYBRIDS
 from tests.equivalence.models import EOS, LONG, VOCABULARY, Family, padded
 from tests.equivalence.test_failures import assert_repeated
+from tests.noting import noted
 
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True}
 # One for each kind of layers: of states alone, beside those with K and V, and of both.
 KINDS = [name for name in ("qwen3.5", "lfm2", "granite-hybrid", "falcon-h1", "mamba2") if name in BY_NAME]
 
-pytestmark = pytest.mark.skipif(not releases.keeps_states_in_cache(), reason="states are kept elsewhere")
+pytestmark = [
+    pytest.mark.skipif(not releases.keeps_states_in_cache(), reason="states are kept elsewhere"),
+    pytest.mark.sampled(2, each=("name", "attention", "options", "captured_step", "at")),
+]
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 @pytest.fixture
 def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Steps are recorded as programs; an entry for each replay of one."""
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
-    graph_cache.drop_all()
-    replay, found = Program.replay, list[None]()
-
-    def counting(program: Program) -> None:
-        found.append(None)
-        replay(program)
-
-    monkeypatch.setattr(Program, "replay", counting)
-    return found
-
-
-def _calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
-    """An entry for each call of a method."""
-    method, found = getattr(owner, name), list[None]()
-    monkeypatch.setattr(owner, name, lambda self, *given: (found.append(None), method(self, *given))[1])
-    return found
+    record_programs(device, monkeypatch)
+    return noted(monkeypatch, Program, "replay")
 
 
 # ---- all of them
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, each=("family", "decoding"))
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("decoding", DECODING)
 @pytest.mark.parametrize("family", HYBRIDS, ids=str)
@@ -73,7 +59,7 @@ def test_hooks(family: Family, decoding: str) -> None:
     assert accelerated() == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, each=("family", "decoding"))
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("decoding", DECODING)
 @pytest.mark.parametrize("family", HYBRIDS, ids=str)
@@ -129,7 +115,7 @@ def test_bfloat16(family: Family, captured_step: Any, decoding: str, programs: l
 @each_kind
 def test_calls_of_other_lengths_share_a_step(name: str, programs: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of the call before, and nothing is recorded again."""
-    recordings, family = _calls(monkeypatch, CapturedPart, "capture"), BY_NAME[name]
+    recordings, family = noted(monkeypatch, CapturedPart, "capture"), BY_NAME[name]
     for number, (lengths, new) in enumerate(
         [([9, 30, 22], 30), ([40, 3, 17], 12), ([5, 5, 5], 200), ([9, 30, 22], 30)]
     ):
@@ -166,15 +152,8 @@ def test_weights_that_change_between_calls(name: str, options: dict[str, Any], p
 @each_kind
 def test_inputs_that_end_leave(name: str, programs: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their places are taken by others, with their states."""
-    for owner, constant, value in (
-        (compaction, "_FEW_ROWS", 1),
-        (compaction, "_EVERY", 1),
-        (compaction, "_MOVE", 0.0),
-        (pays, "_RECORDINGS", 0),
-        (Ledger, "specializing", 0.0),
-    ):
-        monkeypatch.setattr(owner, constant, value)
-    moved, kept = (_calls(monkeypatch, *method) for method in ((FixedStates, "insert"), (SharedStates, "keep")))
+    leave_at_once(monkeypatch)
+    moved, kept = noted(monkeypatch, FixedStates, "insert"), noted(monkeypatch, SharedStates, "keep")
     family = BY_NAME[name]
     ends = {**GREEDY, "max_new_tokens": 60, "eos_token_id": list(range(4, VOCABULARY, 11))}
     for options in (ends, {**ends, "num_beams": 3}):
@@ -190,7 +169,6 @@ def test_inputs_that_end_leave(name: str, programs: list[None], monkeypatch: pyt
 # ---- caches
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("captured_step", ["always", "never"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"])
 @each_kind
@@ -257,6 +235,7 @@ def test_a_call_that_fails_leaves_a_cache_as_it_was(name: str, at: int, monkeypa
     assert_repeated(call, monkeypatch, GrowingKV, "extend", at)
 
 
+@pytest.mark.sampled(4, each=("name", "options", "at"))
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 @pytest.mark.parametrize("options", [{}, {"max_time": 1e6}], ids=["in one piece", "with a criterion"])
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "mamba2"])
@@ -277,9 +256,8 @@ def test_an_interrupt_between_the_pieces_of_a_step(
     monkeypatch.setattr(Program, "replay", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.generate(**inputs, **given, **options, **releases.with_cache(cache))
-    expected = DynamicCache(config=model.config)
-    with fastgen.disabled(), torch.no_grad():
-        model(tokens[:, : cache.get_seq_length()], **releases.with_cache(expected))
+    with fastgen.disabled():
+        expected = cache_with(model, tokens[:, : cache.get_seq_length()])
     for layer, other in zip(cache.layers, expected.layers, strict=True):
         for state, right in zip(of_layer(layer).values(), of_layer(other).values(), strict=True):
             torch.testing.assert_close(state, right, atol=1e-4, rtol=1e-4)
@@ -338,7 +316,6 @@ def test_a_model_whose_state_is_elsewhere() -> None:
 # ---- the engine
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 @each_kind
 def test_slots(name: str, options: dict[str, Any], programs: list[None]) -> None:

@@ -8,15 +8,13 @@ import torch
 import fastgen
 from fastgen.decoding import host_memory
 from fastgen.optimizer.transformers.captured import graph_cache
-from tests.equivalence.captured import need_programs, record_from
+from tests.equivalence.captured import record_programs
 
 
 @pytest.fixture(autouse=True)
 def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded as programs, in the first call."""
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
-    graph_cache.drop_all()
+    record_programs(device, monkeypatch)
 
 
 def test_idle_steps_take_no_memory() -> None:

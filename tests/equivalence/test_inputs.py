@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from fastgen import releases
 from tests import near_ties
 from tests.equivalence.cases import BEAM, SAMPLE
-from tests.equivalence.check import accelerated, assert_same, check, run
+from tests.equivalence.check import accelerated, assert_same, cache_with, check, run
 from tests.equivalence.models import BY_NAME, LONG, VOCABULARY, Family
 from tests.equivalence.options import SCORES, any_decoding, beam_and_sample, checked, decoders, every, seq2seq
 
@@ -150,9 +150,7 @@ def test_own_filled_cache(family: Family, decoding: dict[str, Any], prefix: int)
     rows = max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
 
     def call() -> Any:
-        cache = DynamicCache()
-        with torch.no_grad():
-            model(input_ids=inputs["input_ids"][:, :prefix], **releases.with_cache(cache))
+        cache = cache_with(model, inputs["input_ids"][:, :prefix], DynamicCache())
         cache.batch_repeat_interleave(rows)
         return run(model, inputs, lambda: {**decoding, **SCORES, **releases.with_cache(cache)}), cache
 

@@ -22,12 +22,8 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.quantization.gguf import BLOCK_TYPES
 from tests import near_ties
-
-pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
-
-from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama
+from tests.noting import noted
+from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama  # which may skip
 from tests.quantization.test_layer_weight import used  # noqa: F401 (the fixture)
 
 pytestmark = pytest.mark.sampled(4)
@@ -87,9 +83,7 @@ def test_llama(
     floats: list[bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replays: list[int] = []
-    replay = Program.replay
-    monkeypatch.setattr(Program, "replay", lambda self: (replays.append(1), replay(self))[1])
+    replays = noted(monkeypatch, Program, "replay")
     write_llama(tmp_path / smollm2.GGUF, types)
     tokens = torch.randint(3, VOCABULARY, (3, 7))
     mask = torch.ones_like(tokens)

@@ -17,6 +17,7 @@ from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.options import every
 from tests.equivalence.others import made
 from tests.equivalence.test_failures import break_
+from tests.noting import noted
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
@@ -24,15 +25,7 @@ pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extensio
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The outputs of every product of a layer that has a kernel of FastGen's."""
-    found: list[int] = []
-    chosen = choose.kernel_for
-
-    def counting(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> Any:
-        found.append(weight.shape[0])
-        return chosen(x, weight, bias)
-
-    monkeypatch.setattr(choose, "kernel_for", counting)
-    return found
+    return noted(monkeypatch, choose, "kernel_for", lambda x, weight, bias: weight.shape[0])
 
 
 def installed(model: Any) -> int:

@@ -17,7 +17,10 @@ from tests.equivalence.check import accelerated, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, VOCABULARY, Weights, enliven
 from tests.equivalence.multimodal import CONFIGS, LENGTH, PICTURES, build, llava, made, text
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = [
+    pytest.mark.usefixtures("way"),
+    pytest.mark.sampled(3, each=("way", "name", "decoding", "options", "given")),
+]
 
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 # Their steps are not captured: the library does not run them with a static cache, and hands on what it may not.
@@ -46,7 +49,6 @@ def _assert_captured(calls: int) -> None:
     assert captures() == calls, (reasons(), fallbacks())
 
 
-@pytest.mark.sampled(3, each=("name", "decoding"))
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("name", CAPTURED)
 def test_text(name: str, decoding: str, way: str) -> None:
@@ -58,7 +60,7 @@ def test_text(name: str, decoding: str, way: str) -> None:
     _assert_captured(2)
 
 
-@pytest.mark.sampled(4, each=("name", "counts"))
+@pytest.mark.sampled(8, each=("way", "name", "counts", "decoding"))
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", [name for name in PICTURES if name in CAPTURED])
@@ -215,7 +217,6 @@ def test_weights_that_change(name: str) -> None:
 @pytest.mark.parametrize("given", ["embeddings", "masked", "last tokens, too"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}, {"repetition_penalty": 1.3}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "opt", "qwen3"])
-@pytest.mark.sampled(3, each=("name", "options", "given"))
 def test_embeddings_in_place_of_tokens(name: str, options: dict[str, Any], given: str, way: str) -> None:
     """Learned prompts are such, and what code of others makes of pictures. The first ones are the longest."""
     _needs_same_draws(way, options)

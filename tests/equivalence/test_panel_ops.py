@@ -21,9 +21,8 @@ from tests.equivalence.captured import (
     GREEDY,
     build,
     captures,
-    need_programs,
     reasons,
-    record_from,
+    record_programs,
     two,
 )
 from tests.equivalence.check import check, run
@@ -39,11 +38,9 @@ TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
 @pytest.fixture(autouse=True)
 def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is recorded for the first call already, and weights of any size have a copy."""
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
+    record_programs(device, monkeypatch)
     monkeypatch.setattr(formats, "MIN_PANELS", 0)
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
-    graph_cache.drop_all()
 
 
 def matrices(model: Any) -> list[torch.Tensor]:

@@ -27,13 +27,14 @@ from tests.equivalence.captured import (
     build,
     captures,
     every,
-    need_programs,
     reasons,
     record_from,
+    record_programs,
     spoil_shared_memory,
 )
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
+from tests.noting import noted
 
 pytestmark = pytest.mark.sampled(8)
 
@@ -43,20 +44,15 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is recorded for the first call already. The largest outputs are found with a copy of the weight."""
-    need_programs(device, monkeypatch)
-    record_from(monkeypatch, 0)
+    record_programs(device, monkeypatch)
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
-    graph_cache.drop_all()
     spoil_shared_memory(monkeypatch)
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The program of each replay."""
-    found: list[Program] = []
-    replay = Program.replay
-    monkeypatch.setattr(Program, "replay", lambda self: (found.append(self), replay(self))[1])
-    return found
+    return noted(monkeypatch, Program, "replay", lambda program: program)
 
 
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}

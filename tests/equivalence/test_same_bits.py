@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import check, run
+from tests.ops.instructions import threads
 
 pytestmark = pytest.mark.skipif(
     choose.instruction_set() is Isa.PORTABLE, reason="all products are torch's on this instruction set"
@@ -115,19 +117,14 @@ def test_a_row_depends_on_no_other_row_and_on_no_number_of_threads(layer: nn.Lin
     of_kernel: dict[Any, list[int]] = {}
     for rows in (1, 2, 7, 8, 9, 15, 16, 17, 64, 300):
         of_kernel.setdefault(choose.kernel_for(x[:rows], layer.weight, layer.bias), []).append(rows)
-    threads = torch.get_num_threads()
     with FastLayers.of(model):
         for counts in of_kernel.values():
             expected = torch.cat([model(some) for some in x[: 300 // counts[0] * counts[0]].split(counts[0])])
-            try:
-                for number in (1, 2, 3):
-                    torch.set_num_threads(number)
-                    for rows in counts:
-                        found = torch.cat([model(some) for some in x[: 300 // rows * rows].split(rows)])
-                        both = min(len(found), len(expected))
-                        assert torch.equal(found[:both], expected[:both])
-            finally:
-                torch.set_num_threads(threads)
+            for number, rows in itertools.product((1, 2, 3), counts):
+                with threads(number):
+                    found = torch.cat([model(some) for some in x[: 300 // rows * rows].split(rows)])
+                both = min(len(found), len(expected))
+                assert torch.equal(found[:both], expected[:both])
     assert len(of_kernel) >= 2
 
 

@@ -44,6 +44,7 @@ from tests.equivalence.speculation import (
     same,
     speculates,
 )
+from tests.noting import noted
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(6)]
 DECODERS = ["llama", "gpt2", "bloom", "qwen2", "gemma", "opt", "gpt-neox", "mixtral"]
@@ -95,9 +96,7 @@ def test_an_assistant_has_an_encoder_of_its_own(
     """Which is run once in each call; the model's is not asked by it. What it says is right up to rounding."""
     model, inputs = made(name, 3, LONG, padding)
     assistant, options = copy.deepcopy(model), {**GREEDY, "eos_token_id": None}
-    encoder = assistant.get_encoder()
-    runs, forward = [], encoder.forward
-    monkeypatch.setattr(encoder, "forward", lambda *given, **named: (runs.append(1), forward(*given, **named))[1])
+    runs = noted(monkeypatch, assistant.get_encoder(), "forward")
     for _ in range(3):
         same(model, inputs, options, assistant_model=assistant)
     assert_speculates(3)

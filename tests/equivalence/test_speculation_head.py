@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 
 import fastgen
 from fastgen import settings
@@ -16,6 +15,7 @@ from fastgen.decoding.speculation.self_draft import DraftWeights
 from fastgen.ops import approximate_logits
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
+from tests.noting import noted
 
 pytestmark = [
     pytest.mark.usefixtures("speculates_at_once", "any_lengths"),
@@ -71,14 +71,7 @@ def test_a_check_of_one_position_estimates_the_outputs(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """As a step of a plain call does, whatever processors ban."""
-    found: list[int] = []
-    find_two = lm_head.GreedyHead.find_two
-
-    def counted(step: lm_head.GreedyHead, out: torch.Tensor, *more: Any) -> None:
-        found.append(len(out))
-        find_two(step, out, *more)
-
-    monkeypatch.setattr(lm_head.GreedyHead, "find_two", counted)
+    found = noted(monkeypatch, lm_head.GreedyHead, "find_two", lambda step, out, *more: len(out))
     monkeypatch.setattr(DraftLength, "choose", lambda *_, **__: 0)
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())

@@ -20,6 +20,7 @@ from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
 from tests.equivalence.options import every
+from tests.noting import noted
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -41,14 +42,7 @@ def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.
 @pytest.fixture
 def outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The outputs of every product with such a weight."""
-    found: list[int] = []
-    product = quantized_linear.quantized_linear
-    monkeypatch.setattr(
-        quantized_linear,
-        "quantized_linear",
-        lambda x, weight, bias: found.append(weight.n) or product(x, weight, bias),
-    )
-    return found
+    return noted(monkeypatch, quantized_linear, "quantized_linear", lambda x, weight, bias: weight.n)
 
 
 @pytest.mark.parametrize("other_is_inside", [True, False])
@@ -126,6 +120,7 @@ def examples() -> tuple[list[str], list[str], list[str]]:
     return sources, references, _example_outputs(sources)
 
 
+@pytest.mark.sampled(3)
 def test_bleu_of_the_example_is_that_of_float32(
     examples: tuple[list[str], list[str], list[str]], precision: str
 ) -> None:

@@ -14,9 +14,12 @@ from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons, record_from
-from tests.equivalence.check import accelerated, check, fallbacks, run
+from tests.equivalence.check import accelerated, cache_with, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, LONG
 from tests.equivalence.others import KNOWN
+from tests.noting import noted
+
+pytestmark = pytest.mark.sampled(4, each=("way", "name", "options", "length", "first", "more", "knows_model", "filled"))
 
 BEYOND = "more positions than the sliding window"
 FAMILIES = {**BY_NAME, **KNOWN}
@@ -30,6 +33,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "ends": {"eos_token_id": list(range(11, 40))},
     "returned": {"return_dict_in_generate": True, "output_scores": True},
 }
+
+
+def _behind_a_filled_cache(model: Any, inputs: dict[str, Any], filled: int, options: dict[str, Any]) -> Any:
+    cache = cache_with(model, inputs["input_ids"][:, :filled])
+    cache.batch_repeat_interleave(options.get("num_beams", 1))
+    result = model.generate(**inputs, **{**NEW, **options}, **releases.with_cache(cache))
+    return result, [(layer.get_seq_length(), layer.keys, layer.values) for layer in cache.layers]
 
 
 def _record_never(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +104,7 @@ def test_beams_behind_a_filled_cache(name: str, filled: int, options: dict[str, 
     family = FAMILIES[name]
     model, inputs = family.build(), family.make_inputs(2, LONG, padding=None)
     assert filled < LONG
-
-    def call() -> Any:
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(input_ids=inputs["input_ids"][:, :filled], **releases.with_cache(cache))
-        cache.batch_repeat_interleave(options["num_beams"])
-        result = model.generate(**inputs, **{**NEW, **options}, **releases.with_cache(cache))
-        return result, [(x.get_seq_length(), x.keys, x.values) for x in cache.layers]
-
-    near_ties.check(call)
+    near_ties.check(lambda: _behind_a_filled_cache(model, inputs, filled, options))
     assert captures() == 1, (reasons(), fallbacks())
 
 
@@ -116,15 +117,8 @@ def test_without_a_captured_step_the_librarys_layers_go_on(
     need_programs(device, monkeypatch)
     _record_never(monkeypatch)
     family = FAMILIES[name]
-    model, updates = family.build(), list[int]()
-    extend = SharedLayer.update
-
-    def update(layer: SharedLayer, keys: torch.Tensor, *given: Any, **more: Any) -> Any:
-        updates.append(keys.shape[2])
-        return extend(layer, keys, *given, **more)
-
-    monkeypatch.setattr(SharedLayer, "update", update)
-    inputs = family.make_inputs(2, LONG)
+    updates = noted(monkeypatch, SharedLayer, "update", lambda layer, keys, *given, **more: keys.shape[2])
+    model, inputs = family.build(), family.make_inputs(2, LONG)
     new = {**NEW, "max_new_tokens": 2 * family.config["sliding_window"]}
     check(model, inputs, {**new, **WAYS[options]})
     assert not captures() and not accelerated() and fallbacks() == {BEYOND: 1}
@@ -141,16 +135,7 @@ def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatc
     family = FAMILIES["gemma3"]
     model, inputs = family.build(), family.make_inputs(1, LONG, padding=None)
     for options in ({}, {"num_beams": 2, "max_new_tokens": 8}):
-
-        def call(options: dict[str, Any] = options) -> Any:
-            cache = DynamicCache(config=model.config)
-            with torch.no_grad():
-                model(input_ids=inputs["input_ids"][:, :43], **releases.with_cache(cache))
-            cache.batch_repeat_interleave(options.get("num_beams", 1))
-            result = model.generate(**inputs, **{**NEW, **options}, **releases.with_cache(cache))
-            return result, [(x.get_seq_length(), x.keys, x.values) for x in cache.layers]
-
-        near_ties.check(call)
+        near_ties.check(lambda options=options: _behind_a_filled_cache(model, inputs, 43, options))
 
 
 def test_within_the_window_steps_need_not_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

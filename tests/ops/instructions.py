@@ -1,4 +1,4 @@
-"""Choosing the instruction set of the compiled operators, which a process otherwise does once."""
+"""Choosing the instruction set of the compiled operators, which a process otherwise does once, and their threads."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ def instruction_set(name: str | None) -> Iterator[None]:
             yield
     finally:
         _choose(True)
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Inside, kernels run in so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

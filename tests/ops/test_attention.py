@@ -12,6 +12,7 @@ import torch
 
 from fastgen.ops import _library, attention
 from fastgen.ops.attention import on_cpu, reference, shared_prefix_attention
+from tests.noting import noted
 from tests.ops.instructions import instruction_set
 from tests.ops.torch_attention import skipped_where_torch_fails
 
@@ -94,16 +95,7 @@ def test_positions_that_are_masked_for_all_are_not_read(operator):
 @pytest.fixture
 def served(monkeypatch):
     """What has served a call of `shared_prefix_attention` in place of the kernel."""
-    names = []
-
-    composed = attention.composed
-
-    def record(*args):
-        names.append("reference")
-        return composed(*args)
-
-    monkeypatch.setattr(attention, "composed", record)
-    return names
+    return noted(monkeypatch, attention, "composed", lambda *given: "reference")
 
 
 def test_a_decoding_step(served):

@@ -13,7 +13,7 @@ from fastgen.ops import _library
 from fastgen.ops import best_candidates as operator
 from fastgen.ops.best_candidates import best_candidates
 from tests.decoding.captured.test_program import Replayed
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import instruction_set, threads
 
 
 def _expected(scores: torch.Tensor, running: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,14 +126,10 @@ def test_a_log_softmax_on_every_instruction_set(instructions: str, dtype: torch.
 
 @needs_kernel
 def test_the_number_of_threads_changes_nothing() -> None:
-    scores, running, threads = torch.randn(8, 70001), torch.randn(2, 4), torch.get_num_threads()
-    try:
-        found = []
-        for number in (1, 2, 5):
-            torch.set_num_threads(number)
+    scores, running, found = torch.randn(8, 70001), torch.randn(2, 4), []
+    for number in (1, 2, 5):
+        with threads(number):
             found.append(operator.by_beam(scores, running, 8, normalise=True))
-    finally:
-        torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 

@@ -15,7 +15,7 @@ from fastgen.ops import gpu as package
 from fastgen.ops.attention import composed, decode_attention, reference
 from tests.ops.gpu.test_attention import PLAIN, TOLERANCE, assert_right, make
 from tests.ops.gpu.test_attention import cases as gpu_cases
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import instruction_set, threads
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"])
@@ -205,13 +205,10 @@ def test_rows_that_see_nothing_give_zeros(name, prefix):
 @pytest.mark.parametrize("changes", [{}, {"prefix": 3, "suffix": 300}, {"prefix": 2000, "batch": 1, "kv_heads": 1}])
 def test_the_number_of_threads_does_not_matter(changes):
     arguments = arguments_of(SIMPLE | {"prefix": 600, "dims": (80, 80), "group": 7} | changes)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
+    found = []
+    for number in (1, 2, 3, 7):
+        with threads(number):
             found.append(kernel(**arguments))
-    finally:
-        torch.set_num_threads(before)
     for other in found[1:]:
         # Whether suffixes are tasks of their own, and are added up in another order, depends on the threads.
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops import elementwise, rms_norm
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import instruction_set, threads
 
 pytestmark = pytest.mark.skipif(not elementwise.is_available(), reason="the extension was not built")
 
@@ -355,14 +355,13 @@ def test_positions_outside_of_memory(place: int, value: int) -> None:
 
 
 # More numbers than one thread takes.
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("shape", [(1, 40000), (130, 300), (2, 3, 17000), (40000, 1)])
-def test_any_size(shape: tuple[int, ...], threads: int) -> None:
-    x, before = torch.randn(shape), torch.get_num_threads()
+def test_any_size(shape: tuple[int, ...], number: int) -> None:
+    x = torch.randn(shape)
     weight, bias = torch.randn(shape[-1]), torch.randn(shape[-1])
     apart = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
-    torch.set_num_threads(threads)
-    try:
+    with threads(number):
         norm = executed(aten.native_layer_norm.default, [x, shape[-1:], weight, bias, 1e-5], torch.empty_like(x))
         last = x[-1:].clone()
         alone = executed(aten.native_layer_norm.default, [last, shape[-1:], weight, bias, 1e-5], torch.empty_like(last))
@@ -374,8 +373,6 @@ def test_any_size(shape: tuple[int, ...], threads: int) -> None:
             torch.testing.assert_close(silu, F.silu(numbers), rtol=1e-6, atol=1e-6)
             gelu = executed(aten.gelu.default, [numbers], torch.empty_like(numbers), approximate="tanh")
             torch.testing.assert_close(gelu, F.gelu(numbers, approximate="tanh"), rtol=1e-5, atol=1e-6)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3), (40, 1000), (2, 20, 1000)])

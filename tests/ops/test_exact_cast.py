@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.ops import exact_cast
+from tests.ops.instructions import threads
 
 pytestmark = pytest.mark.skipif(not exact_cast.is_available(), reason="the extension was not built")
 
@@ -75,11 +76,8 @@ def test_of_both_types() -> None:
 
 
 def test_threads_change_nothing() -> None:
-    x, threads = torch.randn(2**18 + 3).bfloat16().float(), torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            out = torch.empty_like(x, dtype=torch.bfloat16)
+    x = torch.randn(2**18 + 3).bfloat16().float()
+    for number in (1, 3):
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+        with threads(number):
             assert torch.ops.fastgen.exact_cast_out.default(out, x) and torch.equal(out, x.bfloat16())
-    finally:
-        torch.set_num_threads(threads)

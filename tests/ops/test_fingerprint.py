@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastgen.ops import fingerprint
+from tests.ops.instructions import threads
 
 pytestmark = pytest.mark.skipif(not fingerprint.is_available(), reason="the extension was not built")
 
@@ -29,13 +30,10 @@ def test_fingerprints(count):
 
 
 def test_fingerprints_do_not_depend_on_threads():
-    x, threads = torch.randn(2**20 + 3), torch.get_num_threads()
+    x = torch.randn(2**20 + 3)
     before = fingerprint.fingerprint(x)
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         assert fingerprint.fingerprint(x) == before
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)

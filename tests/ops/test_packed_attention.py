@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops import packed_attention as module
 from fastgen.ops.packed_attention import packed_attention
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import instruction_set, threads
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"])
@@ -123,14 +123,10 @@ def test_a_text_does_not_depend_on_the_others(name):
 
 
 def test_threads():
-    given, threads = made(PLAIN | {"lengths": [400, 90, 13]}), torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
+    given, found = made(PLAIN | {"lengths": [400, 90, 13]}), []
+    for number in (1, 3):
+        with threads(number):
             found.append(packed_attention(*given, None))
-    finally:
-        torch.set_num_threads(threads)
     assert found[0].equal(found[1])
 
 

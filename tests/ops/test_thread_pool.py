@@ -14,6 +14,7 @@ import torch
 from fastgen.ops import _library, rms_norm, thread_pool
 from fastgen.ops.linear import panels
 from fastgen.ops.linear.kernels import GEMM, GEMV
+from tests.ops.instructions import threads
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_team_back.default
@@ -32,9 +33,9 @@ def others_time() -> float:
 
 
 @needs_kernel
-@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("number", [2, 3, 5])
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_results_are_those_of_torchs_threads(rows, threads, no_pool):
+def test_results_are_those_of_torchs_threads(rows, number, no_pool):
     torch.manual_seed(rows)
     weight, bias = torch.randn(301, 128), torch.randn(301)
     x, many = torch.randn(rows, 128), torch.randn(rows * 50, 576)
@@ -48,7 +49,7 @@ def test_results_are_those_of_torchs_threads(rows, threads, no_pool):
         )
 
     expected = run()
-    assert take(threads)
+    assert take(number)
     for _ in range(20):  # with workers that sleep at first, and that look out for work then
         for found, wanted in zip(run(), expected, strict=True):
             assert torch.equal(found, wanted)
@@ -57,17 +58,13 @@ def test_results_are_those_of_torchs_threads(rows, threads, no_pool):
 @needs_kernel
 def test_work_is_divided(no_pool):
     x, weight = torch.randn(2000, 576), torch.ones(576)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         rms_norm.rms_norm(x, weight, 1e-6)
         assert take(2)
         before, own_before = others_time(), time.thread_time()
         for _ in range(200):
             rms_norm.rms_norm(x, weight, 1e-6)
         assert others_time() - before > (time.thread_time() - own_before) / 10  # and not just by how clocks are read
-    finally:
-        torch.set_num_threads(threads)
 
 
 @needs_kernel

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -13,6 +11,7 @@ from transformers.generation.logits_process import TopPLogitsWarper
 import fastgen
 from fastgen.ops.top_p import EVERYTHING, top_p_
 from tests.decoding.captured.test_program import Replayed
+from tests.noting import noted
 
 
 def library(scores: torch.Tensor, share: float, fill: float, least: int) -> torch.Tensor:
@@ -62,13 +61,7 @@ def test_numbers_that_are_none():
 
 def test_equal_scores_at_the_edge(monkeypatch):
     """As many of them go; which ones is torch's order only where that is asked for."""
-    sorts: list[Any] = []
-
-    def sort(*args: Any, real: Any = torch.sort, **options: Any) -> Any:
-        sorts.append(args)
-        return real(*args, **options)
-
-    monkeypatch.setattr(torch, "sort", sort)
+    sorts = noted(monkeypatch, torch, "sort")
     scores = torch.zeros(1, 4000)
     wanted = library(scores, 0.5, -torch.inf, 1)
     sorts.clear()

@@ -17,6 +17,7 @@ from fastgen.ops.linear.kernels import GEMM
 from fastgen.quantization import layer_weight
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
+from tests.noting import noted
 from tests.quantization.definitions import random_weight
 from tests.quantization.test_formats import blocks_of
 
@@ -72,14 +73,7 @@ SIZES = {"Q4_K": 1.03, "Q5_K": 1.03, "Q3_K": 1.33, "Q2_K": 1.96}
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each product of the kernels, whether activations stayed floats."""
-    found: list[bool] = []
-    kernel = grouped.grouped_linear
-    monkeypatch.setattr(
-        grouped,
-        "grouped_linear",
-        lambda x, weight, bias, floats: (found.append(floats), kernel(x, weight, bias, floats))[1],
-    )
-    return found
+    return noted(monkeypatch, grouped, "grouped_linear", lambda x, weight, bias, floats: floats)
 
 
 def is_served(inputs: int, group_size: int) -> bool:

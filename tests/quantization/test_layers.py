@@ -20,6 +20,7 @@ from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
 from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
 from fastgen.quantization.unpacked import Unpacked
+from tests.noting import noted
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight
 
@@ -203,8 +204,7 @@ def test_copies_and_dequantized() -> None:
 def test_code_that_asks_what_a_weight_is_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5 compares the type of a weight with that of its input, in every step."""
     weight = random_weight(24, 32, symmetric=False)
-    layer, unpack, count = linear(weight, dtype=torch.bfloat16), layer_weight.unpack, []
-    monkeypatch.setattr(layer_weight, "unpack", lambda packed: (count.append(1), unpack(packed))[1])
+    layer, count = linear(weight, dtype=torch.bfloat16), noted(monkeypatch, layer_weight, "unpack")
     found = layer.weight
     assert isinstance(found, Tensor) and found.dtype is torch.bfloat16
     assert (found.shape, found.device.type, found.dim(), found.numel()) == ((24, 32), "cpu", 2, 24 * 32)

@@ -12,6 +12,7 @@ from fastgen.decoding import layers
 from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
+from tests.noting import noted
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,6 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reason = quantized_linear.unavailable("int8")
     if reason is not None:
         pytest.skip(reason)
-    found: list[str] = []
-    pack = quantized_linear.pack
-    monkeypatch.setattr(quantized_linear, "pack", lambda weight, *form: found.append(form[0]) or pack(weight, *form))
     monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
     fastgen.enable(weight_dtype="int8")
-    return found
+    return noted(monkeypatch, quantized_linear, "pack", lambda weight, precision, *more: precision)

@@ -14,6 +14,7 @@ from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.decoding.speculation.self_draft import DraftWeights
 from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
+from tests.noting import noted
 
 pytestmark = pytest.mark.skipif(
     quantized_linear.unavailable("int8") is not None, reason="there are no kernels in this process"
@@ -23,11 +24,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Layers of any size have a copy; the weights that are copied, in order."""
-    found: list[torch.Tensor] = []
-    pack = quantized_linear.pack
     monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(quantized_linear, "pack", lambda weight, *form: (found.append(weight), pack(weight, *form))[1])
+    found = noted(monkeypatch, quantized_linear, "pack", lambda weight, *form: weight)
     with torch.no_grad(), cache.call():
         yield found
     cache.drop_all()

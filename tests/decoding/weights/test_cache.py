@@ -15,6 +15,7 @@ from fastgen import caches, memory
 from fastgen.decoding.weights import cache
 from fastgen.decoding.weights.cache import DerivedWeight, Format
 from fastgen.ops import fingerprint
+from tests.noting import noted
 
 # Each copy has as many bytes as its weight.
 DOUBLED = Format("doubled", lambda weight: weight * 2, 4.0)
@@ -113,8 +114,7 @@ def test_a_copy_counts_for_those_that_began_before_it_was_validated() -> None:
 def test_contents_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = derived(parameter(), COMPARED)
     compared.make()
-    since, looks, look = cache.now(), [], fingerprint.fingerprint
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
+    since, looks = cache.now(), noted(monkeypatch, fingerprint, "fingerprint")
     for _ in range(3):
         assert compared.current(since) is not None
     assert len(looks) == 1

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastgen.ops.linear import kernels
 from fastgen.ops.linear.kernels import GEMM
@@ -51,25 +49,6 @@ def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, i
                 results.append(GEMM.multiply(x, weight, None))
     assert torch.equal(*results)
     torch.testing.assert_close(results[0].double(), x.double() @ weight.double().t(), atol=2e-6 * inputs, rtol=1e-5)
-
-
-@given(
-    rows=st.integers(0, 140),
-    outputs=st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=4),
-    seed=st.integers(0, 2**30),
-)
-def test_several_weights_of_any_layouts(rows: int, outputs: list[tuple[int, bool]], seed: int) -> None:
-    """In one call: the bits of each alone."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 33, generator=generator)
-    weights = [
-        torch.randn(33, each, generator=generator).t() if in_columns else torch.randn(each, 33, generator=generator)
-        for each, in_columns in outputs
-    ]
-    results = [torch.full((rows, each), torch.nan) for each, _ in outputs]
-    torch.ops.fastgen.gemm_batch_out(results, x, weights, [None] * len(weights))
-    for result, weight in zip(results, weights, strict=True):
-        assert torch.equal(result, GEMM.multiply(x, weight, None))
 
 
 def test_a_weight_of_any_strides() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastgen.ops import _library, quantized_linear
 from fastgen.ops.linear import grouped, panels
 from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, UPCAST
-from tests.ops.instructions import has_tiles, instruction_set
+from tests.ops.instructions import has_tiles, instruction_set, threads
 from tests.ops.linear import dequantizing
 
 _ops = torch.ops.fastgen
@@ -44,6 +44,7 @@ class Kernel(NamedTuple):
         multiply: (x, weight, bias), x of any number of dimensions.
         out: (result, x, weight, bias), x as [M, K].
         several: (results, x, weights, biases).
+        mixes: whether the weights of one call may lie in different ways.
         error: of a result, as a part of the largest number of the row of x times the sum of the weights.
         order: M with the same one have the same order of sums.
         most: rows that it is tried with.
@@ -59,6 +60,7 @@ class Kernel(NamedTuple):
     multiply: Callable[[Tensor, Any, Tensor | None], Tensor]
     out: Callable[..., object] | None = None
     several: Callable[..., object] | None = None
+    mixes: bool = True
     error: float = 2e-6
     order: Callable[[int], int] = lambda m: 0
     most: int = 2**20
@@ -76,7 +78,7 @@ def _gemv(dtype: torch.dtype) -> Kernel:
     return Kernel(
         f"gemv {dtype}", dtype, (None, *SETS), layouts, _as_it_is, GEMV.multiply, _ops.gemv_out, _ops.gemv_batch_out,
         # With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles.
-        order=lambda m: int(in_tiles and 8 <= m <= 16), most=49,
+        order=lambda m: int(in_tiles and 8 <= m <= 16), most=49, mixes=False,
     )  # fmt: skip
 
 
@@ -144,8 +146,8 @@ KERNELS = [
 ]  # fmt: skip
 
 
-def _cases(kernels: list[Kernel]) -> pytest.MarkDecorator:
-    """Each kernel with each instruction set."""
+def _cases(kernels: list[Kernel], sets: slice = slice(None)) -> pytest.MarkDecorator:
+    """Each kernel with each instruction set. What is checked before a set is chosen needs one of them."""
     return pytest.mark.parametrize(
         ("kernel", "vectors"),
         [
@@ -154,15 +156,15 @@ def _cases(kernels: list[Kernel]) -> pytest.MarkDecorator:
                 marks=pytest.mark.skipif(bool(kernel.missing), reason=f"{kernel.name}: {kernel.missing}"),
             )
             for kernel in kernels
-            for name in kernel.sets
+            for name in kernel.sets[sets]
         ],
     )  # fmt: skip
 
 
 EVERY = _cases(KERNELS)
 # What surrounds the upcast weight is in Python, and checks little (test_upcast.py).
-WITH_CHECKS = _cases([kernel for kernel in KERNELS if kernel.out not in (None, UPCAST.out)])
-WITH_SEVERAL = _cases([kernel for kernel in KERNELS if kernel.several is not None])
+WITH_CHECKS = [kernel for kernel in KERNELS if kernel.out not in (None, UPCAST.out)]
+WITH_SEVERAL = [kernel for kernel in KERNELS if kernel.several is not None]
 
 
 class Draw:
@@ -267,20 +269,16 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vec
 
 @EVERY
 def test_the_number_of_threads_does_not_matter(kernel: Kernel, vectors: str | None) -> None:
-    draw, before = Draw(kernel), torch.get_num_threads()
+    draw = Draw(kernel)
     x, bias = draw.numbers(193, 600), draw.numbers(500)
     parts = [x[: min(m, kernel.most)] for m in (1, 5, 20, 193)]
-    try:
-        for layout in kernel.layouts:
-            weight, found = draw.weight(500, 600, layout), []
-            for threads in (1, 3):
-                torch.set_num_threads(threads)
-                with instruction_set(vectors):
-                    packed = kernel.pack(weight).weight
-                    found.append([kernel.multiply(part, packed, bias) for part in parts])
-            assert all(all(map(torch.equal, each, found[0])) for each in found[1:]), layout
-    finally:
-        torch.set_num_threads(before)
+    for layout in kernel.layouts:
+        weight, found = draw.weight(500, 600, layout), []
+        for number in (1, 3):
+            with threads(number), instruction_set(vectors):
+                packed = kernel.pack(weight).weight
+                found.append([kernel.multiply(part, packed, bias) for part in parts])
+        assert all(map(torch.equal, *found)), layout
 
 
 @EVERY
@@ -324,7 +322,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: 
                     assert each.isnan().all() if odd != odd else not each.isfinite().any()
 
 
-@WITH_SEVERAL
+@_cases(WITH_SEVERAL)
 @settings(max_examples=8)
 @given(
     m=st.integers(0, 70),
@@ -337,8 +335,8 @@ def test_several_with_one_x(
 ) -> None:
     """The bits of each alone, and nothing is written besides."""
     assert kernel.several is not None
-    draw, m, layout = Draw(kernel, seed), min(m, kernel.most), data.draw(st.sampled_from(kernel.layouts))
-    sizes = [(max(n, kernel.least), biased) for n, biased in sizes]
+    draw, m, sizes = Draw(kernel, seed), min(m, kernel.most), [(max(n, kernel.least), biased) for n, biased in sizes]
+    layouts = [data.draw(st.sampled_from(kernel.layouts)) for _ in sizes]
     around = torch.full((sum(m * n + 1 for n, _ in sizes) + 1,), torch.nan, dtype=kernel.dtype)
     ys, end = [], 1
     for n, _ in sizes:
@@ -346,14 +344,17 @@ def test_several_with_one_x(
         end += m * n + 1
     x, biases = draw.numbers(m, 33), [draw.numbers(n) if biased else None for n, biased in sizes]
     with instruction_set(vectors):
-        weights = [draw.packed(n, 33, layout).weight for n, _ in sizes]
+        weights = [
+            draw.packed(n, 33, layout if kernel.mixes else layouts[0]).weight
+            for (n, _), layout in zip(sizes, layouts, strict=True)
+        ]
         kernel.several(ys, x, weights, biases)
         for y, weight, bias in zip(ys, weights, biases, strict=True):
             assert torch.equal(y, kernel.multiply(x, weight, bias))
     assert around.isnan().sum() == len(sizes) + 1
 
 
-@WITH_SEVERAL
+@_cases(WITH_SEVERAL, slice(1))
 def test_several_that_do_not_fit_together(kernel: Kernel, vectors: str | None) -> None:
     assert kernel.several is not None
     draw = Draw(kernel)
@@ -392,7 +393,7 @@ WEIGHT_MISFITS: dict[str, Callable[[torch.dtype], dict[str, Tensor]]] = {
 }
 
 
-@WITH_CHECKS
+@_cases(WITH_CHECKS, slice(1))
 def test_what_does_not_fit_is_refused(kernel: Kernel, vectors: str | None) -> None:
     """And nothing is written."""
     assert kernel.out is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.scores import LogProbabilities, StepLogits
+from tests.noting import noted
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +56,7 @@ def _both(batch: int = 2, beams: int = 3) -> tuple[LogProbabilities, Tensor, Ten
 
 
 def test_the_way_through_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    best = scores.best_candidates
-    monkeypatch.setattr(scores, "best_candidates", lambda *args: asked.append(args) or best(*args))
+    asked = noted(monkeypatch, scores, "best_candidates")
     ours, plain, running = _both()
     summed = torch.reshape(torch.reshape(ours, [2, 3, 40]) + running[:, :, None], (2, -1))
     expected = torch.reshape(torch.reshape(plain, [2, 3, 40]) + running[:, :, None], (2, -1))

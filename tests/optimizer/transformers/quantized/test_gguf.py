@@ -20,6 +20,7 @@ from fastgen import settings
 from fastgen.optimizer.transformers.quantized.replacing import QuantizedConv1D
 from fastgen.quantization.gguf import BLOCK_TYPES
 from fastgen.quantization.layers import QuantizedWeight
+from tests.noting import noted
 from tests.optimizer.transformers.quantized.checkpoints import VOCABULARY, inputs_of
 from tests.quantization.definitions import random_blocks
 
@@ -234,14 +235,8 @@ def test_the_library_reads_plain_arrays_and_makes_names_once(
     keep_bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_llama(tmp_path / "model.gguf")
-    made, parts = [], []
-    of_names, of_parts = gguf.tensor_mapping.TensorNameMap.__init__, gguf.GGUFReader._push_field
-    monkeypatch.setattr(
-        gguf.tensor_mapping.TensorNameMap, "__init__", lambda *names: (made.append(names), of_names(*names))[1]
-    )
-    monkeypatch.setattr(
-        gguf.GGUFReader, "_push_field", lambda *field, **named: (parts.append(field[1]), of_parts(*field, **named))[1]
-    )
+    made = noted(monkeypatch, gguf.tensor_mapping.TensorNameMap, "__init__")
+    parts = noted(monkeypatch, gguf.GGUFReader, "_push_field", lambda reader, field, *more, **named: field)
     with settings.changed(keep_bits=keep_bits):
         load(tmp_path / "model.gguf")
     assert len(made) == 1

@@ -20,12 +20,7 @@ import fastgen
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedWeight
 from fastgen.quantization.unpacked import Unpacked
 from tests.optimizer.transformers.quantized.checkpoints import CASES, VOCABULARY, inputs_of, llama, quantize, save
-
-pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
-
-from tests.optimizer.transformers.quantized.test_gguf import write_gpt2, write_llama
+from tests.optimizer.transformers.quantized.test_gguf import write_gpt2, write_llama  # which may skip
 
 Both = tuple[PreTrainedModel, PreTrainedModel]
 
@@ -47,9 +42,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.fixture
-def both(folder: Path) -> Both:
+@pytest.fixture(scope="module")
+def as_read(folder: Path) -> Both:
     return read(folder)
+
+
+@pytest.fixture
+def both(as_read: Both) -> Both:
+    """Copies of the test's own."""
+    return copy.deepcopy(as_read)
 
 
 def kept(model: nn.Module) -> int:
@@ -128,8 +129,8 @@ def test_casts_that_the_library_refuses(both: Both, cast: str) -> None:
         assert "is not supported for quantized model" in refused(getattr(model, cast), model)
 
 
-def test_deepcopy(both: Both) -> None:
-    ours, theirs = both
+def test_deepcopy(as_read: Both) -> None:
+    ours, theirs = as_read
     twin = copy.deepcopy(ours)
     check_logits(twin, theirs)
     embedding, head = twin.get_input_embeddings(), twin.get_output_embeddings()

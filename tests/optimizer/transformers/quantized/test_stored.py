@@ -24,6 +24,7 @@ from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
 from fastgen.quantization.layer_weight import unpack
 from fastgen.quantization.layers import QuantizedLinearLayer
+from tests.noting import noted
 from tests.optimizer.transformers.quantized.checkpoints import (
     CASES,
     MODELS,
@@ -130,8 +131,7 @@ def test_dequantized(name: str, tmp_path: Path) -> None:
 
 def test_a_run_leaves_no_weight_in_floating_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither loading nor the steps of calls, captured ones among them, keep an unpacked copy."""
-    replays, replay = [], Program.replay
-    monkeypatch.setattr(Program, "replay", lambda self: (replays.append(1), replay(self))[1])
+    replays = noted(monkeypatch, Program, "replay")
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     reference, tensors = quantize(llama(intermediate_size=1024), CASES["gptq"])
     save(tmp_path, reference, tensors, gptq_config())
