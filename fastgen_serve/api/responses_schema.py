@@ -171,10 +171,9 @@ class ResponseRequest(Conversation):
     def _choice_as_in_a_chat(cls, value: Any) -> Any:
         return _nested(value)
 
-    @property
-    def form(self) -> dict[str, Any] | None:
-        asked = None if self.text is None or self.text.format is None else self.text.format.form
-        return super().form if asked is None else asked
+    def _form(self) -> dict[str, Any] | None:
+        asked = None if self.must_call or self.text is None or self.text.format is None else self.text.format.form
+        return super()._form() if asked is None else asked
 
     @model_validator(mode="after")
     def _agree(self) -> ResponseRequest:

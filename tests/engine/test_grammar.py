@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen import Grammar
+from fastgen import Grammar, grammar
 from fastgen.engine.engine import Engine
 from tests.conftest import ROOT
 
@@ -209,6 +209,24 @@ def test_in_slots(gpt2: tuple[Any, Any]) -> None:
         assert engine.stats()["executor"] == "slots" and not engine.stats()["alone"]
 
 
+class _Emptied(dict[Any, Any]):
+    """Another thread makes room for its own trie just then."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.clear()
+
+
+def test_threads_with_other_ends(gpt2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = gpt2[1]
+    monkeypatch.setitem(grammar._tries, tokenizer, _Emptied())
+    assert Grammar(tokenizer, [0, 1], regex="a")
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(10_000):
+    DEEP = {"a": DEEP}
+
+
 def _with(form: Grammar | None) -> dict[str, Any]:
     return {} if form is None else {"logits_processor": [form.processor()]}
 
@@ -221,6 +239,9 @@ def _with(form: Grammar | None) -> dict[str, Any]:
         ({"regex": "(a"}, "cannot be followed"),
         ({"json_schema": {"type": "nothing"}}, "cannot be followed"),
         ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": '{"a":' * 100_000}, "json_schema is no JSON"),
+        ({"json_schema": DEEP}, "json_schema is no JSON"),
+        ({"json_schema": {"enum": {1}}}, "json_schema is no JSON"),
         ({"grammar": "start: other"}, "cannot be followed"),
         (
             {"json_schema": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}},
