@@ -323,7 +323,7 @@ class ImagePart(Body):
 
 
 # What a template reads besides, where a message has it.
-_OF_MESSAGES = ("name", "tool_call_id")
+_OF_MESSAGES = ("name", "tool_call_id", "reasoning_content")
 
 
 class Message(Body):
@@ -346,7 +346,9 @@ class Message(Body):
     audio: Any = off()
     parsed: Any = Field(default=None, description="Accepted, and not used: OpenAI's client has it.")
     annotations: Any = off([])
-    reasoning_content: Text | None = Field(default=None, description="Of an earlier answer: accepted, and not used.")
+    reasoning_content: Text | None = Field(
+        default=None, description="Of an earlier answer, for templates that read it."
+    )
 
     @model_validator(mode="before")
     @classmethod

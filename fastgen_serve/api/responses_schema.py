@@ -177,6 +177,9 @@ class ResponseRequest(Conversation):
 
     @model_validator(mode="after")
     def _agree(self) -> ResponseRequest:
+        asked = None if self.text is None or self.text.format is None else self.text.format.form
+        if asked is not None and (self.structured_outputs or self.response_format):
+            raise BadRequest("text: a result has one form, leave structured_outputs and the like out", param="text")
         if self.top_logprobs is not None and not self.include:
             raise BadRequest(f'top_logprobs: give include=["{_LOGPROBS}"] with it', param="top_logprobs")
         return self

@@ -106,7 +106,7 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
             return part
         found = {name: moved(each) for name, each in part.items()}
         own = found.get("$ref")
-        if isinstance(own, str) and own.startswith("#"):
+        if isinstance(own, str) and (own == "#" or own.startswith("#/")):
             found["$ref"] = place + own[1:]
         return found
 

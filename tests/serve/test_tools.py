@@ -17,7 +17,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from fastgen_serve.api import tools
-from fastgen_serve.api.tools_schema import Tool
+from fastgen_serve.api.tools_schema import Function, Tool, form_of_calls
 from fastgen_serve.app import create_app
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
@@ -41,7 +41,7 @@ WRONG = {"id": "a", "function": {"name": "weather", "arguments": "["}}
 CALL = r'<tool_call>\n{"name": "weather", "arguments": {"city": "Ur", "days": 3}}\n</tool_call>'.replace(r"\n", "\n")
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content or '' }}{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor %}"
     "{{ message.tool_call_id or '' }}\n{% endfor %}assistant:"
 )
@@ -179,6 +179,12 @@ def test_schemas_that_refer_to_themselves(client: OpenAI, more: dict[str, Any]) 
     assert "any" in names
 
 
+def test_references_by_name_are_left() -> None:
+    parameters = {"properties": {"a": {"$ref": "#b"}}, "$defs": {"b": {"$anchor": "b"}}}
+    form = form_of_calls([Function(name="a", parameters=parameters)], None)
+    assert form["$defs"]["0"] == {**parameters, "type": "object"}
+
+
 def test_calls_that_must_be_come_before_another_form(client: OpenAI) -> None:
     """Frameworks send what they want at the end with each request."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
@@ -208,16 +214,17 @@ def test_what_the_model_is_told(client: OpenAI) -> None:
     answer = ask(client, **_written(CALL)).choices[0].message
     messages: list[Any] = [USER, answer, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "dry"}]
     expected = (
-        f"[weather][now]user: {USER['content']}\nassistant: <tool_call>Ur</tool_call>\n"
+        f"[weather][now]user: {USER['content']}\nassistant: (so)<tool_call>Ur</tool_call>\n"
         f"tool: dry{answer.tool_calls[0].id}\nassistant:"
     )
     body = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages]
+    body[1]["reasoning_content"] = "(so)"
     sent = {"model": "tools", "messages": body, "tools": TOOLS}
     address = str(client.base_url).removesuffix("/v1/")
     tokens = httpx.post(f"{address}/tokenize", json=sent).json()["tokens"]
     told = httpx.post(f"{address}/detokenize", json={"model": "tools", "tokens": tokens}).json()["prompt"]
     assert told.strip() == expected
-    assert ask(client, messages=messages, max_tokens=1).usage.prompt_tokens == len(tokens)
+    assert ask(client, messages=body, max_tokens=1).usage.prompt_tokens == len(tokens)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +258,13 @@ def test_what_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> 
 
 
 JSON = {"Content-Type": "application/json"}
+
+
+def test_a_response_has_one_form(client: OpenAI) -> None:
+    sent = {"text": {"format": {"type": "json_object"}}, **_written("so")}
+    with pytest.raises(openai.BadRequestError) as refused:
+        respond(client, **sent)
+    assert refused.value.param == "text"
 
 
 def test_half_of_a_surrogate_pair_is_refused(client: OpenAI) -> None:
