@@ -92,7 +92,10 @@ def _written(kind: str, form: Any) -> str:
     elif kind == "json_schema":
         form = form.model_json_schema() if hasattr(form, "model_json_schema") else form
         schema = _read(form) if isinstance(form, str) else form
-        form = json.dumps({**_ON_ONE_LINE, **schema} if isinstance(schema, dict) else schema)
+        try:
+            form = json.dumps({**_ON_ONE_LINE, **schema} if isinstance(schema, dict) else schema)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"json_schema is no JSON: {error}") from error
     elif not isinstance(form, str):
         raise ValueError(f"{kind} is no text")
     text: str = _llguidance().grammar_from(kind, form)
@@ -102,7 +105,7 @@ def _written(kind: str, form: Any) -> str:
 def _read(schema: str) -> Any:
     try:
         return json.loads(schema)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"json_schema is no JSON: {error}") from error
 
 
@@ -121,7 +124,8 @@ def _trie_of(tokenizer: Any, eos: tuple[int, ...]) -> Any:
     if not eos:
         raise ValueError("no token ends a result: give eos_token_id")
     tries, which = _tries.setdefault(tokenizer, {}), (len(tokenizer), eos)
-    if which not in tries:
+    made = tries.get(which)
+    if made is None:
         backend = copy.deepcopy(tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -132,9 +136,9 @@ def _trie_of(tokenizer: Any, eos: tuple[int, ...]) -> Any:
         except ValueError as error:
             what = f"{type(tokenizer).__name__} cannot be read by llguidance: {_first_line(str(error))}"
             raise ValueError(what) from error
-        tries.clear()
+        tries.clear()  # another thread may, too
         tries[which] = made
-    return tries[which]
+    return made
 
 
 def _begin_anywhere(described: Any) -> None:

@@ -35,7 +35,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "eos_token_id": ("stop_token_ids", "ignore_eos"),
     "sequence_bias": ("logit_bias",),
     "forced_bos_token_id": ("tgt_lang",),
-    "form": ("response_format", "structured_outputs", "text"),
+    "form": ("response_format", "structured_outputs", "text", "tools"),
 }
 
 

@@ -5,6 +5,7 @@ Each field is honoured, or refused unless its value asks for nothing (`off`). A 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -96,7 +97,9 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """The form of a result, as vLLM has it."""
 
-    json_: JsonObject | Text | None = Field(default=None, alias="json", description="A JSON schema.")
+    json_: Annotated[JsonObject | Text, described("is no JSON schema, as an object or text")] | None = Field(
+        default=None, alias="json", description="A JSON schema."
+    )
     regex: Text | None = Field(default=None, description="In the syntax of Rust's crate regex.")
     choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = None
     grammar: Text | None = Field(default=None, description="In the syntax of Lark, or of llama.cpp (GBNF).")
@@ -237,9 +240,12 @@ class Generation(Cutting):
             raise BadRequest("min_tokens: leave it out where the result has a form, which ends it", param="min_tokens")
         return self
 
-    @property
+    @cached_property
     def form(self) -> dict[str, Any] | None:
         """Of each result, as `fastgen.Grammar` takes it; None for any text."""
+        return self._form()
+
+    def _form(self) -> dict[str, Any] | None:
         asked = self.structured_outputs or self.response_format
         return None if asked is None else asked.form
 
@@ -317,7 +323,7 @@ class ImagePart(Body):
 
 
 # What a template reads besides, where a message has it.
-_OF_MESSAGES = ("name", "tool_call_id")
+_OF_MESSAGES = ("name", "tool_call_id", "reasoning_content")
 
 
 class Message(Body):
@@ -338,8 +344,11 @@ class Message(Body):
 
     refusal: Any = off()
     audio: Any = off()
+    parsed: Any = Field(default=None, description="Accepted, and not used: OpenAI's client has it.")
     annotations: Any = off([])
-    reasoning_content: Text | None = Field(default=None, description="Of an earlier answer: accepted, and not used.")
+    reasoning_content: Text | None = Field(
+        default=None, description="Of an earlier answer, for templates that read it."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -424,7 +433,13 @@ class Conversation(Templating, Generation):
     safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
     prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
 
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | ChosenTool,
+            described("is not 'none', 'auto' or 'required', and names no function"),
+        ]
+        | None
+    ) = Field(
         default=None, description="auto, where there are tools: the model decides. Or that it calls one, or this one."
     )
     parallel_tool_calls: bool | None = Field(default=None, description="false: one call, where one must be.")
@@ -435,8 +450,6 @@ class Conversation(Templating, Generation):
     def _tools_agree(self) -> Conversation:
         if self.must_call and not self.tools:
             raise BadRequest("tool_choice: give tools with it", param="tool_choice")
-        if self.must_call and super().form is not None:
-            raise BadRequest("tool_choice: calls have a form of their own, give no other one", param="tool_choice")
         names = {each.function.name for each in self.tools or ()}
         if isinstance(self.tool_choice, ChosenTool) and self.chosen_name not in names:
             raise BadRequest(f"tool_choice: there is no tool {self.chosen_name}", param="tool_choice")
@@ -456,10 +469,10 @@ class Conversation(Templating, Generation):
         """The function that the answer calls; None for any."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
 
-    @property
-    def form(self) -> dict[str, Any] | None:
+    def _form(self) -> dict[str, Any] | None:
+        """That of calls where there must be some: any other one is for answers without."""
         if not self.must_call:
-            return super().form
+            return super()._form()
         functions = [each.function for each in self.usable_tools]
         chosen = next((each for each in functions if each.name == self.chosen_name), None)
         if chosen is not None:

@@ -171,13 +171,15 @@ class ResponseRequest(Conversation):
     def _choice_as_in_a_chat(cls, value: Any) -> Any:
         return _nested(value)
 
-    @property
-    def form(self) -> dict[str, Any] | None:
-        asked = None if self.text is None or self.text.format is None else self.text.format.form
-        return super().form if asked is None else asked
+    def _form(self) -> dict[str, Any] | None:
+        asked = None if self.must_call or self.text is None or self.text.format is None else self.text.format.form
+        return super()._form() if asked is None else asked
 
     @model_validator(mode="after")
     def _agree(self) -> ResponseRequest:
+        asked = None if self.text is None or self.text.format is None else self.text.format.form
+        if asked is not None and (self.structured_outputs or self.response_format):
+            raise BadRequest("text: a result has one form, leave structured_outputs and the like out", param="text")
         if self.top_logprobs is not None and not self.include:
             raise BadRequest(f'top_logprobs: give include=["{_LOGPROBS}"] with it', param="top_logprobs")
         return self

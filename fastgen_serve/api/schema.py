@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from pydantic import (
@@ -93,6 +94,21 @@ def _encodable(text: str) -> str:
     return text
 
 
+_DEEPEST = 100  # levels of JSON: less than llguidance reads, and than pickle, jinja and others can take
+
+
+def plain(value: Any) -> Any:
+    """Checks JSON of any kind that is handed on: it can be walked, sent to a worker, and written."""
+    level, depth = [value], 0
+    while level:
+        level = [each for part in level for each in (part.values() if isinstance(part, dict) else part)]
+        level, depth = [each for each in level if isinstance(each, (dict, list))], depth + 1
+        if depth > _DEEPEST:
+            raise PydanticCustomError("deep", f"has more than {_DEEPEST} levels")
+    _encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return value
+
+
 def described(message: str) -> Any:
     """For a field of several types: one message says what it may be, in place of one for each type."""
 
@@ -100,7 +116,7 @@ def described(message: str) -> Any:
         try:
             return validate(value)
         except ValidationError as error:
-            own = [each for each in error.errors() if each["type"] == "text"]
+            own = [each for each in error.errors() if each["type"] in ("text", "deep")]
             raise PydanticCustomError("one_of", "{what}", {"what": own[0]["msg"] if own else message}) from None
 
     return WrapValidator(check)

@@ -97,10 +97,14 @@ class Call:
 
     @classmethod
     def of(cls, name: Any, arguments: Any) -> Call:
-        """ValueError: it is no call."""
-        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+        """ValueError or RecursionError: it is no call, or none that can be written as JSON."""
+        found = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+        if not isinstance(name, str) or not isinstance(found, dict):
             raise ValueError("a call without a name, or without arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        name.encode()  # half of a surrogate pair, which JSON may name, cannot be sent: UnicodeEncodeError
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        if any("\ud800" <= each <= "\udfff" for each in text):
+            text = json.dumps(found)
         return cls(name, text, uuid.uuid4().hex[:9])  # nine, as templates of Mistral's want it
 
 
@@ -184,7 +188,12 @@ class FreeAnswer:
             try:
                 for event in events():
                     self._take(event, part)
-            except (ValueError, KeyError, TypeError):  # what looked like a call is none: it is text, as what follows
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                RecursionError,
+            ):  # what looked like a call is none: it is text, as what follows
                 self._is_text = True
         if self._is_text:
             part.content, self._read = part.content + self._raw[self._read :], len(self._raw)

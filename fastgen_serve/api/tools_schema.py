@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from fastgen_serve.api.schema import Body, Text
+from fastgen_serve.api.schema import Body, Text, plain
 
 MOST_TOOLS = 128
 ANY_OBJECT = {"type": "object"}
-JsonObject = Annotated[dict[str, Any], Field(description="A JSON schema.")]
+JsonObject = Annotated[dict[str, Any], AfterValidator(plain), Field(description="A JSON schema.")]
 Name = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -44,13 +44,15 @@ class ChosenTool(Body):
 
 
 def _check_arguments(text: str) -> str:
+    """The same as a template can have it: some models write none where a function takes none."""
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text.strip() or "{}")
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise PydanticCustomError("arguments", "is no JSON object")
-    return text
+    plain(found)
+    return text.strip() or "{}"
 
 
 Arguments = Annotated[Text, AfterValidator(_check_arguments), Field(description="A JSON object.")]
@@ -59,32 +61,34 @@ Arguments = Annotated[Text, AfterValidator(_check_arguments), Field(description=
 class CalledFunction(Body):
     name: Text
     arguments: Arguments
+    parsed_arguments: Any = Field(default=None, description="Accepted, and not used: OpenAI's client has it.")
 
 
 class ToolCall(Body):
     """A call in an earlier answer."""
 
     id: Text
+    index: int | None = Field(default=None, description="Accepted, and not used: calls of streams have it.")
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def as_template_reads(self) -> dict[str, Any]:
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = json.loads(self.function.arguments)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 def form_of_arguments(function: Function) -> dict[str, Any]:
-    """The schema of the arguments of one function."""
-    return ANY_OBJECT if function.parameters is None else function.parameters
+    """The schema of the arguments of one function: an object, whatever else is said of it."""
+    return {**(function.parameters or {}), **ANY_OBJECT}
 
 
 def form_of_calls(functions: Sequence[Function], most: int | None) -> dict[str, Any]:
     """The schema of a list of calls of some functions, `most` at the most: each with its name and parameters."""
-    shared: dict[str, Any] = {}
-    calls = []
+    calls, shared = [], {}
     for number, function in enumerate(functions):
-        arguments = _moved(form_of_arguments(function), f"{number}.", shared)
-        properties = {"name": {"const": function.name}, "parameters": arguments}
+        place = f"#/$defs/{number}"
+        shared[str(number)] = _moved(form_of_arguments(function), place)
+        properties = {"name": {"const": function.name}, "parameters": {"$ref": place}}
         calls.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         )
@@ -92,22 +96,20 @@ def form_of_calls(functions: Sequence[Function], most: int | None) -> dict[str, 
     return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **limit, "$defs": shared}
 
 
-def _moved(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dict[str, Any]:
-    """A schema as a part of another one, whose definitions `shared` gets, under other names."""
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A schema whose references to its own parts are right at a place in another one."""
 
-    def renamed(part: Any) -> Any:
+    def moved(part: Any) -> Any:
         if isinstance(part, list):
-            return [renamed(each) for each in part]
+            return [moved(each) for each in part]
         if not isinstance(part, dict):
             return part
-        found = {name: renamed(each) for name, each in part.items()}
-        place = found.get("$ref")
-        if isinstance(place, str) and place.startswith(("#/$defs/", "#/definitions/")):
-            found["$ref"] = f"#/$defs/{prefix}{place.split('/', 2)[2]}"
+        found = {name: moved(each) for name, each in part.items()}
+        own = found.get("$ref")
+        if isinstance(own, str) and (own == "#" or own.startswith("#/")):
+            found["$ref"] = place + own[1:]
         return found
 
-    own = {name: each for name, each in schema.items() if name not in ("$defs", "definitions")}
-    for name, each in {**(schema.get("definitions") or {}), **(schema.get("$defs") or {})}.items():
-        shared[prefix + name] = renamed(each)
-    moved: dict[str, Any] = renamed(own)
-    return moved
+    # With an address of its own, references would be relative to that.
+    whole: dict[str, Any] = moved({name: each for name, each in schema.items() if name != "$id"})
+    return whole

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen import Grammar, settings
+from fastgen import Grammar, grammar, settings
 from fastgen.engine import continuous
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import Engine
@@ -180,7 +180,7 @@ def test_a_processor_that_is_used_again(gpt2: tuple[Any, Any]) -> None:
     model, tokenizer = gpt2
     grammar = Grammar(tokenizer, json_schema=SCHEMA)
     processor = grammar.processor()
-    for texts in ["thou"], ["thou"], ["and he said unto him", "the king"], ["thou"]:
+    for texts in ["thou"], ["thou"], ["and he said unto him", "the king"], ["thou"], ["thou"], [TEXT * 9]:
         inputs = tokenizer(texts, return_tensors="pt", padding=True)
         options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
         found = model.generate(**inputs, logits_processor=[processor], **options)
@@ -300,6 +300,24 @@ def test_other_processors_beside_a_form(gpt2: tuple[Any, Any]) -> None:
     assert seen == list(range(ids.shape[1], expected.shape[1]))
 
 
+class _Emptied(dict[Any, Any]):
+    """Another thread makes room for its own trie just then."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.clear()
+
+
+def test_threads_with_other_ends(gpt2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = gpt2[1]
+    monkeypatch.setitem(grammar._tries, tokenizer, _Emptied())
+    assert Grammar(tokenizer, [0, 1], regex="a")
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(10_000):
+    DEEP = {"a": DEEP}
+
+
 def _with(form: Grammar | None) -> dict[str, Any]:
     return {} if form is None else {"logits_processor": [form.processor()]}
 
@@ -312,6 +330,9 @@ def _with(form: Grammar | None) -> dict[str, Any]:
         ({"regex": "(a"}, "cannot be followed"),
         ({"json_schema": {"type": "nothing"}}, "cannot be followed"),
         ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": '{"a":' * 100_000}, "json_schema is no JSON"),
+        ({"json_schema": DEEP}, "json_schema is no JSON"),
+        ({"json_schema": {"enum": {1}}}, "json_schema is no JSON"),
         ({"grammar": "start: other"}, "cannot be followed"),
         (
             {"json_schema": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}},

@@ -53,10 +53,10 @@ def test_what_is_not_known_may_be_null(http: httpx.Client, path: str, body: dict
     )
 
 
-def test_a_call_of_a_tool_is_named_where_the_message_has_no_content(http: httpx.Client) -> None:
-    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+def test_a_call_of_the_old_kind_is_named_where_the_message_has_no_content(http: httpx.Client) -> None:
+    called = {"role": "assistant", "content": None, "function_call": CALL["function"]}
     status, param, message = refusal(http.post("/v1/chat/completions", json={**CHAT, "messages": [USER, called]}))
-    assert (status, param) == (400, "messages.1.tool_calls") and "not supported" in message
+    assert (status, param) == (400, "messages.1.function_call") and "not supported" in message
 
 
 def test_the_model_and_the_path_that_there_are_not(http: httpx.Client) -> None:

@@ -17,7 +17,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from fastgen_serve.api import tools
-from fastgen_serve.api.tools_schema import Tool
+from fastgen_serve.api.tools_schema import Function, Tool, form_of_calls
 from fastgen_serve.app import create_app
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
@@ -41,7 +41,7 @@ WRONG = {"id": "a", "function": {"name": "weather", "arguments": "["}}
 CALL = r'<tool_call>\n{"name": "weather", "arguments": {"city": "Ur", "days": 3}}\n</tool_call>'.replace(r"\n", "\n")
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content or '' }}{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor %}"
     "{{ message.tool_call_id or '' }}\n{% endfor %}assistant:"
 )
@@ -63,6 +63,20 @@ def _client(chat: str, template: str, under: Path) -> Iterator[OpenAI]:
 def client(paths: dict[str, str], enabled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """Of a server whose model is told of tools."""
     yield from _client(paths["chat"], TEMPLATE, tmp_path_factory.mktemp("models"))
+
+
+def _tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "any", "parameters": parameters}}
+
+
+def _calling(arguments: str, **more: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments, **more}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(150):
+    DEEP = {"a": DEEP}
 
 
 def ask(client: OpenAI, **fields: Any) -> Any:
@@ -130,6 +144,65 @@ def test_calls_that_the_model_writes(client: OpenAI) -> None:
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == ("no calls", None, "stop")
 
 
+@pytest.mark.parametrize(
+    "parameters", [{}, {"type": "array"}, {"type": ["object", "null"]}, {"properties": {}}], ids=str
+)
+def test_arguments_are_an_object(client: OpenAI, parameters: dict[str, Any]) -> None:
+    choice = {"type": "function", "function": {"name": "any"}}
+    sent = {"tools": [_tool({**parameters, "maxProperties": 0, "additionalProperties": False})]}
+    for fields in {"tool_choice": choice}, {"tool_choice": "required", "parallel_tool_calls": False}:
+        (call,) = ask(client, **sent, **fields).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"$id": "https://example.org/a", "$schema": "https://json-schema.org/draft/2020-12/schema"}]
+)
+def test_schemas_that_refer_to_themselves(client: OpenAI, more: dict[str, Any]) -> None:
+    """Wherever in themselves: among others they mean the same."""
+    day = {"enum": [1, 2]}
+    own = {"day": day, "to": {"$ref": "#/properties/day"}, "by": {"$ref": "#/definitions/by"}, "in": {"$ref": "#"}}
+    parameters = {
+        "type": "object", "properties": own, "required": ["day", "to", "by"], "additionalProperties": False,
+        "definitions": {"by": {"enum": [3]}}, **more,
+    }  # fmt: skip
+    given = {"tools": [TOOLS[0], _tool(parameters)], "tool_choice": "required", "parallel_tool_calls": False}
+    names = set()
+    for seed in range(4):
+        (choice,) = ask(client, **given, seed=seed, max_tokens=200).choices
+        for call in choice.message.tool_calls or ():
+            found = json.loads(call.function.arguments)
+            names.add(call.function.name)
+            while call.function.name == "any" and found:
+                assert found["day"] in (1, 2) and found["to"] in (1, 2) and found["by"] == 3
+                found = found.get("in")
+    assert "any" in names
+
+
+def test_references_by_name_are_left() -> None:
+    parameters = {"properties": {"a": {"$ref": "#b"}}, "$defs": {"b": {"$anchor": "b"}}}
+    form = form_of_calls([Function(name="a", parameters=parameters)], None)
+    assert form["$defs"]["0"] == {**parameters, "type": "object"}
+
+
+def test_calls_that_must_be_come_before_another_form(client: OpenAI) -> None:
+    """Frameworks send what they want at the end with each request."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    named = {"type": "json_schema", "json_schema": {"name": "end", "schema": schema}}
+    (answer,) = ask(client, tools=TOOLS[:1], tool_choice="required", response_format=named).choices
+    check_weather(answer.message.tool_calls[0].function.arguments)
+    flat = {"format": {"type": "json_schema", "name": "end", "schema": schema}}
+    check_weather(respond(client, tools=FLAT[:1], tool_choice="required", text=flat).output[0].arguments)
+
+
+def test_calls_as_clients_send_them_back(client: OpenAI) -> None:
+    """With what streams, and OpenAI's client, add to them, and without arguments."""
+    plain = ask(client, messages=[USER, _calling("{}")], max_tokens=1).usage
+    message = _calling(" ", parsed_arguments={"a": 1}) | {"content": None, "parsed": None, "refusal": None}
+    message["tool_calls"][0]["index"] = 0
+    assert ask(client, messages=[USER, message], max_tokens=1).usage == plain
+
+
 def test_without_tools_an_answer_is_text(client: OpenAI) -> None:
     for fields in {"tool_choice": "none"}, {"tools": []}:
         (answer,) = ask(client, **fields, **_written(CALL)).choices
@@ -141,16 +214,17 @@ def test_what_the_model_is_told(client: OpenAI) -> None:
     answer = ask(client, **_written(CALL)).choices[0].message
     messages: list[Any] = [USER, answer, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "dry"}]
     expected = (
-        f"[weather][now]user: {USER['content']}\nassistant: <tool_call>Ur</tool_call>\n"
+        f"[weather][now]user: {USER['content']}\nassistant: (so)<tool_call>Ur</tool_call>\n"
         f"tool: dry{answer.tool_calls[0].id}\nassistant:"
     )
     body = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages]
+    body[1]["reasoning_content"] = "(so)"
     sent = {"model": "tools", "messages": body, "tools": TOOLS}
     address = str(client.base_url).removesuffix("/v1/")
     tokens = httpx.post(f"{address}/tokenize", json=sent).json()["tokens"]
     told = httpx.post(f"{address}/detokenize", json={"model": "tools", "tokens": tokens}).json()["prompt"]
     assert told.strip() == expected
-    assert ask(client, messages=messages, max_tokens=1).usage.prompt_tokens == len(tokens)
+    assert ask(client, messages=body, max_tokens=1).usage.prompt_tokens == len(tokens)
 
 
 @pytest.mark.parametrize(
@@ -158,23 +232,22 @@ def test_what_the_model_is_told(client: OpenAI) -> None:
     [
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [_tool({"uniqueItems": True})]}, "tools"),
+        ({"tools": [_tool({"$defs": DEEP})]}, "tools.0.function.parameters"),
+        ({"messages": [_calling('{"a": "\\ud800"}')]}, "messages.0.tool_calls.0.function.arguments"),
+        ({"messages": [_calling(json.dumps(DEEP))]}, "messages.0.tool_calls.0.function.arguments"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"extra_body": {"structured_outputs": {"json": DEEP}}}, "structured_outputs.json"),
+        ({"extra_body": {"structured_outputs": {"json": '{"a": ' * 5000}}}, "structured_outputs"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
         ({"messages": [USER | {"tool_call_id": "a"}]}, "messages.0"),
         (
             {"messages": [USER | {"tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "{}"}}]}]},
             "messages.0",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "["}}]}
-                ]
-            },
-            "messages.0.tool_calls.0.function.arguments",
-        ),
+        ({"messages": [_calling("[")]}, "messages.0.tool_calls.0.function.arguments"),
     ],
     ids=str,
 )
@@ -182,6 +255,22 @@ def test_what_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> 
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, **fields)
     assert refused.value.param == param
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_a_response_has_one_form(client: OpenAI) -> None:
+    sent = {"text": {"format": {"type": "json_object"}}, **_written("so")}
+    with pytest.raises(openai.BadRequestError) as refused:
+        respond(client, **sent)
+    assert refused.value.param == "text"
+
+
+def test_half_of_a_surrogate_pair_is_refused(client: OpenAI) -> None:
+    sent = {"model": "tools", "messages": [USER], "tools": [_tool({"description": "\ud800"})]}
+    answer = httpx.post(f"{client.base_url}chat/completions", content=json.dumps(sent), headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.0.function.parameters")
 
 
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -307,8 +396,18 @@ def test_what_only_looks_like_a_call_is_text(size: int) -> None:
     for wrong in "<tool_call>{no}</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<tool_call>[]</tool_call>":
         found = read(_answer("<tool_call>"), f"a {wrong} b {CALL}", size)
         assert found == tools.Part(f"a {wrong} b {CALL}")
+    for arguments in '"no JSON"', '"[]"', '{"a": NaN}', "[" * 5000:
+        wrong = f'<tool_call>{{"name": "a", "arguments": {arguments}}}</tool_call>'
+        assert read(_answer("<tool_call>"), wrong, size) == tools.Part(wrong)
     found = read(_answer("<tool_call>"), f"a{CALL}<tool_call>{{", size)
     assert len(found.calls) == 1 and found.content.startswith("a") and found.content.endswith("<tool_call>{")
+
+
+def test_arguments_that_are_written_otherwise() -> None:
+    """As text; with half of a surrogate pair, which answers cannot have."""
+    for arguments, expected in ('"{\\"a\\": 1}"', '{"a": 1}'), ('""', "{}"), ('{"a": "\\ud800"}', '{"a": "\\ud800"}'):
+        call = f'<tool_call>{{"name": "a", "arguments": {arguments}}}</tool_call>'
+        assert read(_answer("<tool_call>"), call, 1000).calls[0].arguments == expected
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])

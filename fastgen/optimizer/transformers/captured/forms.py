@@ -37,7 +37,7 @@ class FormProcessor(LogitsProcessor):
 
     def __init__(self, begin: Form) -> None:
         self._begin = begin
-        self._prompt = 0  # tokens of each, those of padding included
+        self._prompt = self._longest = 0  # tokens of each at the beginning, and at the most, those of padding included
         self._forms: dict[bytes, Form] = {}  # of the sequences of the latest step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -45,9 +45,10 @@ class FormProcessor(LogitsProcessor):
 
     def blocked(self, tokens: Tensor, size: int) -> Tensor:
         """[rows, size], bool, on the CPU: what may not come behind tokens [rows, length]."""
-        rows = [row.tobytes() for row in tokens.cpu().numpy()]
-        if not self._forms or tokens.shape[1] <= self._prompt:
-            self._prompt = tokens.shape[1]
+        rows, length = [row.tobytes() for row in tokens.cpu().numpy()], tokens.shape[1]
+        if not self._prompt < length <= self._longest + 1:  # a draft may be given up, but no step is left out
+            self._prompt = self._longest = length
+        self._longest = max(self._longest, length)
         self._forms = {key: self._form(key, tokens[row]) for row, key in enumerate(rows) if rows.index(key) == row}
         return torch.stack([self._forms[key].blocked(size) for key in rows])
 
