@@ -13,6 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -256,6 +257,9 @@ class CachedModel:
     @property
     def is_ready(self) -> bool:
         return self._model.is_ready
+
+    def reserve(self, rows: int) -> AbstractContextManager[None]:
+        return self._model.reserve(rows)
 
     async def generate(self, job: Generate) -> Generated:
         """As the model's own, or what it returned for such a job before."""

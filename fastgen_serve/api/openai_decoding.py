@@ -100,7 +100,6 @@ def make_job(
     body: Generation,
     tokens: tuple[int, ...],
     max_tokens: int | None,
-    options: Mapping[str, Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> Generate:
     """The job of one input.
@@ -109,15 +108,15 @@ def make_job(
         decoding: how it is decoded.
         tokens: of the input.
         max_tokens: new ones, at the most; None for what the model's generation config says.
-        options: further ones of `generate`.
         inputs: what the model reads besides the tokens.
     """
     logprobs = body.wanted_logprobs
     if decoding.candidates > decoding.results and logprobs is None:
         logprobs = 0
     limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
-    options = {**decoding.options, **limit, **(options or {})}
-    return Generate(tokens, options, body.seed, tuple(body.stops), logprobs, bool(body.stream), inputs or {})
+    return Generate(
+        tokens, {**decoding.options, **limit}, body.seed, tuple(body.stops), logprobs, bool(body.stream), inputs or {}
+    )
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from fastgen_serve.api.openai_answers import TokenLogprobs
 from fastgen_serve.api.openai_schema import (
@@ -14,8 +15,9 @@ from fastgen_serve.api.openai_schema import (
     Count,
     ImagePart,
     Message,
+    StreamOptions,
 )
-from fastgen_serve.api.schema import Body, Text, at_most, described, off
+from fastgen_serve.api.schema import Body, Text, at_most, described, encodable, off
 from fastgen_serve.errors import BadRequest
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -41,6 +43,7 @@ class InputImage(Body):
 class InputItem(Body):
     """A message; those of earlier answers are taken as they were sent."""
 
+    type: Literal["message"] = "message"  # refused first: items of other types have other fields
     role: Literal["developer", "system", "user", "assistant"]
     content: Annotated[
         Text | Annotated[list[InputPart | InputImage], Field(min_length=1, fail_fast=True)],
@@ -49,7 +52,6 @@ class InputItem(Body):
             "'image_url': 'data:...'}: other parts are not supported"
         ),
     ]
-    type: Literal["message"] = "message"
     id: Text | None = Field(default=None, description="Accepted, and not used.")
     status: Literal["in_progress", "completed", "incomplete"] | None = Field(
         default=None, description="Accepted, and not used."
@@ -74,14 +76,28 @@ class TextOptions(Body):
     verbosity: Any = off("medium")
 
 
+def _as_items(value: Any) -> Any:
+    """A text is what the user says. A field for two types would not name the item that is wrong."""
+    if isinstance(value, str):
+        return [InputItem(role="user", content=encodable(value))]
+    if not isinstance(value, list):
+        raise PydanticCustomError("one_of", "is no text, and no list of messages {{'role': ..., 'content': ...}}")
+    return value
+
+
+class ResponseStreamOptions(StreamOptions):
+    continuous_usage_stats: Any = off(False)
+
+
 class ResponseRequest(Conversation):
     """A conversation that the model answers."""
 
     prefix: ClassVar[str] = "resp_"
 
     input: Annotated[
-        Text | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)],
-        described("is no text, and no list of messages {'role': ..., 'content': ...}: other items are not supported"),
+        list[InputItem],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
     instructions: Text | None = Field(default=None, description="What the system says, in front of the input.")
     max_output_tokens: Count | None = Field(
@@ -98,6 +114,7 @@ class ResponseRequest(Conversation):
         default=None, description="The answer has it, too."
     )
     text: TextOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
 
     return_token_ids: Any = off(False)
     n: Any = off(1)
@@ -128,8 +145,6 @@ class ResponseRequest(Conversation):
     def messages(self) -> list[Message]:
         """Those of a chat completion."""
         said = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
-        if isinstance(self.input, str):
-            return [*said, Message(role="user", content=self.input)]
         return [*said, *(item.as_message() for item in self.input)]
 
 

@@ -84,7 +84,7 @@ def at_most(count: int) -> Any:
     return BeforeValidator(check)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -105,7 +105,7 @@ def described(message: str) -> Any:
     return WrapValidator(check)
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Texts, or token ids, or several of either. Lists end at the first that is wrong: all of them take minutes.
 Inputs = Annotated[

@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request
 
@@ -74,15 +75,15 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
     """The tokens of a text, or of a conversation as the model's chat template writes it."""
     model = served_model(request, body.model)
     chat = prompts.Chat.of(model, body.messages or (), request.app.state.settings)
-
-    def tokenise() -> tuple[int, ...]:
-        if not chat.messages:
-            cut = Cutting(add_special_tokens=body.add_special_tokens is not False)
-            return prompts.tokens_of(model, body.prompt or "", cut, "prompt", any_length=True)
-        cut = Cutting(add_special_tokens=bool(body.add_special_tokens))
-        return prompts.chat_inputs(model, chat, body, cut, any_length=True)[0]
-
-    tokens = list(await prompts.in_turn(model, len(body.prompt or "") + chat.size, tokenise))
+    text, adds = body.prompt or "", body.add_special_tokens
+    if chat.messages:
+        cut = Cutting(add_special_tokens=bool(adds))
+        found, _ = await prompts.chat_inputs(model, chat, body, cut, any_length=True)
+    else:
+        cut = Cutting(add_special_tokens=adds is not False)
+        work = partial(prompts.tokens_of, model, text, cut, "prompt", any_length=True)
+        found = await prompts.in_turn(model, len(text), work)
+    tokens = list(found)
     names = [str(name) for name in model.tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None
     return schema.TokenizeAnswer(count=len(tokens), max_model_len=model.info.positions, tokens=tokens, token_strs=names)
 

@@ -86,6 +86,13 @@ class ClientModel(ABC):
 
     # ---- a ServedModel
 
+    @contextmanager
+    def reserve(self, rows: int) -> Iterator[None]:
+        with ExitStack() as place:
+            with self._refusals_counted():
+                place.enter_context(self._admission.reserve(rows))
+            yield
+
     async def generate(self, job: Generate) -> Generated:
         (made,) = await self.generate_all([job])
         return made
@@ -211,19 +218,25 @@ class ClientModel(ABC):
         raise AssertionError("answers end with a result, or raise")
 
     @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        """The block that lets a request in. Raises Unavailable while the model is not ready."""
+        try:
+            if not self.is_ready:
+                raise Unavailable(f"model {self.name} is not ready: {self.progress}", retry_after=5)
+            yield
+        except (Busy, Unavailable):
+            metrics.JOBS.labels(self.name, "refused").inc()
+            raise
+
+    @contextmanager
     def _admitted(self, rows: Sequence[int]) -> Iterator[list[ExitStack]]:
         """The block of a request that is let in. Raises Busy, or Unavailable, if it is not.
 
         Args:
             rows: of each of its parts. Each part has a place, which is free once it, or the block, is closed.
         """
-        try:
-            if not self.is_ready:
-                raise Unavailable(f"model {self.name} is not ready: {self.progress}", retry_after=5)
+        with self._refusals_counted():
             self._admission.enter(sum(rows))
-        except (Busy, Unavailable):
-            metrics.JOBS.labels(self.name, "refused").inc()
-            raise
         with ExitStack() as all_places:
             places = [all_places.enter_context(ExitStack()) for _ in rows]
             for place, count in zip(places, rows, strict=True):

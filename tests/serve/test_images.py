@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading
 from fastgen_serve.workers.local import LocalModel
 from tests.pipeline import tiny
-from tests.serve.servers import GPT2, command, in_thread, until
+from tests.serve.servers import GPT2, WAIT, command, in_thread, until
 
 RED, BLUE, WIDE = ((24, 24), (255, 0, 0)), ((24, 24), (0, 0, 255)), ((48, 16), (90, 200, 10))
 TEXT = "let there be light"
@@ -143,6 +144,37 @@ def test_images_of_responses(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="data:") as refused:
         client.responses.create(model="llava", input=[{"role": "user", "content": parts}])
     assert refused.value.param == "input"
+
+
+def test_few_requests_with_images_are_read_at_a_time_and_keep_no_text_waiting(
+    client: OpenAI, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, reading, may_end, most = images.decoded, list[int](), threading.Event(), images.AT_ONCE
+
+    def slowly(*given: Any) -> Any:
+        reading.append(1)
+        assert may_end.wait(WAIT)
+        return decoded(*given)
+
+    monkeypatch.setattr(images, "decoded", slowly)
+    with ThreadPoolExecutor(most + 1) as pool:
+        found = [pool.submit(ask, client, RED, TEXT, max_tokens=2) for _ in range(most + 1)]
+        try:
+            until(lambda: models.get("llava")._admission.rows == most + 1)  # they wait, as others do
+            until(lambda: len(reading) == most)
+            assert ask(client, TEXT, max_tokens=2, timeout=60).choices
+            assert len(reading) == most
+        finally:
+            may_end.set()
+        assert all(each.result().choices for each in found)
+    assert models.get("llava")._admission.rows == 0
+
+
+def test_an_overloaded_server_reads_no_images(client: OpenAI, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "decoded", lambda *given: 1 / 0)
+    with models.get("llava").reserve(10_000), pytest.raises(openai.RateLimitError) as refused:
+        ask(client, RED, TEXT)
+    assert int(refused.value.response.headers["Retry-After"]) >= 1
 
 
 def test_what_a_model_writes_depends_on_the_image(folder: str) -> None:
@@ -277,7 +309,7 @@ def test_placeholders_that_do_not_fit_are_a_mistake_of_the_request(models: Model
     llava.tokenizer.chat_template = "<image> and <image>"
     try:
         with pytest.raises(BadRequest, match="the model's processor refuses the images: .*2 <image> tokens"):
-            prompts.chat_inputs(llava, given, prompts.Templating(), prompts.Cutting())
+            asyncio.run(prompts.chat_inputs(llava, given, prompts.Templating(), prompts.Cutting()))
     finally:
         llava.tokenizer.chat_template = before
 

@@ -105,9 +105,15 @@ def test_a_stream_is_the_answer_in_parts(client: OpenAI, more: dict[str, Any]) -
         ({"include": ["reasoning.encrypted_content"]}, "include.0"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input"),
+        ({"input": {"role": "user"}}, "input"),
+        ({"input": [USER, {"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input.1.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
+        (
+            {"extra_body": {"stream": True, "stream_options": {"continuous_usage_stats": True}}},
+            "stream_options.continuous_usage_stats",
+        ),
         ({"max_output_tokens": 10**6}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "light " * 5000}, "input"),
@@ -121,8 +127,7 @@ def test_a_stream_is_the_answer_in_parts(client: OpenAI, more: dict[str, Any]) -
 def test_what_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**{**GREEDY, "input": "light", **fields})
-    found = refused.value.param or ""
-    assert found == param or found.startswith(f"{param}."), refused.value
+    assert refused.value.param == param, refused.value
 
 
 def test_what_asks_for_nothing_is_accepted(client: OpenAI) -> None:
