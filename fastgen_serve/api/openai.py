@@ -32,7 +32,7 @@ from fastgen_serve.api.openai_schema import (
     Generation,
     Message,
 )
-from fastgen_serve.api.schema import as_list
+from fastgen_serve.api.schema import as_list, error_responses
 from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
@@ -44,20 +44,15 @@ from fastgen_serve.text import TextStream
 _COMPLETION_TOKENS = 16
 _log = logging.getLogger("fastgen_serve")
 _STARTED = int(time.time())
-_ERRORS: dict[int | str, str] = {
-    400: "The request is refused: `param` names the field.",
-    401: "There is no API key, or another one.",
-    404: "No such model is served.",
-    413: "The body is too large.",
-    429: "Too many requests wait: try again.",
-    500: "The request has failed.",
-    503: "The model is not ready.",
-    504: "The request took too long.",
-    "4XX": "Another mistake of the client, such as a method that the path does not have.",
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": answers.ErrorAnswer, "description": text} for status, text in _ERRORS.items()
-}
+ERRORS = error_responses(
+    answers.ErrorAnswer,
+    {
+        400: "The request is refused: `param` names the field.",
+        401: "There is no API key, or another one.",
+        404: "No such model is served.",
+        "4XX": "Another mistake of the client, such as a method that the path does not have.",
+    },
+)
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or its chunks."}
 }

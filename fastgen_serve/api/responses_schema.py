@@ -13,15 +13,16 @@ from fastgen_serve.api.openai_schema import (
     ContentPart,
     Conversation,
     Count,
+    Detail,
     ImagePart,
     Message,
     StreamOptions,
 )
-from fastgen_serve.api.schema import Body, Text, at_most, described, encodable, off
+from fastgen_serve.api.schema import Body, Text, Unused, at_most, described, encodable, off, unused
 from fastgen_serve.errors import BadRequest
 
 _LOGPROBS = "message.output_text.logprobs"
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Body):
@@ -34,9 +35,7 @@ class InputPart(Body):
 class InputImage(Body):
     type: Literal["input_image"]
     image_url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
-    detail: Literal["auto", "low", "high", "original"] | None = Field(
-        default=None, description="Accepted, and not used."
-    )
+    detail: Detail = None
     file_id: Any = off()
 
 
@@ -52,10 +51,8 @@ class InputItem(Body):
             "'image_url': 'data:...'}: other parts are not supported"
         ),
     ]
-    id: Text | None = Field(default=None, description="Accepted, and not used.")
-    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
-        default=None, description="Accepted, and not used."
-    )
+    id: Unused = None
+    status: Annotated[ItemStatus | None, unused()] = None
     phase: Any = off("commentary", "final_answer")
 
     def as_message(self) -> Message:
@@ -162,7 +159,7 @@ class OutputMessage(BaseModel):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     content: list[OutputText]
 
 
@@ -204,7 +201,7 @@ class Response(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Status
+    status: ItemStatus | Literal["failed"]
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None

@@ -66,8 +66,7 @@ async def rerank(body: schema.RerankRequest, request: Request) -> schema.RerankA
     if body.return_documents is not False:
         for result in results:
             result.document = schema.RankedDocument(text=texts[result.index])
-    used = schema.RerankUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.total_tokens)
-    return schema.RerankAnswer(id=_id("rerank"), model=model.name, usage=used, results=results)
+    return schema.RerankAnswer(id=_id("rerank"), model=model.name, usage=usage, results=results)
 
 
 @router.post("/tokenize")

@@ -129,40 +129,6 @@ def test_tokens_of_a_chat(http: httpx.Client, paths: dict[str, str]) -> None:
     assert without["count"] < answer["count"]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/classify", {"model": "vectors", "input": "a"}, "model"),
-        ("/classify", {"model": "classes", "input": "a", "use_activation": False}, "use_activation"),
-        ("/classify", {"model": "classes", "input": "light " * 80}, "input"),
-        ("/classify", {"model": "classes", "input": ["a"] * 9}, "input"),
-        ("/score", {"model": "classes", "text_1": "a", "text_2": "b"}, "model"),
-        ("/score", {"model": "chat", "text_1": "a", "text_2": "b"}, "model"),
-        ("/score", {"model": "pairs", "text_1": "a"}, "text_1"),
-        ("/score", {"model": "pairs", "text_1": "a", "data_2": "b"}, "text_1"),
-        ("/score", {"model": "pairs", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
-        ("/score", {"model": "pairs", "text_1": "a", "text_2": ["b"] * 9}, "text_2"),
-        ("/score", {"model": "pairs", "text_1": "light " * 80, "text_2": "b"}, "text_2"),
-        ("/score", {"model": "vectors", "text_1": "a", "text_2": "b", "use_activation": True}, "use_activation"),
-        ("/rerank", {"model": "pairs", "query": "a", "documents": []}, "documents"),
-        ("/rerank", {"model": "pairs", "query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
-        ("/tokenize", {"model": "vectors"}, "prompt"),
-        ("/tokenize", {"model": "vectors", "messages": [{"role": "user", "content": "a"}]}, "messages"),
-        (
-            "/tokenize",
-            {"model": "chat", "messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
-            "continue_final_message",
-        ),
-        ("/detokenize", {"model": "vectors", "tokens": [99999]}, "tokens"),
-        ("/detokenize", {"model": "vectors", "tokens": ["a"]}, "tokens.0"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_is_named(http: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
-    response = http.post(path, json=fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-
-
 def test_long_pairs_are_cut_if_asked_for(http: httpx.Client, paths: dict[str, str]) -> None:
     answer = post(http, "/score", model="pairs", text_1=QUERY, text_2="light " * 80, truncate_prompt_tokens=-1)
     assert answer["usage"]["prompt_tokens"] == 64

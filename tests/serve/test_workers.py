@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,7 +205,6 @@ def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
 
 def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> None:
     settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
-    model = LocalModel(name, settings)
     jobs = [Generate((5, 6, 7 + number), {"num_beams": 2, "max_new_tokens": 8}, streams=True) for number in range(6)]
 
     async def streamed() -> dict[int, Any]:
@@ -216,7 +216,7 @@ def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> N
         wholes = (model.generate_all(jobs), model.generate_all(jobs))
         return await asyncio.gather(*wholes, return_exceptions=True)
 
-    try:
+    with closing(LocalModel(name, settings)) as model:
         first, second = loop.run(crowd())
         assert len(first) == len(jobs) and isinstance(second, Busy)
         last = loop.run(streamed())
@@ -225,8 +225,6 @@ def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> N
         with pytest.raises(BadRequest):  # one that fails ends the others
             loop.run(model.generate_all([Generate((5, 6), {"max_new_tokens": 100, "num_beams": 1}), Generate((-1,))]))
         assert model._admission.rows == 0
-    finally:
-        model.close()
 
 
 def test_a_model_without_positions_has_a_limit(tmp_path: Path) -> None:
@@ -234,54 +232,46 @@ def test_a_model_without_positions_has_a_limit(tmp_path: Path) -> None:
     sizes = dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=1, pad_token_id=1)
     T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    model = LocalModel("t5", ServeSettings(models=(("t5", str(tmp_path)),), slots=2, warm_up=False))
-    try:
+    with closing(LocalModel("t5", ServeSettings(models=(("t5", str(tmp_path)),), slots=2, warm_up=False))) as model:
         assert model.info.positions == MOST_TOKENS
-    finally:
-        model.close()
 
 
 def test_a_model_whose_files_ask_for_several_results_gives_one(loop: Loop, tmp_path: Path) -> None:
     path = Path(shutil.copytree(GPT2, tmp_path / "several"))
     config = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps({**config, "num_beams": 2, "num_return_sequences": 2}))
-    model = LocalModel("several", ServeSettings(models=(("several", str(path)),), slots=2))  # it warms up, too
-    try:
+    settings = ServeSettings(models=(("several", str(path)),), slots=2)  # it warms up, too
+    with closing(LocalModel("several", settings)) as model:
         for fields in ({}, {"temperature": 0}, {"temperature": 1}):
             body = CompletionRequest.model_validate({"prompt": "a", **fields})
             job = make_job(decoding(body, model.info), body, (5, 6), 3)
             assert len(loop.run(model.generate(job)).sequences) == 1
-    finally:
-        model.close()
 
 
 def test_more_than_may_wait_are_refused_and_the_others_served(loop: Loop, name: str) -> None:
     settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
-    model = LocalModel(name, settings)
 
     async def crowd() -> list[Any]:
         jobs = [Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 10})] * 12
         return await asyncio.gather(*map(model.generate, jobs), return_exceptions=True)
 
-    try:
+    with closing(LocalModel(name, settings)) as model:
         results = loop.run(crowd())
         assert sum(isinstance(result, Busy) for result in results) == 7
         assert sum(isinstance(result, Generated) for result in results) == 5
         assert all(result.retry_after >= 1 for result in results if isinstance(result, Busy))
         assert model._admission.rows == 0
-    finally:
-        model.close()
     with pytest.raises(Unavailable):
         loop.run(model.generate(Generate((5,), {"num_beams": 1})))
 
 
 def test_a_request_takes_no_longer_than_it_may(loop: Loop) -> None:
-    model = LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, request_timeout_s=0.05))
-    try:
-        with pytest.raises(TimedOut, match=r"0\.05 s"):
-            loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200, "min_new_tokens": 200})))
-    finally:
-        model.close()
+    settings, job = (
+        ServeSettings(models=MODELS, warm_up=False, request_timeout_s=0.05),
+        Generate((5, 6, 7), {"max_new_tokens": 200}),
+    )
+    with closing(LocalModel("bart", settings)) as model, pytest.raises(TimedOut, match=r"0\.05 s"):
+        loop.run(model.generate(job))
 
 
 @pytest.mark.parametrize("gib", [None, 1e-4])
@@ -289,14 +279,11 @@ def test_k_and_v_have_a_limit(loop: Loop, gib: float | None, monkeypatch: pytest
     """Without one of the user's, it is a part of what is free."""
     monkeypatch.setattr(generation, "free_host_memory", lambda: 100_000)
     monkeypatch.setattr(generation, "LEAST_CACHE", 100_000)
-    model = LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, cache_gib=gib))
-    try:
+    with closing(LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, cache_gib=gib))) as model:
         assert isinstance(loop.run(model.generate(Generate((5,), {"num_beams": 1, "max_new_tokens": 1}))), Generated)
         with pytest.raises(TooLong, match="--cache-gib") as refused:
             loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200})))
         assert refused.value.param == "max_tokens"
-    finally:
-        model.close()
 
 
 def test_models_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
