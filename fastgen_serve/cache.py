@@ -352,7 +352,9 @@ class CachedModel:
         missing = [number for number, each in enumerate(found) if each is None]
         made = dict(zip(missing, await make(missing), strict=True)) if missing else {}
         if self._model.info is info:  # otherwise a process has died, and the next one may have read other files
-            self._keep({key: made[number] for number in missing if (key := keys[number]) is not None})
+            new = {key: made[number] for number in missing if (key := keys[number]) is not None}
+            if new:  # nobody waits until it is kept
+                self._begin(self._put(new))
         return [made[number] if each is None else each for number, each in enumerate(found)]
 
     async def _look(self, keys: Sequence[str], kind: TypeAdapter[T]) -> list[Any]:
@@ -370,19 +372,14 @@ class CachedModel:
             log.note(model=self.name, cached=hits)
         return found
 
-    def _keep(self, values: Mapping[str, Any]) -> None:
-        """Begins to keep values. Nobody waits for it."""
-        if values:
-            self._begin(self._put({key: to_json(each, inf_nan_mode="constants") for key, each in values.items()}))
-
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _put(self, values: Mapping[str, bytes]) -> None:
+    async def _put(self, values: Mapping[str, Any]) -> None:
         try:
-            await self._cache.put(values)
+            await self._cache.put({key: to_json(each, inf_nan_mode="constants") for key, each in values.items()})
         except CacheDown:
             metrics.CACHE.labels("down").inc(len(values))
 

@@ -302,16 +302,14 @@ def test_requests_that_are_refused(client: OpenAI) -> None:
             ask(client, *contents, **fields)
 
 
-def test_placeholders_that_do_not_fit_are_a_mistake_of_the_request(models: Models, settings: ServeSettings) -> None:
+def test_placeholders_that_do_not_fit_are_a_mistake_of_the_request(
+    models: Models, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llava = models.get("llava")
-    before = llava.tokenizer.chat_template
     given = prompts.Chat([{"role": "user", "content": [{"type": "image"}]}], [uri(RED)], settings)
-    llava.tokenizer.chat_template = "<image> and <image>"
-    try:
-        with pytest.raises(BadRequest, match="the model's processor refuses the images: .*2 <image> tokens"):
-            asyncio.run(prompts.chat_inputs(llava, given, prompts.Templating(), prompts.Cutting()))
-    finally:
-        llava.tokenizer.chat_template = before
+    monkeypatch.setattr(llava.tokenizer, "chat_template", "<image> and <image>")
+    with pytest.raises(BadRequest, match="the model's processor refuses the images: .*2 <image> tokens"):
+        asyncio.run(prompts.chat_inputs(llava, given, prompts.Templating(), prompts.Cutting()))
 
 
 def test_what_is_too_large_takes_no_memory(settings: ServeSettings) -> None:
@@ -382,12 +380,3 @@ def test_a_model_in_16_bits(folder: str) -> None:
     with fastgen.disabled():
         whole = model.generate(**inputs.to(torch.bfloat16), max_new_tokens=4)[0].tolist()
     assert list(found.sequences[0].tokens) == whole[len(tokens) :]
-
-
-def test_a_client_that_leaves(client: OpenAI, models: Models) -> None:
-    llava = models.get("llava")
-    stream = ask(client, RED, TEXT, max_tokens=150, stream=True)
-    next(iter(stream))
-    stream.close()
-    until(lambda: llava._admission.rows == 0 and llava._images.bytes == 0)
-    until(lambda: llava._worker.stats()["busy"] == 0)

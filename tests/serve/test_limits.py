@@ -360,15 +360,13 @@ def test_pages_of_other_sites_ask_where_they_may() -> None:
     assert asyncio.run(ask("*")) == [(200, "*"), (401, "*")] * 2
 
 
-def test_a_server_that_stops_takes_no_requests(url: str, probe: Probe) -> None:
-    probe.app.state.traffic.is_draining = True
-    try:
-        refused = httpx.post(f"{url}/echo", content=b"{}")
-        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/ready").status_code == 503
-    finally:
-        probe.app.state.traffic.is_draining = False
+def test_a_server_that_stops_takes_no_requests(url: str, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.app.state.traffic, "is_draining", True)
+    refused = httpx.post(f"{url}/echo", content=b"{}")
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").status_code == 503
+    monkeypatch.undo()
     assert httpx.post(f"{url}/echo", content=b"{}").status_code == 200
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, 
 
 from fastgen_serve.api.openai_decoding import decoding, make_job
 from fastgen_serve.api.openai_schema import CompletionRequest
-from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong, Unavailable
+from fastgen_serve.errors import BadRequest, Busy, TimedOut, TooLong, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import generation, messages, process
@@ -149,27 +149,31 @@ def test_a_model_says_what_it_is(remote: RemoteModel, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "said", "param"),
     [
-        (Generate(()), "empty"),
-        (Generate((10**6,)), "from 0 to"),
-        (Generate((-1,)), "from 0 to"),
-        (Generate((5,), {"eos_token_id": [2, 10**6]}), "eos_token_id"),
-        (Generate((5,), {"bad_words_ids": [[10**6]]}), "bad_words_ids"),
-        (Generate((5,), {"no_such_option": 1}), "no_such_option"),
-        (Generate((5,), {"custom_generate": "somebody/code"}), "custom_generate"),
-        (Generate((5,), {"streamer": 1}), "streamer"),
-        (Generate((5,), stop=("a", "")), "stop"),
-        (Generate((5,), {"temperature": -1.0, "do_sample": True, "num_beams": 1}), "temperature"),
-        (Generate((5,) * 600), "positions"),
-        (Generate((5,), {"max_new_tokens": 5000}), "4096"),
-        (Generate((5,), {"num_beams": 17}), "16"),
+        (Generate(()), "empty", "prompt"),
+        (Generate((10**6,)), "from 0 to", "prompt"),
+        (Generate((-1,)), "from 0 to", "prompt"),
+        (Generate((5,), {"eos_token_id": [2, 10**6]}), "from 0 to", "eos_token_id"),
+        (Generate((5,), {"bad_words_ids": [[10**6]]}), "from 0 to", "bad_words_ids"),
+        (Generate((5,), {"no_such_option": 1}), "no option", "no_such_option"),
+        (Generate((5,), {"custom_generate": "somebody/code"}), "no option", "custom_generate"),
+        (Generate((5,), {"streamer": 1}), "no option", "streamer"),
+        (Generate((5,), stop=("a", "")), "is empty", "stop"),
+        (Generate((5,), {"temperature": -1.0, "do_sample": True, "num_beams": 1}), "positive", "temperature"),
+        (Generate((5,) * 600), "positions", None),
+        (Generate((5,), {"max_new_tokens": 5000}), "4096", "max_new_tokens"),
+        (Generate((5,), {"num_beams": 17}), "16", "num_beams"),
     ],
     ids=str,
 )
-def test_what_generate_would_refuse_is_refused(loop: Loop, remote: RemoteModel, job: Generate, said: str) -> None:
-    with pytest.raises(BadRequest, match=said):
+def test_what_generate_would_refuse_is_refused(
+    loop: Loop, remote: RemoteModel, job: Generate, said: str, param: str | None
+) -> None:
+    with pytest.raises(BadRequest, match=said) as refused:
         loop.run(remote.generate(job))
+    error = refused.value  # which has crossed a pipe
+    assert (error.status, error.message) == (400, str(error)) and param in (None, error.param)
 
 
 def test_a_model_that_generates_makes_no_vectors(loop: Loop, remote: RemoteModel) -> None:
@@ -321,10 +325,3 @@ def test_a_worker_is_quiet_once_no_job_comes_and_none_is_left(monkeypatch: pytes
     monkeypatch.setattr(worker, "_has_come", Event())
     worker.wait_until_quiet(1.0)
     assert each_wait == [[come]]
-
-
-def test_errors_cross_a_pipe_with_all_that_they_say(loop: Loop, remote: RemoteModel) -> None:
-    with pytest.raises(ServeError) as refused:
-        loop.run(remote.generate(Generate((-1,))))
-    error = refused.value
-    assert (type(error), error.param, error.status) == (BadRequest, "prompt", 400) and error.message == str(error)
