@@ -51,19 +51,19 @@ async def in_turn(model: ServedModel, size: int, work: Callable[[], T], language
     lock = _lock(model.tokenizer)
 
     def run() -> T:
-        try:
-            with source_language(model, language):
-                return work()
-        finally:
-            lock.release()
+        with source_language(model, language):
+            return work()
 
     def wait_and_run() -> T:
-        lock.acquire()
-        return run()
+        with lock:
+            return run()
 
     if size > _MANY or not lock.acquire(blocking=False):
         return await asyncio.to_thread(wait_and_run)
-    return run()
+    try:
+        return run()
+    finally:
+        lock.release()
 
 
 @lru_cache(maxsize=64)

@@ -72,11 +72,6 @@ def settings(folder: str) -> ServeSettings:
 
 
 @pytest.fixture(scope="module")
-def models(settings: ServeSettings, enabled: None) -> Models:
-    return Models([LocalModel(name, settings) for name, _ in settings.models])
-
-
-@pytest.fixture(scope="module")
 def url(settings: ServeSettings, models: Models) -> Iterator[str]:
     app = create_app(settings, models)
     with in_thread(app) as address:
@@ -340,8 +335,9 @@ def test_room_for_images() -> None:
     held = limits.Held(10)
     with held.hold(20), held.hold(0), pytest.raises(Busy, match="images of other requests"), held.hold(1):
         raise AssertionError("it is refused before")
-    with held.hold(4), held.hold(6):
+    with pytest.raises(LookupError), held.hold(4), held.hold(6):
         assert held.bytes == 10
+        raise LookupError("as where a client leaves")
     assert held.bytes == 0
 
 

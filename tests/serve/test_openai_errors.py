@@ -193,16 +193,9 @@ def test_a_body_of_another_type(url: str) -> None:
 
 # Clients that fill in all fields send vLLM's own defaults.
 NOTHING_OF_VLLM = {
-    "allowed_token_ids": None,
-    "bad_words": [],
-    "prompt_logprobs": None,
-    "structured_outputs": None,
-    "logits_processors": None,
-    "priority": 0,
-    "cache_salt": None,
-    "kv_transfer_params": None,
-    "vllm_xargs": None,
-}
+    "allowed_token_ids": None, "bad_words": [], "prompt_logprobs": None, "structured_outputs": None,
+    "logits_processors": None, "priority": 0, "cache_salt": None, "kv_transfer_params": None, "vllm_xargs": None,
+}  # fmt: skip
 
 
 def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
