@@ -12,11 +12,11 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -25,7 +25,7 @@ import fastgen
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.loading import base_of, is_gguf
 from fastgen_serve import log, metrics
-from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
+from fastgen_serve.jobs import Encode, Generate, Generated, ModelInfo
 from fastgen_serve.models import Models
 from fastgen_serve.served import ServedModel
 from fastgen_serve.settings import REDIS, ServeSettings, bytes_of
@@ -174,9 +174,8 @@ def keep_responses(models: Models, settings: ServeSettings) -> Models:
         raise SetupError("cache: the package redis is not installed, which fastgen's extra `serve` has") from None
     except ValueError:  # whose message may have a part of a password
         raise SetupError("cache: give a size, or the address of a Redis server, redis://HOST:PORT/0") from None
-    return Models(
-        [CachedModel(model, cache, partial(identity_of, settings.path(model.name), settings)) for model in models]
-    )
+    kept = [CachedModel(model, cache, partial(identity_of, settings.path(model.name), settings)) for model in models]
+    return Models(cast(list[ServedModel], kept))
 
 
 # ---- which model
@@ -233,29 +232,9 @@ class CachedModel:
         self._identified: ModelInfo | None = None  # what the process has said of itself whose files were read
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def name(self) -> str:
-        return self._model.name
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._model.info
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._model.tokenizer
-
-    @property
-    def processor(self) -> Any:
-        return self._model.processor
-
-    @property
-    def no_images(self) -> str:
-        return self._model.no_images
-
-    @property
-    def is_ready(self) -> bool:
-        return self._model.is_ready
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is the model's own."""
+        return getattr(self._model, name)
 
     async def generate(self, job: Generate) -> Generated:
         """As the model's own, or what it returned for such a job before."""
@@ -271,9 +250,6 @@ class CachedModel:
 
         return await self._filled(keys, _GENERATED, make)
 
-    def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        return self._model.stream_all(jobs)
-
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         """As the model's own; it is asked for those that are not known yet."""
 
@@ -281,9 +257,6 @@ class CachedModel:
             return await self._model.encode([jobs[number] for number in missing])
 
         return await self._filled([self._key(job) for job in jobs], _VECTOR, make)
-
-    async def stats(self) -> dict[str, Any]:
-        return await self._model.stats()
 
     async def start(self) -> None:
         """Has the model load."""
@@ -349,7 +322,9 @@ class CachedModel:
         missing = [number for number, each in enumerate(found) if each is None]
         made = dict(zip(missing, await make(missing), strict=True)) if missing else {}
         if self._model.info is info:  # otherwise a process has died, and the next one may have read other files
-            self._keep({key: made[number] for number in missing if (key := keys[number]) is not None})
+            new = {key: made[number] for number in missing if (key := keys[number]) is not None}
+            if new:  # nobody waits until it is kept
+                self._begin(self._put(new))
         return [made[number] if each is None else each for number, each in enumerate(found)]
 
     async def _look(self, keys: Sequence[str], kind: TypeAdapter[T]) -> list[Any]:
@@ -367,19 +342,14 @@ class CachedModel:
             log.note(model=self.name, cached=hits)
         return found
 
-    def _keep(self, values: Mapping[str, Any]) -> None:
-        """Begins to keep values. Nobody waits for it."""
-        if values:
-            self._begin(self._put({key: to_json(each, inf_nan_mode="constants") for key, each in values.items()}))
-
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _put(self, values: Mapping[str, bytes]) -> None:
+    async def _put(self, values: Mapping[str, Any]) -> None:
         try:
-            await self._cache.put(values)
+            await self._cache.put({key: to_json(each, inf_nan_mode="constants") for key, each in values.items()})
         except CacheDown:
             metrics.CACHE.labels("down").inc(len(values))
 

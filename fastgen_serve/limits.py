@@ -124,6 +124,20 @@ class Admission:
             self._ends.extend([self._full] * rows)
         self.rows -= rows
 
+    @contextmanager
+    def reserve(self, rows: int) -> Iterator[None]:
+        """The block in which a request is prepared: it waits, as others do, and says nothing of how fast these leave.
+
+        Raises:
+            Busy: it may not wait.
+        """
+        self.enter(rows)
+        try:
+            yield
+        finally:
+            self._tick()
+            self.rows -= rows
+
     def wait(self, rows: int = 1) -> float | None:
         """Seconds until such a request would run, by how fast the last ones have left; None where that is not known."""
         pace = self._pace()

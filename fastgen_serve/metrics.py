@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,29 +21,23 @@ _LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 1
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-REQUESTS = Counter("fastgen_requests", "Requests of HTTP.", ["path", "status"], registry=REGISTRY)
-LATENCY = Histogram(
-    "fastgen_request_seconds", "From a request to the end of its response.", ["path"], buckets=_LATENCIES,
-    registry=REGISTRY,
-)  # fmt: skip
-TOKENS = Counter(
-    "fastgen_tokens", "Tokens, read (prompt) and written (generated).", ["model", "kind"], registry=REGISTRY
+_counter, _histogram = partial(Counter, registry=REGISTRY), partial(Histogram, registry=REGISTRY)
+REQUESTS = _counter("fastgen_requests", "Requests of HTTP.", ["path", "status"])
+LATENCY = _histogram(
+    "fastgen_request_seconds", "From a request to the end of its response.", ["path"], buckets=_LATENCIES
 )
-FIRST_TOKEN = Histogram(
-    "fastgen_time_to_first_token_seconds", "From a job to its first token, of streams.", ["model"], buckets=_LATENCIES,
-    registry=REGISTRY,
-)  # fmt: skip
-TOKEN_TIME = Histogram(
-    "fastgen_time_per_token_seconds", "Of each token of a sequence, waiting included.", ["model"], buckets=_STEPS,
-    registry=REGISTRY,
-)  # fmt: skip
-JOBS = Counter(
-    "fastgen_jobs", "Jobs of a model: finished, failed, refused, cancelled.", ["model", "outcome"], registry=REGISTRY
+TOKENS = _counter("fastgen_tokens", "Tokens, read (prompt) and written (generated).", ["model", "kind"])
+FIRST_TOKEN = _histogram(
+    "fastgen_time_to_first_token_seconds", "From a job to its first token, of streams.", ["model"], buckets=_LATENCIES
 )
+TOKEN_TIME = _histogram(
+    "fastgen_time_per_token_seconds", "Of each token of a sequence, waiting included.", ["model"], buckets=_STEPS
+)
+JOBS = _counter("fastgen_jobs", "Jobs of a model: finished, failed, refused, cancelled.", ["model", "outcome"])
 IN_FLIGHT = Gauge("fastgen_in_flight", "Sequences that wait or run.", ["model"], registry=REGISTRY)
 WAITING = Gauge("fastgen_waiting", "Sequences that wait for a slot.", ["model"], registry=REGISTRY)
-CACHE = Counter("fastgen_cache", "Responses looked up in the cache: hit, miss, down.", ["outcome"], registry=REGISTRY)
-RESTARTS = Counter("fastgen_restarts", "Processes of a model that had died.", ["model"], registry=REGISTRY)
+CACHE = _counter("fastgen_cache", "Responses looked up in the cache: hit, miss, down.", ["outcome"])
+RESTARTS = _counter("fastgen_restarts", "Processes of a model that had died.", ["model"])
 
 # Characters of a reason that is a label.
 _LONGEST_REASON = 80

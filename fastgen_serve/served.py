@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
@@ -32,6 +33,13 @@ class ServedModel(Protocol):
     def no_images(self) -> str: ...
     @property
     def is_ready(self) -> bool: ...
+
+    def reserve(self, rows: int) -> AbstractContextManager[None]:
+        """The block in which a request for so many sequences is prepared, where that takes long: it waits meanwhile.
+
+        Raises:
+            ServeError: it may not: Busy, Unavailable.
+        """
 
     async def generate(self, job: Generate) -> Generated:
         """The results of a request. It is cancelled if the task is.

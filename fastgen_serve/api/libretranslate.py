@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 
 from fastgen_serve import keys
-from fastgen_serve.api.schema import Body, Text, said
+from fastgen_serve.api.schema import Body, Text, Texts, error_responses, said
 from fastgen_serve.errors import BadRequest, ServeError, Unauthorized
 from fastgen_serve.translation import files, languages, markup, sentences
 from fastgen_serve.translation.detection import Detected
@@ -38,9 +38,7 @@ _FORM_FIELDS = 8
 
 
 class TranslateRequest(Body):
-    q: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] = Field(
-        description="Text, or texts, to translate."
-    )
+    q: Texts = Field(description="Text, or texts, to translate.")
     source: Text = Field(description='Code of the language of the text, or "auto".')
     target: Text = Field(description="Code of the language to translate to.")
     format: Literal["text", "html", ""] | None = Field(
@@ -51,9 +49,7 @@ class TranslateRequest(Body):
 
 
 class DetectRequest(Body):
-    q: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] = Field(
-        description="Text to detect the language of."
-    )
+    q: Texts = Field(description="Text to detect the language of.")
     api_key: str | None = None
 
 
@@ -112,17 +108,6 @@ class Refusal(BaseModel):
     error: str
 
 
-_ERRORS = {
-    400: "The request is refused: the message names the field.",
-    403: "There is no API key, or another one.",
-    413: "The body is too large.",
-    429: "Too many requests wait: try again.",
-    500: "The request has failed.",
-    503: "The model is not ready.",
-    504: "The request took too long.",
-}
-
-
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """The models are looked at before the first request comes."""
@@ -133,7 +118,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 router = APIRouter(
     tags=["LibreTranslate"],
     lifespan=_lifespan,
-    responses={status: {"model": Refusal, "description": text} for status, text in _ERRORS.items()},
+    responses=error_responses(
+        Refusal,
+        {400: "The request is refused: the message names the field.", 403: "There is no API key, or another one."},
+    ),
 )
 # The key is in the body, or what is asked for is no secret. A download's name is one.
 WITHOUT_HEADER = frozenset(

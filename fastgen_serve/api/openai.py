@@ -9,8 +9,8 @@ import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from fastgen_serve.api.openai_schema import (
     Generation,
     Message,
 )
-from fastgen_serve.api.schema import as_list
+from fastgen_serve.api.schema import as_list, error_responses
 from fastgen_serve.concurrency import ClosedStream
 from fastgen_serve.errors import BadRequest, Failed, ServeError, Unavailable
 from fastgen_serve.jobs import Delta, Encode, Generate, Generated
@@ -44,20 +44,15 @@ from fastgen_serve.text import TextStream
 _COMPLETION_TOKENS = 16
 _log = logging.getLogger("fastgen_serve")
 _STARTED = int(time.time())
-_ERRORS: dict[int | str, str] = {
-    400: "The request is refused: `param` names the field.",
-    401: "There is no API key, or another one.",
-    404: "No such model is served.",
-    413: "The body is too large.",
-    429: "Too many requests wait: try again.",
-    500: "The request has failed.",
-    503: "The model is not ready.",
-    504: "The request took too long.",
-    "4XX": "Another mistake of the client, such as a method that the path does not have.",
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": answers.ErrorAnswer, "description": text} for status, text in _ERRORS.items()
-}
+ERRORS = error_responses(
+    answers.ErrorAnswer,
+    {
+        400: "The request is refused: `param` names the field.",
+        401: "There is no API key, or another one.",
+        404: "No such model is served.",
+        "4XX": "Another mistake of the client, such as a method that the path does not have.",
+    },
+)
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or its chunks."}
 }
@@ -191,27 +186,32 @@ def _usage(prompt: int, generated: int) -> answers.Usage:
     return answers.Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
 
 
+def _decoding(model: ServedModel, body: Generation) -> Decoding:
+    """How the inputs of a request are decoded. Raises BadRequest as `decoding`, and for tokens that there are not."""
+    how = decoding(body, model.info)
+    prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
+    prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
+    if body.tgt_lang is None:
+        return how
+    token = prompts.language_token(model, body.tgt_lang, "tgt_lang")
+    return replace(how, options={**how.options, "forced_bos_token_id": token})
+
+
 def _make_run(
     request: Request,
     model: ServedModel,
     body: Generation,
+    how: Decoding,
     inputs: list[tuple[int, ...]],
     limits: list[int | None],
     more: Mapping[str, Any] | None = None,
     answer: Callable[[], tools.Answer] | None = None,
 ) -> Run:
-    how = decoding(body, model.info)
-    is_completion = isinstance(body, CompletionRequest)
-    options: dict[str, Any] = {}
-    if body.tgt_lang is not None:
-        options["forced_bos_token_id"] = prompts.language_token(model, body.tgt_lang, "tgt_lang")
-    prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
-    prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
-    jobs = [make_job(how, body, tokens, limit, options, more) for tokens, limit in zip(inputs, limits, strict=True)]
+    jobs = [make_job(how, body, tokens, limit, more) for tokens, limit in zip(inputs, limits, strict=True)]
     with named_by(body):  # before there is anything for each result, of which the request may want any number
         jobs = [bounded(job, model.info, request.app.state.settings) for job in jobs]
     # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
-    goes_on = is_completion and model.info.kind == "decoder-only"
+    goes_on = isinstance(body, CompletionRequest) and model.info.kind == "decoder-only"
     texts = [
         TextStream(
             model.tokenizer,
@@ -256,19 +256,15 @@ async def conversation_run(body: Conversation, messages: Sequence[Message], requ
         BadRequest: the model does not take it, or this release would mix up its images.
     """
     model, settings = served_model(request, body.model, "generate"), request.app.state.settings
-    given = prompts.Chat.of(model, messages, settings)
-
-    def tokenise() -> tuple[tuple[int, ...], Mapping[str, Any]]:
-        with prompts.source_language(model, body.src_lang):
-            return prompts.chat_inputs(model, given, body, cut=body, room=body.limit or 1)
-
-    tokens, more = await prompts.in_turn(model, given.size, tokenise)
-    limit = _new_tokens(model, body, len(tokens), settings.max_tokens, param)
-    run = _make_run(request, model, body, [tokens], [limit], more, _answer(model, body, tokens))
-    several = max(run.decoding.candidates, run.decoding.beams) > 1
-    if several and len(given.images) > 1 and not releases.repeats_images_together():
+    given, how = prompts.Chat.of(model, messages, settings), _decoding(model, body)
+    rows = max(how.candidates, how.beams)
+    if rows > 1 and len(given.images) > 1 and not releases.repeats_images_together():
         raise BadRequest("n, num_beams: this server's Transformers makes one sequence for several images", param="n")
-    return run
+    with model.reserve(rows) if given.images else nullcontext():
+        inputs = prompts.chat_inputs(model, given, body, body, body.limit or 1, language=body.src_lang)
+        tokens, more = await inputs
+    limit = _new_tokens(model, body, len(tokens), settings.max_tokens, param)
+    return _make_run(request, model, body, how, [tokens], [limit], more, _answer(model, body, tokens))
 
 
 def _answer(model: ServedModel, body: Conversation, prompt: tuple[int, ...]) -> Callable[[], tools.Answer] | None:
@@ -288,15 +284,14 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     given = as_list(body.prompt)
     check_batch(request, given, "prompt")
 
-    def tokenise() -> list[tuple[int, ...]]:
-        room = body.limit or _COMPLETION_TOKENS
-        with prompts.source_language(model, body.src_lang):
-            return [prompts.tokens_of(model, each, body, "prompt", room) for each in given]
+    how, room = _decoding(model, body), body.limit or _COMPLETION_TOKENS
 
-    inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise)
-    run = _make_run(
-        request, model, body, inputs, [_new_tokens(model, body, len(each), most, "prompt") for each in inputs]
-    )
+    def tokenise() -> list[tuple[int, ...]]:
+        return [prompts.tokens_of(model, each, body, "prompt", room) for each in given]
+
+    inputs = await prompts.in_turn(model, sum(map(len, given)), tokenise, body.src_lang)
+    limits = [_new_tokens(model, body, len(each), most, "prompt") for each in inputs]
+    run = _make_run(request, model, body, how, inputs, limits)
 
     def written(pieces: Sequence[Piece], **more: Any) -> answers.Completion:
         prompt_of = [tokens for tokens in inputs for _ in range(run.decoding.results)]

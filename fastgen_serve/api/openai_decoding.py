@@ -101,7 +101,6 @@ def make_job(
     body: Generation,
     tokens: tuple[int, ...],
     max_tokens: int | None,
-    options: Mapping[str, Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> Generate:
     """The job of one input.
@@ -110,17 +109,15 @@ def make_job(
         decoding: how it is decoded.
         tokens: of the input.
         max_tokens: new ones, at the most; None for what the model's generation config says.
-        options: further ones of `generate`.
         inputs: what the model reads besides the tokens.
     """
     logprobs = body.wanted_logprobs
     if decoding.candidates > decoding.results and logprobs is None:
         logprobs = 0
     limit = {} if max_tokens is None else {"max_new_tokens": max_tokens}
-    options = {**decoding.options, **limit, **(options or {})}
     return Generate(
         tokens,
-        options,
+        {**decoding.options, **limit},
         body.seed,
         tuple(body.stops),
         logprobs,
@@ -155,7 +152,7 @@ def _beams(fields: Generation, results: int, width: int) -> Decoding:
     if results > width:
         raise BadRequest(f"n is {results}, num_beams {width}: give as many beams as results, or more", param="n")
     if fields.do_sample:
-        return Decoding({"num_beams": width, **_draws(fields)}, results, results, width)
+        return Decoding({"num_beams": width, "do_sample": True, **_given(fields)}, results, results, width)
     for name, off in {"temperature": (0.0, 1.0), **_DRAWING}.items():
         if getattr(fields, name) not in (None, *off):
             raise BadRequest(f"{name} has no effect on beams: leave it out, or draw them with do_sample", param=name)
@@ -188,10 +185,6 @@ def _is_drawn(fields: Generation, info: ModelInfo, candidates: int, own_beams: i
     return bool(fields.do_sample or asked or (candidates > 1 and searches))
 
 
-def _draws(fields: Generation) -> dict[str, Any]:
-    return {"do_sample": True, **_given(fields)}
-
-
 def _given(fields: Generation) -> dict[str, Any]:
     """The options of sampling that the request gives."""
     given = {name: value for name in ("temperature", *_DRAWING) if (value := getattr(fields, name)) is not None}
@@ -203,7 +196,7 @@ def _given(fields: Generation) -> dict[str, Any]:
 def _drawing(fields: Generation, info: ModelInfo) -> dict[str, Any]:
     """Sampling without beams. `generate` has a top_k of 50, which clients of this interface do not expect."""
     top_k = {} if info.defaults.get("top_k") is not None else {"top_k": 0}
-    return {**top_k, **_draws(fields)}
+    return {**top_k, "do_sample": True, **_given(fields)}
 
 
 def _check_sequences(found: Decoding) -> None:

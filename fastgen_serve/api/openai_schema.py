@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fastgen_serve.api import tools_schema
-from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, at_most, described, off
+from fastgen_serve.api.schema import Body, Inputs, ModelName, Text, TokenId, Unused, at_most, described, off, unused
 from fastgen_serve.api.tools_schema import ANY_OBJECT, MOST_TOOLS, ChosenTool, JsonObject, Tool, ToolCall
 from fastgen_serve.errors import BadRequest
 
@@ -135,12 +135,12 @@ class Generation(Cutting):
     prefix: ClassVar[str]
     """What the ids of answers begin with."""
 
-    model: str | None = Field(default=None, description="Name of a model that is served; the first one without it.")
+    model: ModelName = None
     stream: bool | None = Field(
         default=None, description="Answers with server-sent events, while tokens become certain."
     )
     stream_options: StreamOptions | None = None
-    user: Text | None = Field(default=None, description="Accepted, and not used.")
+    user: Unused = None
 
     n: Count | None = Field(default=None, description="Results of an input. With beams, the n best.")
     best_of: Count | None = Field(
@@ -306,11 +306,12 @@ class ContentPart(Body):
     text: Text
 
 
+Detail = Annotated[Literal["auto", "low", "high", "original"] | None, unused()]
+
+
 class ImageUrl(Body):
     url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
-    detail: Literal["auto", "low", "high", "original"] | None = Field(
-        default=None, description="Accepted, and not used."
-    )
+    detail: Detail = None
 
 
 class ImagePart(Body):
@@ -430,8 +431,8 @@ class Conversation(Templating, Generation):
     add_special_tokens: bool = Field(
         default=False, description="Special tokens are added to what the chat template writes."
     )
-    safety_identifier: Text | None = Field(default=None, description="Accepted, and not used.")
-    prompt_cache_key: Text | None = Field(default=None, description="Accepted, and not used.")
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
 
     tool_choice: (
         Annotated[
@@ -532,7 +533,7 @@ class EmbeddingRequest(Cutting):
     """Texts to turn into vectors."""
 
     input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
-    model: str | None = Field(default=None, description="Name of a model that is served; the first one without it.")
+    model: ModelName = None
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="base64: float32, little-endian."
     )
@@ -546,4 +547,4 @@ class EmbeddingRequest(Cutting):
     )
     embed_dtype: Any = off("float32")
     endianness: Any = off("native", "little")
-    user: Text | None = Field(default=None, description="Accepted, and not used.")
+    user: Unused = None

@@ -41,28 +41,34 @@ _NO_VARIABLES = {
 }
 
 
-async def in_turn(model: ServedModel, size: int, work: Callable[[], T]) -> T:
+async def in_turn(model: ServedModel, size: int, work: Callable[[], T], language: str | None = None) -> T:
     """What `work` returns, which uses the model's tokenizer: one at a time, as it has settings that change.
 
     Args:
         size: characters, or tokens, of its input. Many are worked on in a thread, as the server has others to answer.
+        language: that the tokenizer marks texts with. Raises BadRequest as `source_language`.
     """
     lock = _lock(model.tokenizer)
+
+    def run() -> T:
+        with source_language(model, language):
+            return work()
+
+    def wait_and_run() -> T:
+        with lock:
+            return run()
+
     if size > _MANY or not lock.acquire(blocking=False):
-        return await asyncio.to_thread(_locked, lock, work)
+        return await asyncio.to_thread(wait_and_run)
     try:
-        return work()
+        return run()
     finally:
         lock.release()
 
 
-def _locked(lock: threading.Lock, work: Callable[[], T]) -> T:
-    with lock:
-        return work()
-
-
 @lru_cache(maxsize=64)
 def _lock(tokenizer: Any) -> threading.Lock:
+    """Of a tokenizer, or of a processor, which has one of its own."""
     return threading.Lock()
 
 
@@ -99,11 +105,6 @@ class Chat:
             raise BadRequest(f"{model.name} {model.no_images or 'takes text only'}", param="messages")
         images.check_number(found, settings)
         return cls([message.as_template_reads() for message in messages], found, settings)
-
-    @property
-    def size(self) -> int:
-        """As of `size_of`. Images are for a thread, however short they are: they may have many pixels."""
-        return size_of(self.messages) + (_MANY + 1) * len(self.images)
 
 
 def tokens_of(
@@ -150,28 +151,59 @@ def pair_of(
     return _encoded(model, texts, cut, most)
 
 
-def chat_inputs(
-    model: ServedModel, chat: Chat, template: Templating, cut: Cutting, room: int = 0, any_length: bool = False
+async def chat_inputs(
+    model: ServedModel,
+    chat: Chat,
+    template: Templating,
+    cut: Cutting,
+    room: int = 0,
+    any_length: bool = False,
+    language: str | None = None,
 ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
     """The tokens of a conversation, those that stand for its images among them, and what the model reads besides.
 
+    Args:
+        chat: the conversation.
+        template: how the checkpoint's template writes it, which runs in Transformers' sandbox.
+        cut: how the text is tokenised.
+        room: positions that new tokens need.
+        any_length: as for `tokens_of`.
+        language: as for `in_turn`.
+
     Raises:
-        BadRequest: as for `chat_tokens`; the images are refused, or do not fit the text.
+        BadRequest: the model has no template, or the template refuses the messages; the images are refused, or do not
+            fit the text.
     """
-    if model.processor is not None:
-        _check_placeholders(model, chat.messages)
-    if not chat.images:
-        return chat_tokens(model, chat.messages, template, cut, room, any_length), {}
-    if cut.truncate_prompt_tokens is not None:
+    if chat.images and cut.truncate_prompt_tokens is not None:
         raise BadRequest("truncate_prompt_tokens: leave it out with images", param="truncate_prompt_tokens")
-    text = chat_text(model, chat.messages, template)
-    _check_characters(model, (text,), "messages")
+
+    def text() -> str:
+        if model.processor is not None:
+            _check_placeholders(model, chat.messages)
+        written = chat_text(model, chat.messages, template)
+        if chat.images:
+            _check_characters(model, (written,), "messages")
+        return written
+
+    def tokens() -> tuple[int, ...]:
+        return tokens_of(model, text(), cut, "messages", room, any_length)
+
+    size = size_of(chat.messages)
+    if not chat.images:
+        return await in_turn(model, size, tokens, language), {}
+    written = await in_turn(model, size, text, language)
+    return await images.in_turn(lambda: _with_images(model, chat, written, cut))
+
+
+def _with_images(model: ServedModel, chat: Chat, text: str, cut: Cutting) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+    """What the model's processor makes of a text and images. Raises BadRequest as `chat_inputs`."""
+    opened = images.decoded(chat.images, chat.settings)
     bos, special = model.processor.tokenizer.bos_token, cut.special
     if "add_special_tokens" not in cut.model_fields_set:  # as the processor's own `apply_chat_template` decides
         special = bos is None or not text.startswith(bos)
-    opened = images.decoded(chat.images, chat.settings)
     try:
-        found = dict(model.processor(text=text, images=[opened], add_special_tokens=special, return_tensors="pt"))
+        with _lock(model.processor):
+            found = dict(model.processor(text=text, images=[opened], add_special_tokens=special, return_tensors="pt"))
     except (ValueError, IndexError) as error:
         raise BadRequest(f"the model's processor refuses the images: {one_line(error)}", param="messages") from error
     tokens = tuple(found.pop("input_ids")[0].tolist())
@@ -191,32 +223,8 @@ def _check_placeholders(model: ServedModel, messages: Sequence[Mapping[str, Any]
             )
 
 
-def chat_tokens(
-    model: ServedModel,
-    messages: Sequence[Mapping[str, Any]],
-    template: Templating,
-    cut: Cutting,
-    room: int = 0,
-    any_length: bool = False,
-) -> tuple[int, ...]:
-    """The tokens of a conversation, by the template of the checkpoint, which runs in Transformers' sandbox.
-
-    Args:
-        model: that reads them.
-        messages: role and content of each.
-        template: how they are written.
-        cut: how the text is tokenised.
-        room: positions that new tokens need.
-        any_length: as for `tokens_of`.
-
-    Raises:
-        BadRequest: the model has no template, or the template refuses the messages.
-    """
-    return tokens_of(model, chat_text(model, messages, template), cut, "messages", room, any_length)
-
-
 def chat_text(model: ServedModel, messages: Sequence[Mapping[str, Any]], template: Templating) -> str:
-    """A conversation as the model's template writes it. Raises BadRequest as `chat_tokens`."""
+    """A conversation as the model's template writes it. Raises BadRequest as `chat_inputs`."""
     tokenizer, variables = model.tokenizer, template.chat_template_kwargs or {}
     if not tokenizer.chat_template:
         raise BadRequest(

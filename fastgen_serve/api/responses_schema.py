@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, WrapValidator, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from fastgen_serve.api.openai_answers import TokenLogprobs
 from fastgen_serve.api.openai_schema import (
@@ -12,16 +13,18 @@ from fastgen_serve.api.openai_schema import (
     ContentPart,
     Conversation,
     Count,
+    Detail,
     ImagePart,
     Message,
     NamedSchema,
+    StreamOptions,
 )
-from fastgen_serve.api.schema import Body, Text, at_most, described, off
+from fastgen_serve.api.schema import Body, Text, Unused, at_most, described, encodable, off, unused
 from fastgen_serve.api.tools_schema import Arguments, CalledFunction, ToolCall
 from fastgen_serve.errors import BadRequest
 
 _LOGPROBS = "message.output_text.logprobs"
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Body):
@@ -34,15 +37,14 @@ class InputPart(Body):
 class InputImage(Body):
     type: Literal["input_image"]
     image_url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
-    detail: Literal["auto", "low", "high", "original"] | None = Field(
-        default=None, description="Accepted, and not used."
-    )
+    detail: Detail = None
     file_id: Any = off()
 
 
 class InputItem(Body):
     """A message; those of earlier answers are taken as they were sent."""
 
+    type: Literal["message"] = "message"  # refused first: items of other types have other fields
     role: Literal["developer", "system", "user", "assistant"]
     content: Annotated[
         Text | Annotated[list[InputPart | InputImage], Field(min_length=1, fail_fast=True)],
@@ -51,11 +53,8 @@ class InputItem(Body):
             "'image_url': 'data:...'}: other parts are not supported"
         ),
     ]
-    type: Literal["message"] = "message"
-    id: Text | None = Field(default=None, description="Accepted, and not used.")
-    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
-        default=None, description="Accepted, and not used."
-    )
+    id: Unused = None
+    status: Annotated[ItemStatus | None, unused()] = None
     phase: Any = off("commentary", "final_answer")
 
     def as_message(self) -> Message:
@@ -78,10 +77,8 @@ class CallItem(Body):
     call_id: Text
     name: Text
     arguments: Arguments
-    id: Text | None = Field(default=None, description="Accepted, and not used.")
-    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
-        default=None, description="Accepted, and not used."
-    )
+    id: Unused = None
+    status: Annotated[ItemStatus | None, unused()] = None
     namespace: Any = off()
 
     def as_call(self) -> ToolCall:
@@ -95,10 +92,8 @@ class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: Text
     output: Text | Annotated[list[InputPart], Field(min_length=1, fail_fast=True)]
-    id: Text | None = Field(default=None, description="Accepted, and not used.")
-    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
-        default=None, description="Accepted, and not used."
-    )
+    id: Unused = None
+    status: Annotated[ItemStatus | None, unused()] = None
 
     def as_message(self) -> Message:
         """The same in a chat completion."""
@@ -120,17 +115,44 @@ class TextOptions(Body):
     verbosity: Any = off("medium")
 
 
+_KINDS: dict[Any, type[Body]] = {"function_call": CallItem, "function_call_output": CallOutputItem}
+
+
+def _by_type(value: Any, validate: Any) -> Any:
+    """Of a union, errors would have the names of its classes."""
+    if isinstance(value, Body):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    return _KINDS.get(kind if isinstance(kind, str) else None, InputItem).model_validate(value)
+
+
+Item = Annotated[InputItem | CallItem | CallOutputItem, WrapValidator(_by_type)]
+
+
+def _as_items(value: Any) -> Any:
+    """A text is what the user says. A field for two types would not name the item that is wrong."""
+    if isinstance(value, str):
+        return [InputItem(role="user", content=encodable(value))]
+    if not isinstance(value, list):
+        raise PydanticCustomError(
+            "one_of", "is no text, and no list of messages {{'role': ..., 'content': ...}} or calls"
+        )
+    return value
+
+
+class ResponseStreamOptions(StreamOptions):
+    continuous_usage_stats: Any = off(False)
+
+
 class ResponseRequest(Conversation):
     """A conversation that the model answers."""
 
     prefix: ClassVar[str] = "resp_"
 
     input: Annotated[
-        Text | Annotated[list[InputItem | CallItem | CallOutputItem], Field(min_length=1, fail_fast=True)],
-        described(
-            "is no text, and no list of messages {'role': ..., 'content': ...}, calls {'type': 'function_call', ...} "
-            "and their results {'type': 'function_call_output', ...}: other items are not supported"
-        ),
+        list[Item],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem | CallItem | CallOutputItem]),
     ]
     instructions: Text | None = Field(default=None, description="What the system says, in front of the input.")
     max_output_tokens: Count | None = Field(
@@ -147,6 +169,7 @@ class ResponseRequest(Conversation):
         default=None, description="The answer has it, too."
     )
     text: TextOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
 
     return_token_ids: Any = off(False)
     n: Any = off(1)
@@ -218,8 +241,6 @@ class ResponseRequest(Conversation):
     def messages(self) -> list[Message]:
         """Those of a chat completion."""
         said = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
-        if isinstance(self.input, str):
-            return [*said, Message(role="user", content=self.input)]
         for item in self.input:
             if not isinstance(item, CallItem):
                 said.append(item.as_message())
@@ -251,14 +272,14 @@ class OutputMessage(BaseModel):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     content: list[OutputText]
 
 
 class OutputCall(BaseModel):
     id: str
     type: Literal["function_call"] = "function_call"
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     call_id: str
     name: str
     arguments: str
@@ -298,7 +319,7 @@ class Response(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Status
+    status: ItemStatus | Literal["failed"]
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None

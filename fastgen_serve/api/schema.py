@@ -73,6 +73,11 @@ def off(*values: Any) -> Any:
     return Field(None, description="Not supported.", json_schema_extra={"enum": [*values, None]})
 
 
+def unused() -> Any:
+    """For a field that is accepted whatever it says."""
+    return Field(description="Accepted, and not used.")
+
+
 def at_most(count: int) -> Any:
     """For an object with so many fields: more are not looked at, as what is wrong with each would be written."""
 
@@ -86,7 +91,7 @@ def at_most(count: int) -> Any:
     return BeforeValidator(check)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -105,7 +110,7 @@ def plain(value: Any) -> Any:
         level, depth = [each for each in level if isinstance(each, (dict, list))], depth + 1
         if depth > _DEEPEST:
             raise PydanticCustomError("deep", f"has more than {_DEEPEST} levels")
-    _encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
     return value
 
 
@@ -122,18 +127,36 @@ def described(message: str) -> Any:
     return WrapValidator(check)
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
+Unused = Annotated[Text | None, unused()]
+ModelName = Annotated[str | None, Field(description="Name of a model that is served; the first one without it.")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Texts, or token ids, or several of either. Lists end at the first that is wrong: all of them take minutes.
+# Lists end at the first that is wrong: all of them take minutes.
+Texts = Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+# Texts, or token ids, or several of either.
 Inputs = Annotated[
-    Text
-    | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    Texts
     | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
     | Annotated[
         list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)
     ],
     described("is no text, no list of texts, no list of token ids and no list of such lists"),
 ]
+
+
+# What any interface may answer.
+_FAILURES: dict[int | str, str] = {
+    413: "The body is too large.",
+    429: "Too many requests wait: try again.",
+    500: "The request has failed.",
+    503: "The model is not ready.",
+    504: "The request took too long.",
+}
+
+
+def error_responses(model: type[BaseModel], own: dict[int | str, str]) -> dict[int | str, dict[str, Any]]:
+    """The errors of an interface for its documentation: their shape, and by status what they mean."""
+    return {status: {"model": model, "description": text} for status, text in {**own, **_FAILURES}.items()}
 
 
 def as_list(inputs: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

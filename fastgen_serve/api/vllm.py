@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request
 
@@ -65,8 +66,7 @@ async def rerank(body: schema.RerankRequest, request: Request) -> schema.RerankA
     if body.return_documents is not False:
         for result in results:
             result.document = schema.RankedDocument(text=texts[result.index])
-    used = schema.RerankUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.total_tokens)
-    return schema.RerankAnswer(id=_id("rerank"), model=model.name, usage=used, results=results)
+    return schema.RerankAnswer(id=_id("rerank"), model=model.name, usage=usage, results=results)
 
 
 @router.post("/tokenize")
@@ -74,15 +74,15 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> schema.Tok
     """The tokens of a text, or of a conversation as the model's chat template writes it."""
     model = served_model(request, body.model)
     chat = prompts.Chat.of(model, body.messages or (), request.app.state.settings)
-
-    def tokenise() -> tuple[int, ...]:
-        if not chat.messages:
-            cut = Cutting(add_special_tokens=body.add_special_tokens is not False)
-            return prompts.tokens_of(model, body.prompt or "", cut, "prompt", any_length=True)
-        cut = Cutting(add_special_tokens=bool(body.add_special_tokens))
-        return prompts.chat_inputs(model, chat, body, cut, any_length=True)[0]
-
-    tokens = list(await prompts.in_turn(model, len(body.prompt or "") + chat.size, tokenise))
+    text, adds = body.prompt or "", body.add_special_tokens
+    if chat.messages:
+        cut = Cutting(add_special_tokens=bool(adds))
+        found, _ = await prompts.chat_inputs(model, chat, body, cut, any_length=True)
+    else:
+        cut = Cutting(add_special_tokens=adds is not False)
+        work = partial(prompts.tokens_of, model, text, cut, "prompt", any_length=True)
+        found = await prompts.in_turn(model, len(text), work)
+    tokens = list(found)
     names = [str(name) for name in model.tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None
     return schema.TokenizeAnswer(count=len(tokens), max_model_len=model.info.positions, tokens=tokens, token_strs=names)
 

@@ -6,16 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from fastgen_serve.api.openai_answers import EmbeddingUsage
 from fastgen_serve.api.openai_schema import Cutting, Message, Templating
-from fastgen_serve.api.schema import Body, Inputs, Text, TokenId, described, off
+from fastgen_serve.api.schema import Body, Inputs, ModelName, Text, Texts, TokenId, Unused, described, off
 from fastgen_serve.errors import BadRequest
 
-Texts = Annotated[
-    Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)],
-    described("is no text, and no list of texts with one at the least"),
+Listed = Annotated[Texts, described("is no text, and no list of texts with one at the least")]
+Activation = Annotated[
+    bool | None,
+    Field(description="false: the number of the model as it is, where it has one label. Without it, a probability."),
 ]
-_MODEL = "Name of a model that is served; the first one without it."
-_ACTIVATION = "false: the number of the model as it is, where it has one label. Without it, made a probability."
 # The two sides of a pair go by several names.
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
@@ -24,30 +24,30 @@ class ClassifyRequest(Cutting):
     """Texts to classify."""
 
     input: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
-    model: str | None = Field(default=None, description=_MODEL)
-    use_activation: bool | None = Field(default=None, description=_ACTIVATION)
-    user: Text | None = Field(default=None, description="Accepted, and not used.")
+    model: ModelName = None
+    use_activation: Activation = None
+    user: Unused = None
 
 
 class Pairing(Cutting):
     """What scores of pairs and rerank have in common. A pair always has the special tokens that the model expects."""
 
-    model: str | None = Field(default=None, description=_MODEL)
-    use_activation: bool | None = Field(default=None, description=_ACTIVATION)
-    user: Text | None = Field(default=None, description="Accepted, and not used.")
+    model: ModelName = None
+    use_activation: Activation = None
+    user: Unused = None
     add_special_tokens: Any = off(True)
 
 
 class ScoreRequest(Pairing):
     """Pairs of texts to score: one text with each of several, or as many first ones as second ones."""
 
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    data_1: Texts | None = Field(default=None, description="The same as text_1.")
-    data_2: Texts | None = Field(default=None, description="The same as text_2.")
-    queries: Texts | None = Field(default=None, description="The same as text_1.")
-    documents: Texts | None = Field(default=None, description="The same as text_2, with queries.")
-    items: Texts | None = Field(default=None, description="The same as text_2, with queries.")
+    text_1: Listed | None = None
+    text_2: Listed | None = None
+    data_1: Listed | None = Field(default=None, description="The same as text_1.")
+    data_2: Listed | None = Field(default=None, description="The same as text_2.")
+    queries: Listed | None = Field(default=None, description="The same as text_1.")
+    documents: Listed | None = Field(default=None, description="The same as text_2, with queries.")
+    items: Listed | None = Field(default=None, description="The same as text_2, with queries.")
 
     @model_validator(mode="after")
     def _has_sides(self) -> ScoreRequest:
@@ -74,7 +74,7 @@ class RerankRequest(Pairing):
     """Documents to order by how well they fit a query."""
 
     query: Text
-    documents: Texts
+    documents: Listed
     top_n: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Results, at the most; 0 for all.")
     return_documents: bool | None = Field(default=None, description="false: results have no text.")
 
@@ -88,7 +88,7 @@ class RerankRequest(Pairing):
 class TokenizeRequest(Templating):
     """A text, or a conversation."""
 
-    model: str | None = Field(default=None, description=_MODEL)
+    model: ModelName = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(
@@ -106,13 +106,11 @@ class TokenizeRequest(Templating):
 class DetokenizeRequest(Body):
     """Tokens to turn into text."""
 
-    model: str | None = Field(default=None, description=_MODEL)
+    model: ModelName = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class PoolingUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
+class PoolingUsage(EmbeddingUsage):
     completion_tokens: int = 0
 
 
@@ -157,15 +155,10 @@ class Ranked(BaseModel):
     relevance_score: float
 
 
-class RerankUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class RerankAnswer(BaseModel):
     id: str
     model: str
-    usage: RerankUsage
+    usage: PoolingUsage
     results: list[Ranked]
 
 

@@ -98,23 +98,13 @@ def of_model(tokenizer: Any, config: Any, stated: frozenset[tuple[str, str]] | N
     Returns:
         None at all, if neither says so.
     """
-    found = _of_files(tokenizer, config)
+    readers = (_of_marian, _of_language_tokens, _of_t5_tasks, _of_t5_tokens)
+    found = next((pairs for read in readers if (pairs := read(tokenizer, config)) is not None), None)
     if stated is None:
-        return found or _none()
+        return found or Pairs({}, {}, lambda *_: Way())
     if found is not None and all(found.has(*pair) for pair in stated):
         return found.limited_to(stated)
     return _stated(tokenizer, stated, prefix)
-
-
-def _of_files(tokenizer: Any, config: Any) -> Pairs | None:
-    for read in (_of_marian, _of_language_tokens, _of_t5_tasks, _of_t5_tokens):
-        if (pairs := read(tokenizer, config)) is not None:
-            return pairs
-    return None
-
-
-def _none() -> Pairs:
-    return Pairs({}, {}, lambda source, target: Way())
 
 
 def _stated(tokenizer: Any, pairs: frozenset[tuple[str, str]], prefix: str) -> Pairs:

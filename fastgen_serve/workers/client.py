@@ -16,7 +16,7 @@ from typing import Any
 from fastgen_serve import limits, log, metrics
 from fastgen_serve.concurrency import merged, together
 from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavailable
-from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
+from fastgen_serve.jobs import Delta, Encode, Encoded, Generate, Generated, ModelInfo
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading, messages
 
@@ -85,6 +85,13 @@ class ClientModel(ABC):
         """Has the worker receive a message; does not wait."""
 
     # ---- a ServedModel
+
+    @contextmanager
+    def reserve(self, rows: int) -> Iterator[None]:
+        with ExitStack() as place:
+            with self._refusals_counted():
+                place.enter_context(self._admission.reserve(rows))
+            yield
 
     async def generate(self, job: Generate) -> Generated:
         (made,) = await self.generate_all([job])
@@ -164,11 +171,8 @@ class ClientModel(ABC):
         return max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
 
     async def _whole(self, job: Generate, place: ExitStack) -> Generated:
-        async with aclosing(self._generation(job, place)) as answers:
-            async for answer in answers:
-                if isinstance(answer, Generated):
-                    return answer
-        raise AssertionError("answers end with a result, or raise")
+        made: Generated = await _result(self._generation(job, place))
+        return made
 
     async def _generation(self, job: Generate, place: ExitStack) -> AsyncGenerator[Delta | Generated, None]:
         """What comes of a job, which has its place until the end."""
@@ -204,11 +208,20 @@ class ClientModel(ABC):
                 f"model {self.name} makes no {job.what}: it is one for {', '.join(self.info.tasks)}", param="model"
             )
         metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
-        async with aclosing(self._answers(job)) as answers:
-            async for answer in answers:
-                self._admission.note(answer.seconds)
-                return list(answer.values)
-        raise AssertionError("answers end with a result, or raise")
+        made: Encoded = await _result(self._answers(job))
+        self._admission.note(made.seconds)
+        return list(made.values)
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        """The block that lets a request in. Raises Unavailable while the model is not ready."""
+        try:
+            if not self.is_ready:
+                raise Unavailable(f"model {self.name} is not ready: {self.progress}", retry_after=5)
+            yield
+        except (Busy, Unavailable):
+            metrics.JOBS.labels(self.name, "refused").inc()
+            raise
 
     @contextmanager
     def _admitted(self, rows: Sequence[int]) -> Iterator[list[ExitStack]]:
@@ -217,13 +230,8 @@ class ClientModel(ABC):
         Args:
             rows: of each of its parts. Each part has a place, which is free once it, or the block, is closed.
         """
-        try:
-            if not self.is_ready:
-                raise Unavailable(f"model {self.name} is not ready: {self.progress}", retry_after=5)
+        with self._refusals_counted():
             self._admission.enter(sum(rows))
-        except (Busy, Unavailable):
-            metrics.JOBS.labels(self.name, "refused").inc()
-            raise
         with ExitStack() as all_places:
             places = [all_places.enter_context(ExitStack()) for _ in rows]
             for place, count in zip(places, rows, strict=True):
@@ -265,3 +273,9 @@ class ClientModel(ABC):
         """No job that is there will have a result."""
         for pending in list(self._pending.values()):
             pending.put(messages.Failure(pending.number, copy.copy(error)))  # each is raised in a place of its own
+
+
+async def _result(answers: AsyncGenerator[Any, None]) -> Any:
+    """What a job ends with, behind its deltas."""
+    async with aclosing(answers):
+        return [answer async for answer in answers][-1]

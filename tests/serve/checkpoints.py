@@ -31,8 +31,8 @@ USER = {"role": "user", "content": "what is the law"}
 GREEDY = {"temperature": 0, "max_tokens": 12}
 # What OpenAI's client has keywords for; vLLM's and Transformers' fields go into `extra_body`.
 _KEYWORDS = frozenset(
-    "best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options "
-    "suffix temperature top_p user".split()
+    "best_of echo frequency_penalty logit_bias logprobs max_completion_tokens max_tokens n presence_penalty seed stop "
+    "stream stream_options suffix temperature top_logprobs top_p user".split()
 )
 
 
@@ -84,5 +84,14 @@ def texts(path: str, prompt: str, **options: Any) -> list[str]:
 
 def complete(client: Any, model: str = "gpt2", prompt: Any = PROMPT, **fields: Any) -> Any:
     """The completion that OpenAI's client gets for these fields."""
+    return client.completions.create(model=model, prompt=prompt, **_by_keyword(fields))
+
+
+def chat(client: Any, *messages: Any, model: str = "chat", **fields: Any) -> Any:
+    """The answer to these messages, or to a user's question, that OpenAI's client gets."""
+    return client.chat.completions.create(model=model, messages=list(messages or [USER]), **_by_keyword(fields))
+
+
+def _by_keyword(fields: dict[str, Any]) -> dict[str, Any]:
     own = {name: fields.pop(name) for name in list(fields) if name not in _KEYWORDS}
-    return client.completions.create(model=model, prompt=prompt, extra_body=own, **fields)
+    return {**fields, "extra_body": own}

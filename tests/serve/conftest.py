@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from openai import OpenAI
 
@@ -85,4 +86,11 @@ def lookups() -> Callable[[], dict[str, float]]:
 def client(url: str) -> Iterator[OpenAI]:
     """OpenAI's client for it."""
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    """A plain one."""
+    with httpx.Client(base_url=url, timeout=60) as made:
         yield made

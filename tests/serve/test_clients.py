@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,12 +18,6 @@ from tests.serve.servers import GPT2, in_thread
 
 CHAT = {"model": "chat", "messages": [USER], **GREEDY}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-@pytest.fixture(scope="module")
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as made:
-        yield made
 
 
 def refusal(response: httpx.Response) -> tuple[int, str | None, str]:

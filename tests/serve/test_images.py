@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading
 from fastgen_serve.workers.local import LocalModel
 from tests.pipeline import tiny
-from tests.serve.servers import GPT2, command, in_thread, until
+from tests.serve.servers import GPT2, WAIT, command, in_thread, until
 
 RED, BLUE, WIDE = ((24, 24), (255, 0, 0)), ((24, 24), (0, 0, 255)), ((48, 16), (90, 200, 10))
 TEXT = "let there be light"
@@ -68,11 +69,6 @@ def settings(folder: str) -> ServeSettings:
         models=(("llava", folder), ("gpt2", GPT2)), warm_up=False, max_tokens=200, max_images=3, cache="1MiB",
         max_image_bytes=100_000, max_image_pixels=40_000,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def models(settings: ServeSettings, enabled: None) -> Models:
-    return Models([LocalModel(name, settings) for name, _ in settings.models])
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +139,37 @@ def test_images_of_responses(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="data:") as refused:
         client.responses.create(model="llava", input=[{"role": "user", "content": parts}])
     assert refused.value.param == "input"
+
+
+def test_few_requests_with_images_are_read_at_a_time_and_keep_no_text_waiting(
+    client: OpenAI, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, reading, may_end, most = images.decoded, list[int](), threading.Event(), images.AT_ONCE
+
+    def slowly(*given: Any) -> Any:
+        reading.append(1)
+        assert may_end.wait(WAIT)
+        return decoded(*given)
+
+    monkeypatch.setattr(images, "decoded", slowly)
+    with ThreadPoolExecutor(most + 1) as pool:
+        found = [pool.submit(ask, client, RED, TEXT, max_tokens=2) for _ in range(most + 1)]
+        try:
+            until(lambda: models.get("llava")._admission.rows == most + 1)  # they wait, as others do
+            until(lambda: len(reading) == most)
+            assert ask(client, TEXT, max_tokens=2, timeout=60).choices
+            assert len(reading) == most
+        finally:
+            may_end.set()
+        assert all(each.result().choices for each in found)
+    assert models.get("llava")._admission.rows == 0
+
+
+def test_an_overloaded_server_reads_no_images(client: OpenAI, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "decoded", lambda *given: 1 / 0)
+    with models.get("llava").reserve(10_000), pytest.raises(openai.RateLimitError) as refused:
+        ask(client, RED, TEXT)
+    assert int(refused.value.response.headers["Retry-After"]) >= 1
 
 
 def test_what_a_model_writes_depends_on_the_image(folder: str) -> None:
@@ -270,16 +297,14 @@ def test_requests_that_are_refused(client: OpenAI) -> None:
             ask(client, *contents, **fields)
 
 
-def test_placeholders_that_do_not_fit_are_a_mistake_of_the_request(models: Models, settings: ServeSettings) -> None:
+def test_placeholders_that_do_not_fit_are_a_mistake_of_the_request(
+    models: Models, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llava = models.get("llava")
-    before = llava.tokenizer.chat_template
     given = prompts.Chat([{"role": "user", "content": [{"type": "image"}]}], [uri(RED)], settings)
-    llava.tokenizer.chat_template = "<image> and <image>"
-    try:
-        with pytest.raises(BadRequest, match="the model's processor refuses the images: .*2 <image> tokens"):
-            prompts.chat_inputs(llava, given, prompts.Templating(), prompts.Cutting())
-    finally:
-        llava.tokenizer.chat_template = before
+    monkeypatch.setattr(llava.tokenizer, "chat_template", "<image> and <image>")
+    with pytest.raises(BadRequest, match="the model's processor refuses the images: .*2 <image> tokens"):
+        asyncio.run(prompts.chat_inputs(llava, given, prompts.Templating(), prompts.Cutting()))
 
 
 def test_what_is_too_large_takes_no_memory(settings: ServeSettings) -> None:
@@ -310,8 +335,9 @@ def test_room_for_images() -> None:
     held = limits.Held(10)
     with held.hold(20), held.hold(0), pytest.raises(Busy, match="images of other requests"), held.hold(1):
         raise AssertionError("it is refused before")
-    with held.hold(4), held.hold(6):
+    with pytest.raises(LookupError), held.hold(4), held.hold(6):
         assert held.bytes == 10
+        raise LookupError("as where a client leaves")
     assert held.bytes == 0
 
 
@@ -350,12 +376,3 @@ def test_a_model_in_16_bits(folder: str) -> None:
     with fastgen.disabled():
         whole = model.generate(**inputs.to(torch.bfloat16), max_new_tokens=4)[0].tolist()
     assert list(found.sequences[0].tokens) == whole[len(tokens) :]
-
-
-def test_a_client_that_leaves(client: OpenAI, models: Models) -> None:
-    llava = models.get("llava")
-    stream = ask(client, RED, TEXT, max_tokens=150, stream=True)
-    next(iter(stream))
-    stream.close()
-    until(lambda: llava._admission.rows == 0 and llava._images.bytes == 0)
-    until(lambda: llava._worker.stats()["busy"] == 0)

@@ -82,16 +82,8 @@ def test_pairs_of_the_command_are_read():
 
 
 def test_the_command_names_models_or_means_the_first_one():
-    words = [
-        "a=models/a",
-        "b=models/b",
-        "--languages",
-        "en:de,de:en",
-        "b=en:fr",
-        "--translation-prefix",
-        "to {target}: ",
-    ]
-    found = main.read(words)
+    words = "a=models/a b=models/b --languages en:de,de:en b=en:fr --translation-prefix".split()
+    found = main.read([*words, "to {target}: "])
     assert found.languages == {"a": {("en", "de"), ("de", "en")}, "b": {("en", "fr")}}
     assert found.translation_prefix == "to {target}: "
     for wrong, reason in (("c=en:de", "no model is named c"), ("en-de", "no pair of languages")):

@@ -91,6 +91,18 @@ def test_how_fast_it_goes_is_what_it_is_when_all_slots_are_taken() -> None:
     assert admission.waiting == 4 and admission.wait() == 2.5
 
 
+def test_who_is_prepared_waits_and_says_nothing_of_how_fast_others_leave() -> None:
+    clock = Clock()
+    admission = Admission(slots=1, most=1, now=clock)
+    for _ in range(3):
+        with admission.reserve(2):
+            assert admission.rows == 2
+            with pytest.raises(Busy):
+                admission.enter()
+            clock.now += 1
+    assert (admission.rows, admission.wait()) == (0, None)
+
+
 def test_with_a_budget_nobody_waits_who_would_not_be_answered_in_time() -> None:
     clock = Clock()
     admission = Admission(slots=1, most=100, budget=6.0, now=clock)
@@ -348,15 +360,13 @@ def test_pages_of_other_sites_ask_where_they_may() -> None:
     assert asyncio.run(ask("*")) == [(200, "*"), (401, "*")] * 2
 
 
-def test_a_server_that_stops_takes_no_requests(url: str, probe: Probe) -> None:
-    probe.app.state.traffic.is_draining = True
-    try:
-        refused = httpx.post(f"{url}/echo", content=b"{}")
-        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/ready").status_code == 503
-    finally:
-        probe.app.state.traffic.is_draining = False
+def test_a_server_that_stops_takes_no_requests(url: str, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.app.state.traffic, "is_draining", True)
+    refused = httpx.post(f"{url}/echo", content=b"{}")
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").status_code == 503
+    monkeypatch.undo()
     assert httpx.post(f"{url}/echo", content=b"{}").status_code == 200
 
 
@@ -394,9 +404,10 @@ def test_the_first_mistake_of_many_is_enough(kind: type[BaseModel], body: dict[s
         tracemalloc.stop()
 
 
-def test_names_of_metadata_are_characters() -> None:
-    with pytest.raises(ValidationError, match="half of a surrogate pair"):
-        ResponseRequest.model_validate({"input": "a", "metadata": {"\ud800": "b"}})
+def test_texts_are_characters() -> None:
+    for body in ({"input": "\ud800"}, {"input": "a", "metadata": {"\ud800": "b"}}):
+        with pytest.raises(ValidationError, match="half of a surrogate pair"):
+            ResponseRequest.model_validate(body)
 
 
 def test_what_a_refused_client_is_sending_is_read_before_the_response() -> None:

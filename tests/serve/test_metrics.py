@@ -80,30 +80,23 @@ async def test_texts_are_logged_only_if_asked_for(
     assert entry.more == {"model": "counted", "prompt_tokens": 2 * len(tokens), "tokens": 6, **texts}
 
 
-def test_reasons_are_told_up_to_their_colon() -> None:
-    before = metrics.ENGINES.latest
+def test_reasons_are_told_up_to_their_colon(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {"the model failed: one thing": 2, "the model failed: another": 3, "hooks": 1}
-    metrics.ENGINES.latest = {"m": {"fastgen": {"generate": {"fallback": reasons}}, "alone": reasons}}
-    try:
-        lines = metrics.text().decode().splitlines()
-    finally:
-        metrics.ENGINES.latest = before
+    latest = {"m": {"fastgen": {"generate": {"fallback": reasons}}, "alone": reasons}}
+    monkeypatch.setattr(metrics.ENGINES, "latest", latest)
+    lines = metrics.text().decode().splitlines()
     assert 'fastgen_fallbacks_total{entry="generate",model="m",reason="the model failed"} 5.0' in lines
     assert 'fastgen_alone_total{model="m",reason="the model failed"} 5.0' in lines
     assert 'fastgen_alone_total{model="m",reason="hooks"} 1.0' in lines
 
 
-def test_sizes_of_batches_are_a_histogram() -> None:
-    before = metrics.ENGINES.latest
-    metrics.ENGINES.latest = {"bert": {"batch_sizes": {1: 3, 5: 2, 300: 1}}}
-    try:
-        families = text_string_to_metric_families(metrics.text().decode())
-        found = {
-            (each.name, each.labels.get("le")): each.value for family in families for each in family.samples
-            if each.labels.get("model") == "bert"
-        }  # fmt: skip
-    finally:
-        metrics.ENGINES.latest = before
+def test_sizes_of_batches_are_a_histogram(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.ENGINES, "latest", {"bert": {"batch_sizes": {1: 3, 5: 2, 300: 1}}})
+    families = text_string_to_metric_families(metrics.text().decode())
+    found = {
+        (each.name, each.labels.get("le")): each.value for family in families for each in family.samples
+        if each.labels.get("model") == "bert"
+    }  # fmt: skip
     buckets = {bound: found["fastgen_batch_size_bucket", bound] for bound in ("1.0", "4.0", "8.0", "256.0", "+Inf")}
     assert buckets == {"1.0": 3, "4.0": 3, "8.0": 5, "256.0": 5, "+Inf": 6}
     assert found["fastgen_batch_size_sum", None] == 313 and found["fastgen_batch_size_count", None] == 6

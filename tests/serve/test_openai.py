@@ -118,12 +118,6 @@ def test_sampling(client: OpenAI) -> None:
     assert complete(client, n=2, **{**drawn, "seed": 8}).choices != answer.choices
 
 
-def test_top_k_is_off_unless_someone_sets_it(client: OpenAI) -> None:
-    answer = complete(client, temperature=1, max_tokens=10, seed=3)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 10, "num_beams": 1}
-    assert answer.choices[0].text == texts(GPT2, PROMPT, seed=3, **options)[0]
-
-
 def test_the_best_of_what_is_drawn(client: OpenAI) -> None:
     drawn = {"temperature": 1, "seed": 5, "max_tokens": 6, "logprobs": 0}
     everything = complete(client, n=4, **drawn).choices

@@ -11,7 +11,7 @@ import torch
 from openai import OpenAI
 
 from tests.serve import checkpoints
-from tests.serve.checkpoints import GREEDY, PROMPT, USER, complete, texts
+from tests.serve.checkpoints import GREEDY, PROMPT, USER, chat, complete, texts
 from tests.serve.servers import GPT2
 
 
@@ -19,40 +19,30 @@ def test_a_chat_is_written_by_the_models_template(client: OpenAI, paths: dict[st
     _, tokenizer = checkpoints.loaded(paths["chat"])
     messages = [{"role": "system", "content": "be brief"}, USER]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    answer = client.chat.completions.create(
-        model="chat",
-        messages=messages,
-        temperature=0,
-        max_tokens=8,
-        extra_body={"return_token_ids": True},
-    )
+    answer = chat(client, *messages, temperature=0, max_tokens=8, return_token_ids=True)
     assert answer.prompt_token_ids == tokenizer(prompt)["input_ids"]
     assert answer.choices[0].message.role == "assistant" and answer.object == "chat.completion"
     expected = texts(GPT2, prompt, num_beams=1, max_new_tokens=8)[0]
     assert answer.choices[0].message.content == expected.removeprefix(" "), "an answer begins a text"
-    parts = [{"role": "user", "content": [{"type": "text", "text": "what is"}, {"type": "text", "text": "the law"}]}]
-    joined = [{"role": "user", "content": "what is\nthe law"}]
-    ask = lambda messages: client.chat.completions.create(model="chat", messages=messages, temperature=0, max_tokens=8)  # noqa: E731
-    assert ask(parts).choices[0].message == ask(joined).choices[0].message
-    assert ask(parts).usage == ask(joined).usage
+    parts = {"role": "user", "content": [{"type": "text", "text": "what is"}, {"type": "text", "text": "the law"}]}
+    joined = {"role": "user", "content": "what is\nthe law"}
+    first, second = (chat(client, each, temperature=0, max_tokens=8) for each in (parts, joined))
+    assert (first.choices[0].message, first.usage) == (second.choices[0].message, second.usage)
 
 
 def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer(client: OpenAI) -> None:
-    ask = lambda role: client.chat.completions.create(  # noqa: E731
-        model="chat",
-        messages=[{"role": role, "content": "be brief"}, USER],
-        max_tokens=2,
-        extra_body={"return_token_ids": True},
+    first, second = (
+        chat(client, {"role": role, "content": "be brief"}, USER, max_tokens=2, return_token_ids=True)
+        for role in ("developer", "system")
     )
-    assert ask("developer").prompt_token_ids == ask("system").prompt_token_ids
+    assert first.prompt_token_ids == second.prompt_token_ids
 
 
 def test_variables_of_a_template(client: OpenAI, paths: dict[str, str]) -> None:
     tokenizer = checkpoints.loaded(paths["chat"])[1]
 
     def ask(variables: dict[str, Any]) -> Any:
-        extra = {"return_token_ids": True, "chat_template_kwargs": variables}
-        return client.chat.completions.create(model="chat", messages=[USER], max_tokens=1, extra_body=extra)
+        return chat(client, max_tokens=1, return_token_ids=True, chat_template_kwargs=variables)
 
     text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, brief=True)
     assert text.startswith("be brief")
@@ -67,19 +57,15 @@ def test_variables_of_a_template(client: OpenAI, paths: dict[str, str]) -> None:
 
 def test_the_last_message_is_continued(client: OpenAI, paths: dict[str, str]) -> None:
     tokenizer = checkpoints.loaded(paths["chat"])[1]
-    messages = [USER, {"role": "assistant", "content": "the law is"}]
-    answer = client.chat.completions.create(
-        model="chat", messages=messages, temperature=0, max_tokens=2,
-        extra_body={"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True},
-    )  # fmt: skip
+    said, left_open = {"role": "assistant", "content": "the law is"}, {"add_generation_prompt": False}
+    answer = chat(client, USER, said, max_tokens=2, continue_final_message=True, return_token_ids=True, **left_open)
     assert tokenizer.decode(answer.prompt_token_ids).endswith("assistant said the law is")
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1, "seed": 3, "n": 2}, {}], ids=str)
 def test_chunks_of_a_chat(client: OpenAI, fields: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"model": "chat", "messages": [USER], "max_tokens": 10, **fields}
-    whole = client.chat.completions.create(**options)
-    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+    whole = chat(client, max_tokens=10, **fields)
+    chunks = list(chat(client, max_tokens=10, stream=True, stream_options={"include_usage": True}, **fields))
     assert chunks[-1].usage == whole.usage
     for choice in whole.choices:
         parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
@@ -89,11 +75,8 @@ def test_chunks_of_a_chat(client: OpenAI, fields: dict[str, Any]) -> None:
 
 
 def test_each_chunk_of_a_chat_has_the_usage_until_then(client: OpenAI) -> None:
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = client.chat.completions.create(
-        model="chat", messages=[USER], max_tokens=8, temperature=0, stream=True, stream_options=options,
-        extra_body={"ignore_eos": True},
-    )  # fmt: skip
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = chat(client, max_tokens=8, temperature=0, stream=True, stream_options=options, ignore_eos=True)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert (counts[0], counts[-1], last.usage.completion_tokens) == (0, 8, 8)
     assert counts == sorted(counts) and len(set(counts)) > 2
@@ -101,12 +84,9 @@ def test_each_chunk_of_a_chat_has_the_usage_until_then(client: OpenAI) -> None:
 
 
 def test_a_chat_has_as_many_tokens_as_the_model_says_or_as_fit(client: OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="chat", messages=[USER], temperature=0, extra_body={"ignore_eos": True}
-    )
+    answer = chat(client, temperature=0, ignore_eos=True)
     assert answer.usage.completion_tokens == 64, "its generation config's max_new_tokens"
-    long = [{"role": "user", "content": "the law " * 240}]
-    answer = client.chat.completions.create(model="chat", messages=long, temperature=0, extra_body={"ignore_eos": True})
+    answer = chat(client, {"role": "user", "content": "the law " * 240}, temperature=0, ignore_eos=True)
     assert answer.usage.total_tokens == 512, "what is left"
 
 
@@ -148,11 +128,11 @@ def test_logprobs_of_completions(client: OpenAI) -> None:
 
 
 def test_logprobs_of_chats(client: OpenAI, paths: dict[str, str]) -> None:
-    answer = client.chat.completions.create(
-        model="chat", messages=[USER], max_completion_tokens=6, temperature=0, logprobs=True, top_logprobs=2,
-        extra_body={"no_repeat_ngram_size": 0, "return_token_ids": True},
+    answer = chat(
+        client, max_completion_tokens=6, temperature=0, logprobs=True, top_logprobs=2, no_repeat_ngram_size=0,
+        return_token_ids=True,
     )  # fmt: skip
-    choice: Any = answer.choices[0]
+    choice = answer.choices[0]
     expected = log_probabilities(choice.token_ids, answer.prompt_token_ids)
     assert [each.logprob for each in choice.logprobs.content] == pytest.approx(
         [row[token].item() for row, token in zip(expected, choice.token_ids, strict=True)], abs=1e-4

@@ -1,4 +1,4 @@
-"""What OpenAI's interface refuses, and how it says so; what fails before and behind the first chunk."""
+"""What the interfaces of OpenAI and vLLM refuse, and how it says so; what fails before and behind the first chunk."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
 from tests.serve import checkpoints
-from tests.serve.checkpoints import PROMPT, USER, complete
+from tests.serve.checkpoints import PROMPT, USER, chat, complete
 from tests.serve.servers import BART, GPT2, in_thread
 
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+# Requests that are answered: where there is none for a path, those of its rows are complete.
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "gpt2", "prompt": PROMPT},
+    "/v1/chat/completions": {"model": "chat", "messages": [USER]},
+    "/v1/responses": {"model": "chat", "input": "light", "max_output_tokens": 8},
+}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "/v1/completions": [
         ({"tools": []}, "tools"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
@@ -71,36 +75,7 @@ from tests.serve.servers import BART, GPT2, in_thread
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}, "response_format"),
         ({"bad_words": ["the"]}, "bad_words"),
     ],
-    ids=str,
-)
-def test_what_is_refused_is_named(url: str, fields: dict[str, Any], param: str) -> None:
-    body = json.dumps({"model": "gpt2", "prompt": PROMPT, **fields})
-    response = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
-    error = response.json()["error"]
-    assert response.status_code == 400, error
-    assert error["param"] == param and error["type"] == "invalid_request_error"
-    assert any(said in error["message"] for said in (param, "new tokens", "the form of the result"))
-
-
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_results_that_are_refused_take_no_memory(url: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """A request may want any number of them."""
-    monkeypatch.delattr("fastgen_serve.api.openai.TextStream")
-    inputs = {"messages": [USER]} if "chat" in path else {"prompt": PROMPT}
-    response = httpx.post(f"{url}/v1/{path}", json={"model": "chat", "n": 9, "stream": True, **inputs})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "n"
-
-
-def test_beams_need_a_token_to_go_on_with(client: OpenAI, paths: dict[str, str]) -> None:
-    size = len(checkpoints.loaded(paths["gpt2"])[1])
-    with pytest.raises(openai.BadRequestError) as refused:
-        complete(client, stop_token_ids=list(range(size)), num_beams=2)
-    assert refused.value.param == "stop_token_ids"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+    "/v1/chat/completions": [
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -117,12 +92,93 @@ def test_beams_need_a_token_to_go_on_with(client: OpenAI, paths: dict[str, str])
         ({"model": "gpt2"}, "messages"),
         ({"seed": 2**63}, "seed"),
     ],
-    ids=str,
+    "/v1/responses": [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"text": {"format": {"type": "json"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "text"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"input": []}, "input"),
+        ({"input": {"role": "user"}}, "input"),
+        ({"input": [USER, {"type": "item_reference", "id": "a"}]}, "input.1.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ({"max_output_tokens": 10**6}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "light " * 5000}, "input"),
+        ({"model": "gpt2"}, "input"),
+        ({"n": 2}, "n"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"include": ["message.output_text.logprobs"], "num_beams": 2}, "include"),
+    ],
+    "/classify": [
+        ({"model": "vectors", "input": "a"}, "model"),
+        ({"model": "classes", "input": "a", "use_activation": False}, "use_activation"),
+        ({"model": "classes", "input": "light " * 80}, "input"),
+        ({"model": "classes", "input": ["a"] * 9}, "input"),
+    ],
+    "/score": [
+        ({"model": "classes", "text_1": "a", "text_2": "b"}, "model"),
+        ({"model": "chat", "text_1": "a", "text_2": "b"}, "model"),
+        ({"model": "pairs", "text_1": "a"}, "text_1"),
+        ({"model": "pairs", "text_1": "a", "data_2": "b"}, "text_1"),
+        ({"model": "pairs", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ({"model": "pairs", "text_1": "a", "text_2": ["b"] * 9}, "text_2"),
+        ({"model": "pairs", "text_1": "light " * 80, "text_2": "b"}, "text_2"),
+        ({"model": "vectors", "text_1": "a", "text_2": "b", "use_activation": True}, "use_activation"),
+    ],
+    "/rerank": [
+        ({"model": "pairs", "query": "a", "documents": []}, "documents"),
+        ({"model": "pairs", "query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    ],
+    "/tokenize": [
+        ({"model": "vectors"}, "prompt"),
+        ({"model": "vectors", "messages": [USER]}, "messages"),
+        ({"model": "chat", "messages": [USER], "continue_final_message": True}, "continue_final_message"),
+    ],
+    "/detokenize": [
+        ({"model": "vectors", "tokens": [99999]}, "tokens"),
+        ({"model": "vectors", "tokens": ["a"]}, "tokens.0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"), [(path, *each) for path, several in REFUSED.items() for each in several], ids=str
 )
-def test_what_is_refused_of_a_chat_is_named(url: str, fields: dict[str, Any], param: str) -> None:
-    body = {"model": "chat", "messages": [USER], **fields}
-    response = httpx.post(f"{url}/v1/chat/completions", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+def test_what_is_refused_is_named(url: str, path: str, fields: dict[str, Any], param: str) -> None:
+    body = json.dumps({**GOOD.get(path, {}), **fields})
+    response = httpx.post(f"{url}{path}", content=body, headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+    says = param, "new tokens", "the form of the result"
+    assert path != "/v1/completions" or any(each in error["message"] for each in says)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_results_that_are_refused_take_no_memory(url: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """A request may want any number of them."""
+    monkeypatch.delattr("fastgen_serve.api.openai.TextStream")
+    inputs = {"messages": [USER]} if "chat" in path else {"prompt": PROMPT}
+    response = httpx.post(f"{url}/v1/{path}", json={"model": "chat", "n": 9, "stream": True, **inputs})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "n"
+
+
+def test_beams_need_a_token_to_go_on_with(client: OpenAI, paths: dict[str, str]) -> None:
+    size = len(checkpoints.loaded(paths["gpt2"])[1])
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, stop_token_ids=list(range(size)), num_beams=2)
+    assert refused.value.param == "stop_token_ids"
 
 
 @pytest.mark.parametrize(
@@ -143,36 +199,18 @@ def test_a_body_of_another_type(url: str) -> None:
 
 # Clients that fill in all fields send vLLM's own defaults.
 NOTHING_OF_VLLM = {
-    "allowed_token_ids": None,
-    "bad_words": [],
-    "prompt_logprobs": None,
-    "structured_outputs": None,
-    "logits_processors": None,
-    "priority": 0,
-    "cache_salt": None,
-    "kv_transfer_params": None,
-    "vllm_xargs": None,
-}
+    "allowed_token_ids": None, "bad_words": [], "prompt_logprobs": None, "structured_outputs": None,
+    "logits_processors": None, "priority": 0, "cache_salt": None, "kv_transfer_params": None, "vllm_xargs": None,
+}  # fmt: skip
 
 
 def test_values_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="chat",
-        messages=[USER],
-        max_tokens=1,
-        temperature=0,
-        presence_penalty=0,
-        frequency_penalty=0,
-        tool_choice="none",
-        response_format={"type": "text"},
-        store=False,
-        service_tier="auto",
-        modalities=["text"],
-        user="me",
-        logit_bias={},
-        parallel_tool_calls=True,
-        extra_body={"tools": [], "metadata": {}, "spaces_between_special_tokens": True, **NOTHING_OF_VLLM},
-    )
+    answer = chat(
+        client, max_tokens=1, temperature=0, presence_penalty=0, frequency_penalty=0, tool_choice="none",
+        response_format={"type": "text"}, store=False, service_tier="auto", modalities=["text"], user="me",
+        logit_bias={}, parallel_tool_calls=True, tools=[], metadata={}, spaces_between_special_tokens=True,
+        **NOTHING_OF_VLLM,
+    )  # fmt: skip
     assert answer.usage.completion_tokens == 1
     written = complete(client, max_tokens=1, prompt_embeds=None, **NOTHING_OF_VLLM)
     assert written.usage.completion_tokens == 1
@@ -192,7 +230,7 @@ def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
         complete(client, "bart", prompt=[5] * 257)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512"):
-        client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "law " * 600}])
+        chat(client, {"role": "user", "content": "law " * 600})
 
 
 def test_what_the_engine_refuses_has_the_name_of_the_field() -> None:

@@ -14,12 +14,13 @@ from fastgen_serve.api import prompts
 from fastgen_serve.api.openai_schema import Cutting, Templating
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.jobs import ModelInfo
+from fastgen_serve.settings import ServeSettings
 from tests.pipeline import tiny
 
 
 def served(tokenizer: Any, kind: str = "encoder-decoder", **info: Any) -> Any:
     made = ModelInfo("m", kind, ("generate",), **{"positions": 8, **info})
-    return SimpleNamespace(name="m", tokenizer=tokenizer, info=made)
+    return SimpleNamespace(name="m", tokenizer=tokenizer, processor=None, info=made)
 
 
 @pytest.fixture
@@ -147,12 +148,8 @@ def test_whatever_a_template_raises_is_the_requests(template: str, size: int) ->
     tokenizer = tiny.tokenizer(False)
     tokenizer.chat_template = template
     with pytest.raises(BadRequest, match="chat template refuses the messages: ") as refused:
-        prompts.chat_tokens(
-            served(tokenizer),
-            [{"role": "user", "content": "a"}],
-            Templating(chat_template_kwargs={"size": size}),
-            Cutting(),
-        )
+        chat, variables = prompts.Chat([{"role": "user", "content": "a"}], [], ServeSettings()), {"size": size}
+        asyncio.run(prompts.chat_inputs(served(tokenizer), chat, Templating(chat_template_kwargs=variables), Cutting()))
     assert refused.value.param == "messages"
 
 

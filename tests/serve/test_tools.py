@@ -249,7 +249,7 @@ def test_what_the_model_is_told(client: OpenAI) -> None:
         ),
         ({"messages": [_calling("[")]}, "messages.0.tool_calls.0.function.arguments"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_what_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,12 +13,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 TEXTS = ["let there be light", "day", "darkness upon the face of the deep"]
 QUERY = "the light"
-
-
-@pytest.fixture(scope="module")
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url) as made:
-        yield made
 
 
 def post(client: httpx.Client, path: str, **fields: Any) -> Any:
@@ -104,7 +97,7 @@ def test_rerank(http: httpx.Client, path: str, model: str) -> None:
     assert [each["relevance_score"] for each in answer["results"]] == pytest.approx([scores[index] for index in order])
     assert [each["document"]["text"] for each in answer["results"]] == [TEXTS[index] for index in order]
     best = post(http, path, model=model, query=QUERY, documents=TEXTS, top_n=1, return_documents=False)["results"]
-    assert best == [{"index": order[0], "relevance_score": answer["results"][0]["relevance_score"]}]
+    assert best == [{"index": order[0], "relevance_score": pytest.approx(scores[order[0]])}]
 
 
 def test_tokens(http: httpx.Client, paths: dict[str, str]) -> None:
@@ -127,40 +120,6 @@ def test_tokens_of_a_chat(http: httpx.Client, paths: dict[str, str]) -> None:
     assert answer["tokens"] == tokenizer(prompt)["input_ids"]
     without = post(http, "/tokenize", model="chat", messages=messages, add_generation_prompt=False)
     assert without["count"] < answer["count"]
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/classify", {"model": "vectors", "input": "a"}, "model"),
-        ("/classify", {"model": "classes", "input": "a", "use_activation": False}, "use_activation"),
-        ("/classify", {"model": "classes", "input": "light " * 80}, "input"),
-        ("/classify", {"model": "classes", "input": ["a"] * 9}, "input"),
-        ("/score", {"model": "classes", "text_1": "a", "text_2": "b"}, "model"),
-        ("/score", {"model": "chat", "text_1": "a", "text_2": "b"}, "model"),
-        ("/score", {"model": "pairs", "text_1": "a"}, "text_1"),
-        ("/score", {"model": "pairs", "text_1": "a", "data_2": "b"}, "text_1"),
-        ("/score", {"model": "pairs", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
-        ("/score", {"model": "pairs", "text_1": "a", "text_2": ["b"] * 9}, "text_2"),
-        ("/score", {"model": "pairs", "text_1": "light " * 80, "text_2": "b"}, "text_2"),
-        ("/score", {"model": "vectors", "text_1": "a", "text_2": "b", "use_activation": True}, "use_activation"),
-        ("/rerank", {"model": "pairs", "query": "a", "documents": []}, "documents"),
-        ("/rerank", {"model": "pairs", "query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
-        ("/tokenize", {"model": "vectors"}, "prompt"),
-        ("/tokenize", {"model": "vectors", "messages": [{"role": "user", "content": "a"}]}, "messages"),
-        (
-            "/tokenize",
-            {"model": "chat", "messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
-            "continue_final_message",
-        ),
-        ("/detokenize", {"model": "vectors", "tokens": [99999]}, "tokens"),
-        ("/detokenize", {"model": "vectors", "tokens": ["a"]}, "tokens.0"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_is_named(http: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
-    response = http.post(path, json=fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
 def test_long_pairs_are_cut_if_asked_for(http: httpx.Client, paths: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -159,28 +160,16 @@ def librarys(model: LocalModel, job: Generate) -> list[tuple[int, ...]]:
 
 
 def test_log_probabilities_are_those_of_the_model_in_float64() -> None:
-    made = LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))
     reference: Any = AutoModelForCausalLM.from_pretrained(GPT2, dtype=torch.float64).eval()
-    try:
+    with closing(LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))) as made:
         for options in ({}, {"do_sample": True, "num_return_sequences": 2}):
-            wanted = [
-                Generate(
-                    job.tokens,
-                    {"num_beams": 1, "no_repeat_ngram_size": 0, **options, "max_new_tokens": 12},
-                    3,
-                    (),
-                    4,
-                    True,
-                )
-                for job in jobs(made)[:3]
-            ]
+            options = {"num_beams": 1, "no_repeat_ngram_size": 0, **options, "max_new_tokens": 12}
+            wanted = [Generate(job.tokens, options, 3, logprobs=4, streams=True) for job in jobs(made)[:3]]
             for job, (deltas, result) in zip(wanted, run(made, wanted), strict=True):
                 for index, sequence in enumerate(result.sequences):
                     check_logprobs(reference, job, sequence)
                     streamed = [each for delta in deltas if delta.index == index for each in delta.logprobs or ()]
                     assert tuple(streamed) == sequence.logprobs
-    finally:
-        made.close()
 
 
 def check_logprobs(reference: Any, job: Generate, sequence: Any) -> None:
@@ -195,21 +184,18 @@ def check_logprobs(reference: Any, job: Generate, sequence: Any) -> None:
 
 async def test_scores_that_are_not_numbers_fail() -> None:
     """JSON has no NaN. A request that returns no scores has its tokens, as `generate` chooses them."""
-    made = LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))
-    runner: Any = made._worker._runner
-    with torch.no_grad():
-        runner._model.get_output_embeddings().weight[5] = torch.nan
-    greedy = Generate(jobs(made)[0].tokens, {"num_beams": 1, "max_new_tokens": 12})
-    beams, drawn = ({**greedy.options, "num_beams": 3}, {**greedy.options, "do_sample": True})
-    try:
+    with closing(LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))) as made:
+        runner: Any = made._worker._runner
+        with torch.no_grad():
+            runner._model.get_output_embeddings().weight[5] = torch.nan
+        greedy = Generate(jobs(made)[0].tokens, {"num_beams": 1, "max_new_tokens": 12})
+        beams, drawn = ({**greedy.options, "num_beams": 3}, {**greedy.options, "do_sample": True})
         for job in (replace(greedy, logprobs=2), replace(greedy, options=beams), replace(greedy, options=drawn)):
             with pytest.raises(Failed, match="not numbers"):
                 await made.generate(job)
             with pytest.raises(Failed, match="not numbers"):
                 await streamed(made, replace(job, streams=True))
         assert len((await made.generate(greedy)).sequences) == 1
-    finally:
-        made.close()
 
 
 def test_log_probabilities_of_beams_are_refused(model: LocalModel) -> None:

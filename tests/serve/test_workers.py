@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, 
 
 from fastgen_serve.api.openai_decoding import decoding, make_job
 from fastgen_serve.api.openai_schema import CompletionRequest
-from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, TooLong, Unavailable
+from fastgen_serve.errors import BadRequest, Busy, TimedOut, TooLong, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import generation, messages, process
@@ -148,27 +149,31 @@ def test_a_model_says_what_it_is(remote: RemoteModel, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "said", "param"),
     [
-        (Generate(()), "empty"),
-        (Generate((10**6,)), "from 0 to"),
-        (Generate((-1,)), "from 0 to"),
-        (Generate((5,), {"eos_token_id": [2, 10**6]}), "eos_token_id"),
-        (Generate((5,), {"bad_words_ids": [[10**6]]}), "bad_words_ids"),
-        (Generate((5,), {"no_such_option": 1}), "no_such_option"),
-        (Generate((5,), {"custom_generate": "somebody/code"}), "custom_generate"),
-        (Generate((5,), {"streamer": 1}), "streamer"),
-        (Generate((5,), stop=("a", "")), "stop"),
-        (Generate((5,), {"temperature": -1.0, "do_sample": True, "num_beams": 1}), "temperature"),
-        (Generate((5,) * 600), "positions"),
-        (Generate((5,), {"max_new_tokens": 5000}), "4096"),
-        (Generate((5,), {"num_beams": 17}), "16"),
+        (Generate(()), "empty", "prompt"),
+        (Generate((10**6,)), "from 0 to", "prompt"),
+        (Generate((-1,)), "from 0 to", "prompt"),
+        (Generate((5,), {"eos_token_id": [2, 10**6]}), "from 0 to", "eos_token_id"),
+        (Generate((5,), {"bad_words_ids": [[10**6]]}), "from 0 to", "bad_words_ids"),
+        (Generate((5,), {"no_such_option": 1}), "no option", "no_such_option"),
+        (Generate((5,), {"custom_generate": "somebody/code"}), "no option", "custom_generate"),
+        (Generate((5,), {"streamer": 1}), "no option", "streamer"),
+        (Generate((5,), stop=("a", "")), "is empty", "stop"),
+        (Generate((5,), {"temperature": -1.0, "do_sample": True, "num_beams": 1}), "positive", "temperature"),
+        (Generate((5,) * 600), "positions", None),
+        (Generate((5,), {"max_new_tokens": 5000}), "4096", "max_new_tokens"),
+        (Generate((5,), {"num_beams": 17}), "16", "num_beams"),
     ],
     ids=str,
 )
-def test_what_generate_would_refuse_is_refused(loop: Loop, remote: RemoteModel, job: Generate, said: str) -> None:
-    with pytest.raises(BadRequest, match=said):
+def test_what_generate_would_refuse_is_refused(
+    loop: Loop, remote: RemoteModel, job: Generate, said: str, param: str | None
+) -> None:
+    with pytest.raises(BadRequest, match=said) as refused:
         loop.run(remote.generate(job))
+    error = refused.value  # which has crossed a pipe
+    assert (error.status, error.message) == (400, str(error)) and param in (None, error.param)
 
 
 def test_a_model_that_generates_makes_no_vectors(loop: Loop, remote: RemoteModel) -> None:
@@ -204,7 +209,6 @@ def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
 
 def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> None:
     settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
-    model = LocalModel(name, settings)
     jobs = [Generate((5, 6, 7 + number), {"num_beams": 2, "max_new_tokens": 8}, streams=True) for number in range(6)]
 
     async def streamed() -> dict[int, Any]:
@@ -216,7 +220,7 @@ def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> N
         wholes = (model.generate_all(jobs), model.generate_all(jobs))
         return await asyncio.gather(*wholes, return_exceptions=True)
 
-    try:
+    with closing(LocalModel(name, settings)) as model:
         first, second = loop.run(crowd())
         assert len(first) == len(jobs) and isinstance(second, Busy)
         last = loop.run(streamed())
@@ -225,8 +229,6 @@ def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> N
         with pytest.raises(BadRequest):  # one that fails ends the others
             loop.run(model.generate_all([Generate((5, 6), {"max_new_tokens": 100, "num_beams": 1}), Generate((-1,))]))
         assert model._admission.rows == 0
-    finally:
-        model.close()
 
 
 def test_a_model_without_positions_has_a_limit(tmp_path: Path) -> None:
@@ -234,54 +236,46 @@ def test_a_model_without_positions_has_a_limit(tmp_path: Path) -> None:
     sizes = dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=1, pad_token_id=1)
     T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    model = LocalModel("t5", ServeSettings(models=(("t5", str(tmp_path)),), slots=2, warm_up=False))
-    try:
+    with closing(LocalModel("t5", ServeSettings(models=(("t5", str(tmp_path)),), slots=2, warm_up=False))) as model:
         assert model.info.positions == MOST_TOKENS
-    finally:
-        model.close()
 
 
 def test_a_model_whose_files_ask_for_several_results_gives_one(loop: Loop, tmp_path: Path) -> None:
     path = Path(shutil.copytree(GPT2, tmp_path / "several"))
     config = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps({**config, "num_beams": 2, "num_return_sequences": 2}))
-    model = LocalModel("several", ServeSettings(models=(("several", str(path)),), slots=2))  # it warms up, too
-    try:
+    settings = ServeSettings(models=(("several", str(path)),), slots=2)  # it warms up, too
+    with closing(LocalModel("several", settings)) as model:
         for fields in ({}, {"temperature": 0}, {"temperature": 1}):
             body = CompletionRequest.model_validate({"prompt": "a", **fields})
             job = make_job(decoding(body, model.info), body, (5, 6), 3)
             assert len(loop.run(model.generate(job)).sequences) == 1
-    finally:
-        model.close()
 
 
 def test_more_than_may_wait_are_refused_and_the_others_served(loop: Loop, name: str) -> None:
     settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
-    model = LocalModel(name, settings)
 
     async def crowd() -> list[Any]:
         jobs = [Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 10})] * 12
         return await asyncio.gather(*map(model.generate, jobs), return_exceptions=True)
 
-    try:
+    with closing(LocalModel(name, settings)) as model:
         results = loop.run(crowd())
         assert sum(isinstance(result, Busy) for result in results) == 7
         assert sum(isinstance(result, Generated) for result in results) == 5
         assert all(result.retry_after >= 1 for result in results if isinstance(result, Busy))
         assert model._admission.rows == 0
-    finally:
-        model.close()
     with pytest.raises(Unavailable):
         loop.run(model.generate(Generate((5,), {"num_beams": 1})))
 
 
 def test_a_request_takes_no_longer_than_it_may(loop: Loop) -> None:
-    model = LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, request_timeout_s=0.05))
-    try:
-        with pytest.raises(TimedOut, match=r"0\.05 s"):
-            loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200, "min_new_tokens": 200})))
-    finally:
-        model.close()
+    settings, job = (
+        ServeSettings(models=MODELS, warm_up=False, request_timeout_s=0.05),
+        Generate((5, 6, 7), {"max_new_tokens": 200}),
+    )
+    with closing(LocalModel("bart", settings)) as model, pytest.raises(TimedOut, match=r"0\.05 s"):
+        loop.run(model.generate(job))
 
 
 @pytest.mark.parametrize("gib", [None, 1e-4])
@@ -289,14 +283,11 @@ def test_k_and_v_have_a_limit(loop: Loop, gib: float | None, monkeypatch: pytest
     """Without one of the user's, it is a part of what is free."""
     monkeypatch.setattr(generation, "free_host_memory", lambda: 100_000)
     monkeypatch.setattr(generation, "LEAST_CACHE", 100_000)
-    model = LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, cache_gib=gib))
-    try:
+    with closing(LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, cache_gib=gib))) as model:
         assert isinstance(loop.run(model.generate(Generate((5,), {"num_beams": 1, "max_new_tokens": 1}))), Generated)
         with pytest.raises(TooLong, match="--cache-gib") as refused:
             loop.run(model.generate(Generate((5, 6, 7), {"max_new_tokens": 200})))
         assert refused.value.param == "max_tokens"
-    finally:
-        model.close()
 
 
 def test_models_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,10 +325,3 @@ def test_a_worker_is_quiet_once_no_job_comes_and_none_is_left(monkeypatch: pytes
     monkeypatch.setattr(worker, "_has_come", Event())
     worker.wait_until_quiet(1.0)
     assert each_wait == [[come]]
-
-
-def test_errors_cross_a_pipe_with_all_that_they_say(loop: Loop, remote: RemoteModel) -> None:
-    with pytest.raises(ServeError) as refused:
-        loop.run(remote.generate(Generate((-1,))))
-    error = refused.value
-    assert (type(error), error.param, error.status) == (BadRequest, "prompt", 400) and error.message == str(error)
