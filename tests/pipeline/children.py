@@ -36,16 +36,18 @@ def in_child(run: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
-def interrupted_after(batches: int, stage: type = ModelStage) -> Iterator[None]:
-    """Runs in this block meet Ctrl-C in the middle of a batch, once so many have been done."""
-    run, begun = stage.run, itertools.count()
+def interrupted_after(
+    batches: int, stage: type = ModelStage, method: str = "run", error: Any = KeyboardInterrupt
+) -> Iterator[None]:
+    """Runs in this block meet Ctrl-C, or another error, in the middle of a batch, once so many have been done."""
+    run, begun = getattr(stage, method), itertools.count()
 
     def interrupted(self: Any, batch: Any) -> Any:
         if next(begun) >= batches:
-            raise KeyboardInterrupt
+            raise error
         return run(self, batch)
 
-    with mock.patch.object(stage, "run", interrupted):
+    with mock.patch.object(stage, method, interrupted):
         yield
 
 

@@ -157,10 +157,8 @@ def test_a_decoder_only_model_with_a_head(inputs, tmp_path):
 
     folder = tiny.gpt2(tmp_path / "model")
     config = AutoConfig.from_pretrained(folder, num_labels=2)
-    tokens = tiny.tokenizer(encoder_decoder=False)
     torch.manual_seed(0)
-    GPT2ForSequenceClassification(config).save_pretrained(folder)
-    tokens.save_pretrained(folder)
+    tiny.saved(GPT2ForSequenceClassification(config), tiny.tokenizer(encoder_decoder=False), folder)
     run(folder, inputs, tmp_path / "out.jsonl")
     expected = logits_of(folder, inputs.read_text().splitlines()).softmax(dim=-1).amax(dim=-1)
     assert [row["score"] for row in rows_of(tmp_path / "out.jsonl")] == pytest.approx(expected.tolist(), abs=1e-5)
