@@ -12,7 +12,7 @@ import pytest
 
 import fastgen
 from fastgen import settings
-from fastgen.pipeline import SetupError, StrictError, generate_dataset, writers
+from fastgen.pipeline import SetupError, generate_dataset, writers
 from fastgen.pipeline.journal import Journal
 from tests.pipeline.children import ended_at, interrupted_after
 
@@ -149,15 +149,6 @@ def test_every_kind_of_bad_record_is_reported_and_skipped(bart, tmp_path):
     assert [line for line in lines if line] == (tmp_path / "alone.txt").read_text().split("\n")[:-1]
 
 
-def test_strict_stops_at_the_first_bad_record(bart, tmp_path):
-    source = tmp_path / "in.txt"
-    source.write_text("light\n\nday\n\n")
-    with pytest.raises(StrictError, match="line 2: the text is empty"):
-        run(bart, source, tmp_path / "out.txt", strict=True)
-    assert not (tmp_path / "out.txt").exists()
-    assert run(bart, source, tmp_path / "out.txt", resume=True).skipped == 2
-
-
 def test_metrics_are_those_of_the_libraries(bart, inputs, tmp_path):
     from sacrebleu import corpus_bleu, corpus_chrf
     from sacremoses import MosesDetokenizer
@@ -237,17 +228,6 @@ def test_scores_that_the_interrupted_run_did_not_write_are_not_replaced(bart, in
     (tmp_path / "scores.json").write_text(ours)
     run(bart, inputs, tmp_path / "out.txt", resume=True, **options)
     assert not (tmp_path / "out.txt.partial").exists()
-
-
-@pytest.mark.parametrize("option", ["score_path", "report"])
-def test_an_unfinished_file_of_somebody_elses_is_not_replaced(bart, inputs, tmp_path, option):
-    mine = tmp_path / ".there.json.unfinished"
-    mine.write_text("mine")
-    options = {"reference": str(inputs), "metrics": ("exact",), option: str(tmp_path / "there.json")}
-    for overwrite in (False, True):
-        with pytest.raises(SetupError, match=r".there.json.unfinished exists already \(move it away"):
-            run(bart, inputs, tmp_path / "out.txt", overwrite=overwrite, **options)
-    assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize("option", ["score_path", "report"])
