@@ -61,6 +61,7 @@ def test_every_option_is_on_the_command_line():
         (["m", "o", "--damping", "nan", "--calibration", "f"], "damping is nan: it must be more than 0"),
         (["m", "o", "--max-error", "0.1", "--bits", "8", "--calibration", "f"], "use it with 4 bits"),
         (["m", "o", "--max-error", "0.1", "--asymmetric", "--calibration", "f"], "max-error needs symmetric weights"),
+        (["m", "o", "--method", "rtn", "--max-error", "0.1"], "max-error measures layers on calibration text: --calib"),
         (["m", "o", "--calibration", "f", "--reference", "r"], "references need --evaluate FILE"),
         (["m", "o", "--calibration", "-"], "give files and a directory"),
         (["m", "-", "--calibration", "f"], "give files and a directory"),
@@ -131,11 +132,6 @@ def test_rounding_to_nearest_needs_no_text(gpt2, tmp_path, pairs, capsys):
     assert call(gpt2, tmp_path / "other", "--method", "rtn", "--calibration", pairs, "--quiet", *FAST) == 0
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
-
-
-def test_what_measures_layers_needs_text(one_line):
-    assert call("m", "o", "--method", "rtn", "--max-error", "0.1") == 2
-    assert "max-error measures layers on calibration text: --calibration FILE" in one_line()
 
 
 def test_a_gguf_file_is_unpacked_and_rounded(tmp_path, capsys):

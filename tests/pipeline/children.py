@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import threading
 import traceback
@@ -56,6 +57,17 @@ def ended_at(owner: object, name: str, error: type[BaseException]) -> Iterator[N
     """The run in this block ends with this error where it calls this function."""
     with mock.patch.object(owner, name, side_effect=error), pytest.raises(error):
         yield
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What a full disk does: a write that would make a file larger than this fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def finished(child: int) -> int:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.pipeline.batches import Batch, Resumed, Rules, Window, cut, plan, split_rows
+from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.records import Problem, Record
 from tests.partitions import cuts
 
@@ -68,6 +69,13 @@ def test_a_resumed_plan_is_the_rest_of_the_whole_one(lengths, batch_size, data):
         else:
             resumed.done.setdefault(item.window, set()).add(item.index)
     assert list(plan(records(lengths), prepare, rules, resumed)) == whole[done:]
+
+
+def test_a_resumed_plan_refuses_another_input():
+    rules = Rules(2)
+    resumed = Resumed({0: next(iter(plan(records([1, 2, 3]), prepare, rules, Resumed())))})
+    with pytest.raises(SetupError, match="not the one"):
+        list(plan(records([1, 2]), prepare, rules, resumed))
 
 
 def test_a_complete_window_is_not_tokenised_again():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 WORDS = (
@@ -50,6 +51,15 @@ def saved(model, tokens, folder: Path) -> Path:
     model.eval().save_pretrained(folder)
     tokens.save_pretrained(folder)
     return folder
+
+
+def change_weights(folder: Path, change: Callable[[dict], object], file: str = "model.safetensors") -> None:
+    """Has `change` change a dictionary of the weights in a file."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / file)
+    change(weights)
+    save_file(weights, folder / file, metadata={"format": "pt"})
 
 
 def bart(folder: Path, **changes) -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import calibration
 from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.writing import load_block
-from tests.pipeline.children import ended_at
+from tests.pipeline.children import ended_at, files_of_at_most
 from tests.pipeline.quantizing.runs import Stop, run
 
 pytestmark = pytest.mark.sampled(5)
@@ -111,14 +110,9 @@ def test_two_runs_do_not_write_one_output(llama, text, tmp_path, monkeypatch):
 
 
 def test_a_full_disk(llama, text, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for size in (10_000, 20_000):  # of a block, and of the model
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
-            with pytest.raises(PipelineError, match=r"cannot write .*(block|model).*--resume"):
-                run(llama, tmp_path / "out", text, resume=(tmp_path / "out.partial").exists())
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with files_of_at_most(size), pytest.raises(PipelineError, match=r"cannot write .*(block|model).*--resume"):
+            run(llama, tmp_path / "out", text, resume=(tmp_path / "out.partial").exists())
         assert not (tmp_path / "out").exists()
     run(llama, tmp_path / "out", text, resume=True)
     run(llama, tmp_path / "whole", text)
