@@ -114,3 +114,9 @@ def test_batches_by_cost_are_the_cheapest_that_are_allowed(lengths, batch_size, 
     assert all(map(allowed, found))
     least = min(cost(lengths, parts, pass_cost) for parts in cuts(order) if all(map(allowed, parts)))
     assert cost(lengths, found, pass_cost) == least
+
+
+def test_a_window_of_many_rows_is_cut_by_cost_at_jumps():
+    lengths = [40] * 10 + [3] * 30
+    assert [len(batch) for batch in cut(lengths, Rules(64, None, pass_cost=64))] == [10, 30]
+    assert [len(batch) for batch in cut(lengths, Rules(64, None, pass_cost=100000))] == [40]
