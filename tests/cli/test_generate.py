@@ -185,7 +185,7 @@ def test_a_file_that_fastgen_did_not_write_is_never_replaced(bart, inputs, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.txt", name])
 
 
-def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, capsys, one_line, monkeypatch):
+def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, capsys, one_line):
     """Between the last rename and the removal of the work file: the output is complete."""
     out = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
@@ -271,7 +271,7 @@ def test_the_last_line_where_fastgen_is_not_hooked(bart, inputs, tmp_path, capsy
     assert said[-1].endswith("; not accelerated: FastGen was not called (python -m fastgen says what it hooks)")
 
 
-def test_debug_shows_where(bart, inputs, tmp_path):
+def test_debug_shows_where(inputs, tmp_path):
     from fastgen.pipeline import SetupError
 
     with pytest.raises(SetupError):

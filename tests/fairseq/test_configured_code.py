@@ -270,7 +270,7 @@ def test_an_archive_stays_in_its_directory(folder, trap):
         file_utils.load_archive_file(str(folder / "model.tar.gz"))
 
 
-def test_a_repository_that_data_name_is_not_run_unasked(folder, monkeypatch):
+def test_a_repository_that_data_name_is_not_run_unasked(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.hub, "load", lambda *names, **options: asked.append((names, options)))
     hub_interface.torch.hub.load("somebody/something", "model", verbose=False)

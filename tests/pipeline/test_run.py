@@ -110,7 +110,7 @@ def test_a_seed_decides_what_is_sampled(bart, inputs, tmp_path):
     assert content(tmp_path / "a") == content(tmp_path / "b") != content(tmp_path / "c")
 
 
-def test_resuming_with_other_settings_is_refused(bart, inputs, tmp_path, monkeypatch):
+def test_resuming_with_other_settings_is_refused(bart, inputs, tmp_path):
     with pytest.raises(KeyboardInterrupt), interrupted_after(2):
         run(bart, inputs, tmp_path / "out.txt")
     for change, message in (
@@ -178,7 +178,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", ["before-scores", "scores-unfinished", "report", "journal", "after-journal"])
-def test_scores_and_report_survive_a_kill_at_the_end(bart, inputs, tmp_path, monkeypatch, moment):
+def test_scores_and_report_survive_a_kill_at_the_end(bart, inputs, tmp_path, moment):
     names = ("scores.json", "report.json")
     paths = {"score_path": str(tmp_path / names[0]), "report": str(tmp_path / names[1])}
     options = {"reference": str(inputs), "metrics": ("exact",), **paths}
@@ -214,7 +214,7 @@ def test_scores_and_report_survive_a_kill_at_the_end(bart, inputs, tmp_path, mon
     assert scores["samples"] == written["samples"] == 40 and scores["exact"] == written["metrics"]["exact"]
 
 
-def test_scores_that_the_interrupted_run_did_not_write_are_not_replaced(bart, inputs, tmp_path, monkeypatch):
+def test_scores_that_the_interrupted_run_did_not_write_are_not_replaced(bart, inputs, tmp_path):
     options = {"reference": str(inputs), "metrics": ("exact",), "score_path": str(tmp_path / "scores.json")}
     with ended_at(Journal, "remove", Killed):
         run(bart, inputs, tmp_path / "out.txt", **options)
@@ -232,9 +232,7 @@ def test_scores_that_the_interrupted_run_did_not_write_are_not_replaced(bart, in
 
 @pytest.mark.parametrize("option", ["score_path", "report"])
 @pytest.mark.parametrize("moment", ["empty", "whole"])
-def test_scores_and_report_of_standard_output_survive_a_kill(
-    bart, inputs, tmp_path, monkeypatch, capsys, option, moment
-):
+def test_scores_and_report_of_standard_output_survive_a_kill(bart, inputs, tmp_path, capsys, option, moment):
     path, unfinished = tmp_path / "there.json", tmp_path / ".there.json.unfinished"
     options = {"reference": str(inputs), "metrics": ("exact",), "limit": 2, option: str(path)}
     with ended_at(writers, "sync", Killed):

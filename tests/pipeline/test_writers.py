@@ -172,7 +172,7 @@ def test_links_are_followed_and_devices_are_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "parquet"])
 @pytest.mark.parametrize("where", ["journal", "errors", "output"])
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, form, where):
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, form, where):
     path = tmp_path / f"out.{form}"
     output = file_output(path)
     output.window(Window(0, 0, 3, 1, [BAD]))

@@ -64,7 +64,7 @@ def test_a_failure_in_a_text_leaves_what_is_finished(world, tmp_path, capsys):
     assert "fastgen-generate: broken" in capsys.readouterr().err
 
 
-def test_a_text_with_the_dictionaries_beside_the_checkpoint(world, expected, tmp_path, capfd):
+def test_a_text_with_the_dictionaries_beside_the_checkpoint(world, expected, tmp_path):
     for path in (world.model, *world.data.glob("dict.*")):
         shutil.copy(path, tmp_path)
     model, output = str(tmp_path / world.model.name), tmp_path / "out.txt"
@@ -100,7 +100,7 @@ def test_a_file_that_fastgen_did_not_write_is_never_replaced(world, tmp_path, ca
 
 
 @pytest.mark.parametrize("moment", ["lines", "output"])
-def test_what_a_killed_run_has_left_is_replaced_when_asked(world, tmp_path, capsys, monkeypatch, moment):
+def test_what_a_killed_run_has_left_is_replaced_when_asked(world, tmp_path, capsys, moment):
     output = tmp_path / "out.txt"
     words = [str(world.model), str(world.data), str(output), *BASE]
     where = "fastgen.pipeline.writers." + ("sync" if moment == "output" else "placed")

@@ -217,7 +217,7 @@ def test_the_encoder_of_a_model_that_has_a_decoder_and_a_decoder_only_one(kind, 
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), np.stack(found), **TOLERANCE)
 
 
-def test_positions_that_begin_after_the_padding(inputs, tmp_path):
+def test_positions_that_begin_after_the_padding(tmp_path):
     from transformers import RobertaConfig, RobertaModel
 
     tokens = tiny.tokenizer(encoder_decoder=True)
@@ -263,7 +263,7 @@ def test_numbers_beyond_float16_are_errors(bert, inputs, tmp_path, monkeypatch):
     assert run(bert, inputs, tmp_path / "b.npy", output_dtype="float16").skipped == 40
 
 
-def test_relative_positions_have_no_end(inputs, tmp_path):
+def test_relative_positions_have_no_end(tmp_path):
     from transformers import T5Config, T5EncoderModel
 
     tokens = tiny.tokenizer(encoder_decoder=True)

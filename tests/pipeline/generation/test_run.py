@@ -248,7 +248,7 @@ def test_truncation(bart, gpt2):
             assert decoded.endswith(keeps)
 
 
-def test_the_last_word_on_a_generation_option(bart, tmp_path):
+def test_the_last_word_on_a_generation_option(tmp_path):
     from transformers import AutoConfig, GenerationConfig
 
     model = tiny.bart(tmp_path / "model")

@@ -55,7 +55,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(llama, text, tmp_path, monk
     assert {layer["bits"] for layer in reports[0]["layers"]} == ({4, 8} if changes else {4})
 
 
-def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monkeypatch):
+def test_what_a_run_may_be_resumed_with(llama, text, tmp_path):
     with ended_at(running, "_quantise", KeyboardInterrupt):
         run(llama, tmp_path / "out", text)
     with pytest.raises(SetupError, match="is left from an interrupted run"):
@@ -78,7 +78,7 @@ def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
 
 
-def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path, monkeypatch):
+def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path):
     from fastgen.pipeline.quantizing.work import Work
 
     with ended_at(Work, "_drop", Stop):
@@ -120,7 +120,7 @@ def test_a_full_disk(llama, text, tmp_path):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_damaged_block_is_told(llama, text, tmp_path, monkeypatch):
+def test_a_damaged_block_is_told(llama, text, tmp_path):
     with ended_at(running, "save", Stop):
         run(llama, tmp_path / "out", text)
     block = tmp_path / "out.partial" / "block-0001.safetensors"
