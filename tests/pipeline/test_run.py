@@ -87,7 +87,7 @@ def test_how_records_are_batched_does_not_show_in_the_output(bart, inputs, tmp_p
     assert content(tmp_path / "a.txt") == content(tmp_path / "b.txt") == content(tmp_path / "c.txt")
 
 
-@pytest.mark.parametrize(("form", "generation"), [("txt", SAMPLED), ("jsonl", BEAMS), ("parquet", SAMPLED)])
+@pytest.mark.parametrize(("form", "generation"), [("txt", SAMPLED), ("parquet", BEAMS)])
 def test_an_interrupted_run_ends_in_the_same_file(bart, inputs, tmp_path, form, generation):
     options = {"generation": generation, "reference": str(inputs), "metrics": ("chrf", "exact")}
     whole = run(bart, inputs, tmp_path / f"whole.{form}", **options)
