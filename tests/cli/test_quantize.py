@@ -56,6 +56,7 @@ def test_every_option_is_on_the_command_line():
         ("m o --max-error 0.1 --bits 8 --calibration f", "use it with 4 bits"),
         ("m o --max-error 0.1 --asymmetric --calibration f", "max-error needs symmetric weights"),
         ("m o --method rtn --max-error 0.1", "max-error measures layers on calibration text: --calib"),
+        ("m o --max-error 0.1 --bits-per-weight 5 --calibration f", "both say which layers have 8 bits"),
         ("m o --calibration f --reference r", "references need --evaluate FILE"),
         ("m o --calibration -", "give files and a directory"),
         ("m - --calibration f", "give files and a directory"),

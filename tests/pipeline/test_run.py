@@ -125,8 +125,10 @@ def test_resuming_with_other_settings_is_refused(bart, inputs, tmp_path):
         source = change.pop("input", inputs)
         with pytest.raises(SetupError, match=message):
             run(bart, source, tmp_path / "out.txt", resume=True, **change)
-    report = run(bart, inputs, tmp_path / "out.txt", resume=True, workers=1, quiet=False)
+    with settings.changed(packed_weights="never"):
+        report = run(bart, inputs, tmp_path / "out.txt", resume=True, workers=1, quiet=False)
     assert report.resumed_samples == 8
+    assert report.notes[0].startswith("resumed in another environment (settings.packed_weights: ")
 
 
 def test_every_kind_of_bad_record_is_reported_and_skipped(bart, tmp_path):
