@@ -193,8 +193,8 @@ class PostProcessor(Generic[Item, Done]):
             context = multiprocessing.get_context(start)
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make,))
             self._work: Callable[[Item], Done] = _process
-            # Starting takes about a second. It happens while the model is loaded.
-            self._warm = [self._pool.submit(os.getpid) for _ in range(workers)]
+            for _ in range(workers):  # starting takes about a second, while the model is loaded
+                self._pool.submit(os.getpid)
         else:
             self._pool, self._work = ThreadPoolExecutor(1), make()
 

@@ -73,7 +73,7 @@ class Work:
     def __init__(self, options: QuantizeOptions, identity: Mapping[str, Any]) -> None:
         self.path = options.partial
         self._out = Path(options.output)
-        self._identity = read_back(identity)
+        self.identity = read_back(identity)
         self._lock = contextlib.ExitStack()
         self.measured: dict[str, Any] = {}
         """What was measured of the model before it was changed."""
@@ -103,7 +103,7 @@ class Work:
             raise
 
     def _is_in_place(self) -> bool:
-        return (_read(self._out / REPORT) or {}).get("identity") == self._identity
+        return (_read(self._out / REPORT) or {}).get("identity") == self.identity
 
     def _clear(self) -> None:
         with writing(self.path):
@@ -119,13 +119,13 @@ class Work:
             raise SetupError(f"cannot resume: {self.path} was written by another version of fastgen")
         if not isinstance(before.get("identity"), dict) or not isinstance(before.get("measured"), dict):
             raise SetupError(f"cannot resume: {self.path / _RUN} is damaged (--overwrite starts over)")
-        check_same(before["identity"], self._identity)
+        check_same(before["identity"], self.identity)
         self.measured = before["measured"]
 
     def keep(self, measured: Mapping[str, Any]) -> None:
         """Writes what was measured before, with the identity of the run."""
         self.measured = dict(measured)
-        values = {_KEY: _VERSION, "identity": self._identity, "measured": self.measured}
+        values = {_KEY: _VERSION, "identity": self.identity, "measured": self.measured}
         with self.placed(_RUN) as path:
             path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -139,11 +139,6 @@ class Work:
         path = self.path / name
         with saving(path), placed(path, remedy=RESUMABLE) as unfinished:
             yield unfinished
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What the report says of the run."""
-        return dict(self._identity)
 
     @property
     def model(self) -> Path:
