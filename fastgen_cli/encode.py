@@ -1,9 +1,5 @@
 """`fastgen-embed` and `fastgen-classify`, each with MODEL INPUT OUTPUT: a vector, or labels and scores, for every text
-of a data set.
-
-Exit status: 0 all records done, 1 some were skipped (or the first bad one stopped a --strict run), 2 the run could not
-be set up, 130 interrupted.
-"""
+of a data set."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`fastgen-generate MODEL INPUT OUTPUT`: run a model over a data set.
-
-Exit status: 0 all records done, 1 some were skipped (or the first bad one stopped a --strict run), 2 the run could not
-be set up, 130 interrupted.
-"""
+"""`fastgen-generate MODEL INPUT OUTPUT`: run a model over a data set."""
 
 from __future__ import annotations
 

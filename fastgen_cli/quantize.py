@@ -1,7 +1,4 @@
-"""`fastgen-quantize MODEL OUT`: a model in 4 or 8 bits, and a report of what that changes.
-
-Exit status: 0 done, 2 the run could not be done, 130 interrupted.
-"""
+"""`fastgen-quantize MODEL OUT`: a model in 4 or 8 bits, and a report of what that changes."""
 
 from __future__ import annotations
 

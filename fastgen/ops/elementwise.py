@@ -31,6 +31,7 @@ _FUNCTIONS = {
     _aten.silu.default: _SILU,
     _aten.sigmoid.default: _SIGMOID,
     _aten.tanh.default: _TANH,
+    _aten.gelu.default: _GELU,
 }
 _ARITHMETIC = {_aten.add.Tensor: _ADD, _aten.sub.Tensor: _SUBTRACT, _aten.mul.Tensor: _MULTIPLY}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -53,13 +54,11 @@ class Instruction(NamedTuple):
     """One operator.
 
     Attributes:
-        out, operands: the result and up to three operands, all of one shape. The second may be a
-            scalar.
+        out, operands: the result and up to three operands, all of one shape. The second may be a scalar.
         scalars: of a norm, eps and what is added to the weight.
         rounds_scaled: as of `rms_norm`.
         position: where `out` is the first slice of a dimension: the index of the slice to write, one int64, which is
-        read
-            at execution, the dimension's stride, and its size. Nothing is written if the index is out of range.
+            read at execution, the dimension's stride, and its size. Nothing is written if the index is out of range.
     """
 
     kind: int
@@ -86,30 +85,20 @@ def instructions(
     maker = _MAKERS.get(function)
     if maker is None or not is_available():
         return None
-    if function in (
-        rms_norm.OPERATOR,
-        kv_write.OPERATOR,
-    ):  # they return nothing: the size of the first argument decides
+    if function in (rms_norm.OPERATOR, kv_write.OPERATOR):  # they return nothing: the first argument's size decides
         results = args[:1]
     if not results or results[0] is None or any(result is not None for result in results[1:]):
         return None
     out = results[0]
-    has_any_size = (
-        (function, kwargs.get("approximate")) in _OF_ANY_SIZE and out.dtype is torch.float32 and _has_vectors()
-    )
-    most = _MOST_ELEMENTS if has_any_size else _MAX_ELEMENTS
+    has_any_size = (function, kwargs.get("approximate")) in _OF_ANY_SIZE and out.dtype is torch.float32
+    most = _MOST_ELEMENTS if has_any_size and _has_vectors() else _MAX_ELEMENTS
     is_served = out.device.type == "cpu" and out.numel() <= most and out.dim() <= _MAX_DIMS
     return maker(function, out, *args, **kwargs) if is_served else None
 
 
-def _function(function: Any, out: Tensor, x: Tensor) -> list[Instruction] | None:
-    return [Instruction(_FUNCTIONS[function], out, (x,))] if _are_float_tensors(out, x) else None
-
-
-def _gelu(function: Any, out: Tensor, x: Tensor, *, approximate: str = "none") -> list[Instruction] | None:
-    return (
-        [Instruction(_GELU if approximate == "none" else _GELU_TANH, out, (x,))] if _are_float_tensors(out, x) else None
-    )
+def _function(function: Any, out: Tensor, x: Tensor, *, approximate: str = "none") -> list[Instruction] | None:
+    kind = _FUNCTIONS[function] if approximate == "none" else _GELU_TANH
+    return [Instruction(kind, out, (x,))] if _are_float_tensors(out, x) else None
 
 
 def _arithmetic(function: Any, out: Tensor, *operands: Any, alpha: float = 1) -> list[Instruction] | None:
@@ -182,7 +171,6 @@ def _kv_written(function: Any, out: Tensor, keys: Tensor, values: Tensor, *other
 _MAKERS: dict[Any, Callable[..., list[Instruction] | None]] = {
     **dict.fromkeys(_FUNCTIONS, _function),
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
-    _aten.gelu.default: _gelu,
     _aten.pow.Tensor_Scalar: _power,
     _aten.clone.default: _copied,
     _aten._to_copy.default: _copied,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -274,7 +275,7 @@ class BatchStage(ABC, Generic[Output]):
 
     @abstractmethod
     def forward(self, rows: list[Record], batch: Batch) -> Output:
-        """What the model makes of some rows of a batch, whose seconds are added to `seconds`."""
+        """What the model makes of some rows of a batch."""
 
     def run(self, batch: Batch) -> BatchResult[Output]:
         """All of a batch: what the model returned, and the rows that it could not do."""
@@ -318,11 +319,14 @@ class BatchStage(ABC, Generic[Output]):
 
     def _tried(self, rows: list[Record], batch: Batch) -> Output | Problem:
         """What the model returns, or why not: an exception, its frames and their tensors do not outlive this."""
+        start = time.perf_counter()
         try:
             with process_settings.changed(**self._weights):
                 output = self.forward(rows, batch)
         except Exception as error:
             return problem_of(error)
+        finally:
+            self.seconds += time.perf_counter() - start
         self._succeeded = True
         return output
 

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 from fastgen.pipeline.batches import Resumed, Window
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
-from fastgen.pipeline.layouts import dumps, encode
+from fastgen.pipeline.layouts import dumps, encode, read_back
 from fastgen.pipeline.readers import digest
 from fastgen.pipeline.records import Record, Result
 
@@ -184,8 +184,7 @@ class Journal:
         """How many records it had done, those that were skipped among them."""
         self.errors: list[Result] = []
         """Those that were skipped, in the order in which they were met."""
-        self._settings = json.loads(dumps(dict(settings)))
-        self._environment = json.loads(dumps(dict(environment or {})))
+        self._settings, self._environment = read_back(settings), read_back(environment or {})
         self._end = 0  # the position after its last window
         # Not emptied before it is locked: it may be another run's.
         try:
@@ -241,13 +240,7 @@ class Journal:
         if header is None:
             raise SetupError(f"cannot resume: the first line of {self.path} is damaged ({_REMEDY})")
         settings, environment, self.plan = (header[name] for name in ("settings", "environment", "plan"))
-        for name, old, new in _differences(settings, self._settings):
-            if name.startswith("model."):
-                raise SetupError(f"cannot resume with another model: its {name[6:]} changed since the run began")
-            what, _, part = name.partition(".")
-            if what in ("input", "reference") and part in ("digest", "fingerprint", "size", "rows"):
-                raise SetupError(f"cannot resume with another {what}: its content changed since the run began")
-            raise SetupError(f"cannot resume with other settings: {name} was {_short(old)} and is now {_short(new)}")
+        check_same(settings, self._settings)
         self._compare_environment(environment)
 
     def _compare_environment(self, environment: Any) -> None:
@@ -324,6 +317,17 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 def _window(entry: Mapping[str, Any]) -> Window:
     known = {name: entry[name] for name in ("index", "start", "count", "batches")}
     return Window(**known, bad=[Record.of_error(bad) for bad in entry["bad"]])
+
+
+def check_same(old: Values, new: Values) -> None:
+    """Raises `SetupError` where what a run began with is not what it is to be resumed with, both as JSON has them."""
+    for name, was, now in _differences(old, new):
+        if name.startswith("model."):
+            raise SetupError(f"cannot resume with another model: its {name[6:]} changed since the run began")
+        what, _, part = name.partition(".")
+        if what in ("input", "reference") and part in ("digest", "fingerprint", "size", "rows"):
+            raise SetupError(f"cannot resume with another {what}: its content changed since the run began")
+        raise SetupError(f"cannot resume with other settings: {name} was {_short(was)} and is now {_short(now)}")
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

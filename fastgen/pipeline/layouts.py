@@ -38,6 +38,11 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def read_back(value: Any) -> Any:
+    """A value as it is read from JSON that was written of it."""
+    return json.loads(dumps(value))
+
+
 def encode(value: Any) -> bytes:
     """A line of JSON. Half of a surrogate pair, which UTF-8 has no bytes for, becomes its JSON escape."""
     return dumps(value).encode("utf-8", "backslashreplace") + b"\n"

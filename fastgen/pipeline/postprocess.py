@@ -54,12 +54,6 @@ def _measure(name: str) -> Callable[[str, str], list[float]]:
     return lambda text, reference: list(metric._extract_corpus_statistics([text], [[reference]])[0])
 
 
-def sentence_statistics(names: Sequence[str]) -> Callable[[str, str], Statistics]:
-    """A function from an output and its reference to the statistics of every metric named."""
-    measures = {name: _measure(name) for name in names}
-    return lambda text, reference: {name: measure(text, reference) for name, measure in measures.items()}
-
-
 class MetricTotals:
     """The sums of the statistics, and the corpus scores (each from 0 to 100)."""
 
@@ -129,7 +123,7 @@ class Processor:
 
             moses = MosesDetokenizer(lang=work.lang)
             self._detokenize = lambda text: moses.detokenize(text.split())
-        self._measure = sentence_statistics(work.metrics) if work.metrics else None
+        self._measures = {name: _measure(name) for name in work.metrics}
 
     def __call__(self, records: Texts) -> list[Outcome]:
         return [self._one(texts, reference) for texts, reference in records]
@@ -137,10 +131,11 @@ class Processor:
     def _one(self, texts: list[str], reference: str | None) -> Outcome:
         try:
             texts = [self._detokenize(text) for text in texts]
-            measured = self._measure(texts[0], reference) if self._measure and reference is not None else None
+            if reference is None or not self._measures:
+                return Outcome(texts)
+            return Outcome(texts, {name: measure(texts[0], reference) for name, measure in self._measures.items()})
         except Exception as error:
             return Outcome([], error=one_line(error))
-        return Outcome(texts, measured)
 
 
 _processor: Callable[[Any], Any] | None = None
@@ -198,8 +193,8 @@ class PostProcessor(Generic[Item, Done]):
             context = multiprocessing.get_context(start)
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make,))
             self._work: Callable[[Item], Done] = _process
-            # Starting takes about a second. It happens while the model is loaded.
-            self._warm = [self._pool.submit(os.getpid) for _ in range(workers)]
+            for _ in range(workers):  # starting takes about a second, while the model is loaded
+                self._pool.submit(os.getpid)
         else:
             self._pool, self._work = ThreadPoolExecutor(1), make()
 

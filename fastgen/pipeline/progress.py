@@ -32,19 +32,16 @@ class Progress:
     def add(self, count: int = 1, rate: str = "") -> None:
         """So many more are done. Any thread may say so."""
         with self._shared:
-            self._add(count, rate)
-
-    def _add(self, count: int, rate: str) -> None:
-        self._done += count
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done, rate=rate)
-            if now - self._last >= _SECONDS_BETWEEN_REFRESHES:
+            self._done += count
+            now = time.monotonic()
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=self._done, rate=rate)
+                if now - self._last >= _SECONDS_BETWEEN_REFRESHES:
+                    self._last = now
+                    self._bar.refresh()
+            elif self._lines and now - self._last >= SECONDS_BETWEEN_LINES:
                 self._last = now
-                self._bar.refresh()
-        elif self._lines and now - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = now
-            print(self._line(now - self._start, rate), file=sys.stderr)
+                print(self._line(now - self._start, rate), file=sys.stderr)
 
     def close(self) -> None:
         """The bar stays where it is."""

@@ -216,13 +216,9 @@ class DataRun(Run):
 
     def check(self) -> None:
         check_free(self.settings)
-        self.check_packages()
         if self.model is None:
             check_path(self.settings.model, gguf=True)
         self.inputs = Inputs(self.settings)
-
-    def check_packages(self) -> None:
-        """Raises `SetupError` where a package is not installed that an option needs."""
 
     @abstractmethod
     def automatic_batch(self) -> tuple[int, int | None]:

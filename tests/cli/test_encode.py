@@ -11,7 +11,6 @@ import pytest
 
 import fastgen
 from fastgen_cli import encode
-from fastgen_cli.encode import build_parser
 from tests.equivalence.encoder_models import build, tokenizer
 from tests.pipeline import tiny
 from tests.pipeline.children import interrupted_after
@@ -105,16 +104,3 @@ def test_the_last_line_says_why_nothing_was_accelerated(name, model, inputs, tmp
         assert call(name, *words) == 0
         assert capsys.readouterr().err.splitlines()[-1].endswith(f"; not accelerated: {reason}")
         fastgen.enable()
-
-
-def test_without_fastgen_the_vectors_are_the_same(model, inputs, tmp_path):
-    assert call("embed", model, inputs, tmp_path / "a.npy", *FAST, "--quiet") == 0
-    assert call("embed", model, inputs, tmp_path / "b.npy", *FAST, "--quiet", "--no-fastgen") == 0
-    np.testing.assert_allclose(np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy"), rtol=1e-4, atol=1e-5)
-
-
-def test_options_of_generation_are_not_among_them():
-    for command in (encode.EMBED, encode.CLASSIFY):
-        found = set(build_parser(command)._option_string_actions)
-        assert {"--resume", "--weight-dtype", "--input-column", "--device", "--report"} <= found
-        assert not {"--src-lang", "--metrics", "--seed", "--token-ids"} & found

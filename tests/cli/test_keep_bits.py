@@ -82,13 +82,6 @@ def test_vectors_of_a_gguf_file(file: Path, texts: Path, tmp_path: Path) -> None
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
-def test_activations_that_do_not_exist(
-    file: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(file, texts, tmp_path / "out.txt", *OPTIONS, "--activations", "int4") == 2
-    assert "activations (FASTGEN_ACTIVATIONS) is 'int4'; known: float, int8" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [[], ["--keep-bits"]])
 def test_a_damaged_file(
     words: list[str], file: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

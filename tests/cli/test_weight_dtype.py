@@ -53,9 +53,7 @@ def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: 
         assert sum(near) > (0.5 if precision == "int4" else 0.8) * len(near)
 
 
-def test_what_it_cannot_be(
-    bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_cannot_be(bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(bart, inputs, tmp_path / "out.txt", *FAST, "--weight-dtype", "int2") == 2
     said = capsys.readouterr().err
     assert said.startswith("fastgen-generate: weight_dtype ") and "'int2'; known: fp32, int8, int4, bf16" in said

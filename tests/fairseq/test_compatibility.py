@@ -139,17 +139,12 @@ def state(**more: Any) -> dict[str, Any]:
     """What FairSeq and its tasks write besides weights."""
     meters = {"loss": AverageMeter(round=3)}
     meters["loss"].update(numpy.float64(2.5))
-    return {
-        "args": None,
+    parts = {
         "model": {"weight": torch.arange(3.0)},
         "extra_state": {"train_iterator": {"epoch": 2}, "train_meters": meters, "val_loss": numpy.int64(3)},
-        "optimizer_history": [
-            {"criterion_name": "X", "num_updates": 5, "optimizer_name": "Y", "lr_scheduler_state": {"best": None}}
-        ],
-        "last_optimizer_state": None,
         "task_state": {"dictionary": models.dictionary(), "counts": numpy.arange(4)},
-        **more,
     }
+    return models.checkpoint(**parts | more)
 
 
 def configuration() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import tarfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -102,14 +101,8 @@ def write(folder: Path, layout: str, arch: str, **fields: Any) -> str:
     """A checkpoint whose configuration is a Namespace, as FairSeq wrote it once, or one of omegaconf."""
     known = {"arch": arch, "task": task_name(arch), "criterion": "cross_entropy", "data": str(folder)}
     arguments = Namespace(source_lang="de", target_lang="en", tokens_per_sample=64, **{**known, **fields})
-    history = {"criterion_name": "", "optimizer_name": "", "num_updates": 1, "lr_scheduler_state": {"best": None}}
-    state: dict[str, Any] = {"args": None, "cfg": None, "model": {}, "optimizer_history": [history]}
-    state["extra_state"] = {"train_iterator": {"epoch": 1}}
-    if layout == "cfg":
-        state["cfg"] = convert_namespace_to_omegaconf(arguments)
-    else:
-        state["args"] = arguments
-    torch.save({**state, "last_optimizer_state": None}, folder / "model.pt")
+    stored = convert_namespace_to_omegaconf(arguments) if layout == "cfg" else arguments
+    torch.save(models.checkpoint(**{layout: stored}), folder / "model.pt")
     return str(folder / "model.pt")
 
 
@@ -157,12 +150,6 @@ def task_name(arch: str) -> str:
     return "language_modeling" if arch.endswith("_lm") else "translation"
 
 
-@pytest.fixture
-def arguments_as_before(monkeypatch):
-    monkeypatch.setattr(sys, "argv", sys.argv)
-
-
-@pytest.mark.usefixtures("arguments_as_before")
 @pytest.mark.parametrize(
     ("command", "layout", "arch"),
     [
@@ -283,7 +270,7 @@ def test_an_archive_stays_in_its_directory(folder, trap):
         file_utils.load_archive_file(str(folder / "model.tar.gz"))
 
 
-def test_a_repository_that_data_name_is_not_run_unasked(folder, monkeypatch):
+def test_a_repository_that_data_name_is_not_run_unasked(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.hub, "load", lambda *names, **options: asked.append((names, options)))
     hub_interface.torch.hub.load("somebody/something", "model", verbose=False)

@@ -177,7 +177,7 @@ def test_attention_of_a_model_made_fast_for_generation(name):
 
 
 @pytest.mark.parametrize(("more", "count"), [({}, 6), ({"candidate_multiple": 1}, 3)], ids=["0.12.2", "fairseq-fixed"])
-def test_candidates_of_a_step(monkeypatch, more, count):
+def test_candidates_of_a_step(more, count):
     """The releases differ in a parameter."""
     lprobs, scores = torch.randn(2, 3, 7), torch.randn(2, 3, 5)
     with Call.entered(Call(object(), 3, 1, set(), 1)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import threading
 import traceback
@@ -36,16 +37,18 @@ def in_child(run: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
-def interrupted_after(batches: int, stage: type = ModelStage) -> Iterator[None]:
-    """Runs in this block meet Ctrl-C in the middle of a batch, once so many have been done."""
-    run, begun = stage.run, itertools.count()
+def interrupted_after(
+    batches: int, stage: type = ModelStage, method: str = "run", error: Any = KeyboardInterrupt
+) -> Iterator[None]:
+    """Runs in this block meet Ctrl-C, or another error, in the middle of a batch, once so many have been done."""
+    run, begun = getattr(stage, method), itertools.count()
 
     def interrupted(self: Any, batch: Any) -> Any:
         if next(begun) >= batches:
-            raise KeyboardInterrupt
+            raise error
         return run(self, batch)
 
-    with mock.patch.object(stage, "run", interrupted):
+    with mock.patch.object(stage, method, interrupted):
         yield
 
 
@@ -54,6 +57,17 @@ def ended_at(owner: object, name: str, error: type[BaseException]) -> Iterator[N
     """The run in this block ends with this error where it calls this function."""
     with mock.patch.object(owner, name, side_effect=error), pytest.raises(error):
         yield
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What a full disk does: a write that would make a file larger than this fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def finished(child: int) -> int:

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from fastgen.pipeline import SetupError, generate_dataset
-from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
 from fastgen.pipeline.identity import _plain, content
 from tests.pipeline import tiny
+from tests.pipeline.test_loading import settings
 
 peft = pytest.importorskip("peft", reason="peft is not there")
 
@@ -31,10 +31,6 @@ KINDS = {
     "bart": (AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM", ["q_proj", "v_proj"]),
     "gpt2": (AutoModelForCausalLM, "CAUSAL_LM", ["c_attn"]),
 }
-
-
-def settings(model: Path, **options: Any) -> RunOptions:
-    return RunOptions(model=str(model), input="-", output="out.txt", device="cpu", **options)
 
 
 def saved(name: str, base: Path, folder: Path) -> Path:
@@ -94,19 +90,11 @@ def _without_weights(base: Path, folder: Path) -> None:
 
 
 def _with_half(base: Path, folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "adapter_model.safetensors")
-    weights.pop(sorted(weights)[0])
-    save_file(weights, folder / "adapter_model.safetensors")
+    tiny.change_weights(folder, lambda weights: weights.pop(min(weights)), "adapter_model.safetensors")
 
 
 def _of_half_a_model(base: Path, folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(base / "model.safetensors")
-    weights.pop(next(name for name in sorted(weights) if name.endswith(".bias")))
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    tiny.change_weights(base, lambda weights: weights.pop(min(name for name in weights if name.endswith(".bias"))))
 
 
 def _of_a_damaged_model(base: Path, folder: Path) -> None:

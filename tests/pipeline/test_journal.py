@@ -148,17 +148,6 @@ def test_records_that_are_missing_are_told_and_nothing_is_lost(tmp_path, number,
     assert path.read_bytes() == before
 
 
-def test_results_are_whole_or_an_error(tmp_path):
-    path = tmp_path / "j"
-    journal = Journal(path, SETTINGS, resume=False)
-    journal.begin({"batch_size": 2})
-    journal.window(Window(0, 0, 4, 2))
-    journal.batch(0, 0, [result(0), result(1)])
-    with pytest.raises(SetupError, match="j is damaged: a window lacks a batch"):
-        list(journal.results())
-    journal.close()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -191,33 +180,6 @@ def test_another_environment_is_told_and_kept(tmp_path):
         assert journal.differences == told
         journal.begin({"batch_size": 2})
         journal.close()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model": {"weights": "b"}}, "with another model: its weights changed"),
-        ({"seed": 2}, "seed was 1 and is now 2"),
-        ({"generation": {"num_beams": 5, "bad_words_ids": [[1]]}}, "generation.num_beams was 4 and is now 5"),
-        ({"generation": {"num_beams": 4}}, "generation.bad_words_ids was"),
-    ],
-)
-def test_other_settings_are_refused_and_nothing_is_lost(tmp_path, change, message):
-    path = write(tmp_path / "j")
-    whole = path.read_bytes()
-    with pytest.raises(SetupError, match=message):
-        Journal(path, SETTINGS | change, resume=True)
-    assert path.read_bytes() == whole
-
-
-def test_a_second_run_with_the_same_output_is_refused(tmp_path):
-    path = tmp_path / "j"
-    journal = Journal(path, SETTINGS, resume=False)
-    journal.begin({"batch_size": 2})
-    with pytest.raises(SetupError, match="another run"):
-        Journal(path, SETTINGS, resume=True)
-    journal.close()
-    assert path.stat().st_size > 0
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -262,11 +224,3 @@ def test_a_journal_is_removed_while_it_is_locked(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", lambda self, missing_ok: locked.append(not done._file.closed))
     done.remove()
     assert locked == [True]
-
-
-def test_a_file_that_is_no_journal_is_left_alone(tmp_path):
-    path = tmp_path / "j"
-    path.write_text('{"precious": 1}\n')
-    with pytest.raises(SetupError, match="not written by fastgen"):
-        Journal(path, SETTINGS, resume=True)
-    assert path.read_text() == '{"precious": 1}\n'

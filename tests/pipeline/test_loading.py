@@ -21,19 +21,12 @@ from fastgen.pipeline.generation.loading import load
 from fastgen.pipeline.identity import _code, content
 from fastgen.pipeline.loading import _check_tokenizer, quiet_transformers
 from fastgen_serve.workers.loading import read_generating
+from tests.pipeline import tiny
 from tests.pipeline.children import interrupted_after
 
 
 def settings(model: Path, **options: object) -> RunOptions:
     return RunOptions(model=str(model), input="-", output="out.txt", device="cpu", **options)
-
-
-def changed_weights(folder: Path, change: Callable[[dict], None]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(params=["bart", "gpt2"])
@@ -98,7 +91,7 @@ def test_weights_that_are_missing(copied: Path, quiet: bool, capsys: pytest.Capt
         some = sorted(name for name in weights if name.endswith(".bias"))[0]
         weights.pop(some)
 
-    changed_weights(copied, take_out)
+    tiny.change_weights(copied, take_out)
     with pytest.raises(SetupError, match=rf"1 of its weights are missing, {some} the first .*--allow-missing-weights"):
         load(settings(copied, quiet=quiet))
     assert "MISSING" not in capsys.readouterr().err
@@ -108,7 +101,7 @@ def test_weights_that_are_missing(copied: Path, quiet: bool, capsys: pytest.Capt
 
 def test_in_the_type_of_the_checkpoint(gpt2: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gpt2, tmp_path / "model"))
-    changed_weights(folder, lambda weights: weights.update({name: each.half() for name, each in weights.items()}))
+    tiny.change_weights(folder, lambda weights: weights.update({name: each.half() for name, each in weights.items()}))
     config = json.loads((folder / "config.json").read_text())
     for named in ({"dtype": "float16"}, {}):  # where the configuration does not say it, the weights do
         (folder / "config.json").write_text(json.dumps({**config, "dtype": None, **named}))
@@ -126,7 +119,7 @@ def test_loading_leaves_the_generator_of_random_numbers_as_it_was(gpt2: Path) ->
 def test_weights_that_are_left_over(copied: Path) -> None:
     import torch
 
-    changed_weights(copied, lambda weights: weights.update({"left.over": torch.zeros(3)}))
+    tiny.change_weights(copied, lambda weights: weights.update({"left.over": torch.zeros(3)}))
     with pytest.raises(SetupError, match=r"1 of its weights are left over, left.over"):
         load(settings(copied))
     load(settings(copied, allow_missing_weights=True))
@@ -137,7 +130,7 @@ def two_weights_exchanged(folder: Path) -> None:
         largest = max(weights.values(), key=lambda weight: weight.numel()).view(-1)
         largest[:2] = largest[:2].flip(0).clone()
 
-    changed_weights(folder, change)
+    tiny.change_weights(folder, change)
 
 
 def configuration(folder: Path) -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.postprocess import MetricTotals, PostprocessJob, sentence_statistics
+from fastgen.pipeline.postprocess import MetricTotals, PostprocessJob, Processor
 from tests.pipeline import tiny
 
 NAMES = ("bleu", "chrf", "rouge", "exact")
@@ -29,10 +29,10 @@ def corpora():
 
 
 def scores(outputs, references):
-    statistics = sentence_statistics(NAMES)
     totals = MetricTotals()
-    for output, reference in zip(outputs, references, strict=True):
-        totals.add(statistics(output, reference))
+    pairs = zip(outputs, references, strict=True)
+    for outcome in Processor(PostprocessJob(metrics=NAMES))([([output], reference) for output, reference in pairs]):
+        totals.add(outcome.statistics)
     return totals.scores()
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from fastgen.pipeline import progress
-
-SCRIPT = """
-from fastgen.pipeline.progress import Progress
-shown = Progress("samples", {total}, already=2, quiet={quiet})
-shown._last = 0.0
-for _ in range(4):
-    shown.add(2, "7 tokens/s")
-    print("mine")
-shown.close()
-"""
 
 
 @pytest.fixture
@@ -67,22 +58,26 @@ def test_no_standard_error_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo terminals")
 @pytest.mark.parametrize(("total", "quiet"), [(10, False), (None, False), (10, True)])
-def test_a_terminal_has_a_bar(total: int | None, quiet: bool) -> None:
+def test_a_terminal_has_a_bar(
+    total: int | None, quiet: bool, clock: list[float], monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     import pty
 
     terminal, end = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-c", SCRIPT.format(total=total, quiet=quiet)]
-    done = subprocess.run(command, stderr=end, stdout=subprocess.PIPE, env=environment, text=True)
-    os.close(end)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with open(end, "w") as screen, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", screen)
+        shown = progress.Progress("samples", total, already=2, quiet=quiet)
+        for _ in range(4):
+            clock[0] += 1.0
+            shown.add(2, "7 tokens/s")
+            print("mine")
+        shown.close()
     said = b""
-    try:
-        while piece := os.read(terminal, 65536):
+    with open(terminal, "rb", buffering=0) as screen, contextlib.suppress(OSError):  # all of it was read
+        while piece := screen.read(65536):
             said += piece
-    except OSError:  # all of it was read
-        pass
-    finally:
-        os.close(terminal)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode())
-    assert done.returncode == 0 and done.stdout == 4 * "mine\n"
+    assert capsys.readouterr().out == 4 * "mine\n"
     assert ("10/10 samples" if total else "10/? samples") in text and "7 tokens/s" in text if not quiet else not text

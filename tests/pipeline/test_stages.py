@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from queue import Queue
 
 import pytest
@@ -181,19 +182,20 @@ def test_a_forked_worker_has_what_is_there_already_and_one_thread():
     assert PostProcessor(make, 0, "fork").submit(1).result()[:3] == ("afterwards", 2, os.getpid())
 
 
-def test_the_plan_is_not_read_further_ahead_than_the_queue_takes(monkeypatch):
-    monkeypatch.setattr(stages, "BATCHES_AHEAD", 2)
-    read, most = [], []
+def test_what_is_read_and_not_recorded_yet_is_bounded(monkeypatch):
+    for name in ("BATCHES_AHEAD", "BATCHES_BEHIND"):
+        monkeypatch.setattr(stages, name, 1)
+    read, waiting = [], []
 
     def plan():
         for item in range(50):
             read.append(item)
             yield item
 
-    def model(item):
-        most.append(len(read) - item)
-        return item
+    def record(item):
+        time.sleep(0.001)
+        waiting.append(len(read) - item)
 
-    run(plan(), [], model=model)
-    # Besides the queue: the item that the model has, and one that waits at the full queue.
-    assert max(most) <= 4
+    run_stages(plan(), lambda item: item, lambda item: item, record)
+    # One in each of the four stages, and in each of the three queues between them.
+    assert len(waiting) == 50 and max(waiting) <= 7

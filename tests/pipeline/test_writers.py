@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import resource
 import sys
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.layouts import GENERATION
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, write_json
+from tests.pipeline.children import files_of_at_most
 
 BAD = Record(1, 2, "b", problem=Problem("empty", "the text is empty"))
 
@@ -170,20 +170,9 @@ def test_links_are_followed_and_devices_are_not_replaced(tmp_path):
         check_free(settings("-", report=str(tmp_path / "link.json")))
 
 
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """What a full disk does: a write that would make a file larger than this fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("form", ["txt", "jsonl", "parquet"])
 @pytest.mark.parametrize("where", ["journal", "errors", "output"])
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, form, where):
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, form, where):
     path = tmp_path / f"out.{form}"
     output = file_output(path)
     output.window(Window(0, 0, 3, 1, [BAD]))

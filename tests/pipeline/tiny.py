@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 WORDS = (
@@ -46,10 +47,19 @@ def _tokenizer(encoder_decoder: bool):
     )
 
 
-def _saved(model, tokens, folder: Path) -> Path:
+def saved(model, tokens, folder: Path) -> Path:
     model.eval().save_pretrained(folder)
     tokens.save_pretrained(folder)
     return folder
+
+
+def change_weights(folder: Path, change: Callable[[dict], object], file: str = "model.safetensors") -> None:
+    """Has `change` change a dictionary of the weights in a file."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / file)
+    change(weights)
+    save_file(weights, folder / file, metadata={"format": "pt"})
 
 
 def bart(folder: Path, **changes) -> Path:
@@ -64,7 +74,7 @@ def bart(folder: Path, **changes) -> Path:
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
         bos_token_id=0, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, init_std=0.3,
     )  # fmt: skip
-    return _saved(BartForConditionalGeneration(BartConfig(**(options | changes))), tokens, folder)
+    return saved(BartForConditionalGeneration(BartConfig(**(options | changes))), tokens, folder)
 
 
 def unilm(folder: Path, **changes) -> Path:
@@ -80,7 +90,7 @@ def unilm(folder: Path, **changes) -> Path:
         max_position_embeddings=64, bos_token_id=0, pad_token_id=1, eos_token_id=2, mask_token_id=3,
         decoder_start_token_id=1, initializer_range=0.3,
     )  # fmt: skip
-    return _saved(UniLMForSeq2SeqLM(UniLMConfig(**(options | changes))), tokens, folder)
+    return saved(UniLMForSeq2SeqLM(UniLMConfig(**(options | changes))), tokens, folder)
 
 
 def gpt2(folder: Path, **changes) -> Path:
@@ -95,7 +105,7 @@ def gpt2(folder: Path, **changes) -> Path:
         vocab_size=len(tokens), n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=2,
         initializer_range=0.3,
     )  # fmt: skip
-    return _saved(GPT2LMHeadModel(GPT2Config(**(options | changes))), tokens, folder)
+    return saved(GPT2LMHeadModel(GPT2Config(**(options | changes))), tokens, folder)
 
 
 def bert(folder: Path, labels: int = 0, **changes) -> Path:
@@ -113,7 +123,7 @@ def bert(folder: Path, labels: int = 0, **changes) -> Path:
     if labels:
         options["id2label"] = {number: f"kind {number}" for number in range(labels)}
     kind = BertForSequenceClassification if labels else BertModel
-    return _saved(kind(BertConfig(**(options | changes))), tokens, folder)
+    return saved(kind(BertConfig(**(options | changes))), tokens, folder)
 
 
 def sentence_files(folder: Path, *modules: tuple[str, dict], settings: dict | None = None, prompts: dict | None = None):
@@ -188,7 +198,7 @@ def pictures(folder: Path, name: str = "Llava", template: str = IMAGE_TEMPLATE, 
         if weight.dim() > 1:  # so that what a model writes depends on what it sees
             torch.nn.init.normal_(weight, std=0.5)
     model.generation_config.update(bos_token_id=0, pad_token_id=1, eos_token_id=2)
-    _saved(model, tokens, folder)
+    saved(model, tokens, folder)
     if name == "Llava":
         size = {"height": 16, "width": 16}
         kind = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)

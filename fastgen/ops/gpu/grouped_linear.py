@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, gpu
-from fastgen.ops.linear import as_rows, grouped
+from fastgen.ops.linear import as_rows, grouped, with_shape_of
 from fastgen.ops.linear.grouped import PackedWeight
 
 # Rows up to which the kernel reads the quantised weight. Not measured: with so many rows an H200 takes about as long
@@ -131,7 +131,7 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
         y = _product(flat, weight, bias)
     else:
         y = _unpacking(flat, weight, bias, torch.float32)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.n)
+    return with_shape_of(x, y)
 
 
 def reference(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -139,8 +139,7 @@ def reference(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Te
     flat = as_rows(x)
     if weight.order is not None:
         flat = flat.index_select(1, weight.order)
-    y = _unpacking(flat, weight, bias, torch.promote_types(x.dtype, torch.float32))
-    return y.view(*x.shape[:-1], weight.n)
+    return with_shape_of(x, _unpacking(flat, weight, bias, torch.promote_types(x.dtype, torch.float32)))
 
 
 def _unpacking(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -68,15 +68,12 @@ SERVE: Mapping[Key, Sequence[str]] = {
 Row = Sequence[tuple[float, str]]
 _REST = math.inf
 _ALL_TORCH: Row = ((_REST, TORCH),)
-_FLOAT_ROWS: Row = ((8, "gemv"), (_REST, "gemm"))
-_FLOAT_COLUMNS: Row = ((1, "gemv"), (_REST, "gemm"))
-_FLOAT_PANELS: Row = ((panels.MAX_ROWS, PANELS), (_REST, "gemm"))
-_UPCAST: Row = ((16, "gemv"), (_REST, "upcast"))
 _FLOATS: Mapping[Key, Row] = {
-    (torch.float32, Layout.ROWS): _FLOAT_ROWS,
-    (torch.float32, Layout.COLUMNS): _FLOAT_COLUMNS,
-    (torch.float32, Layout.PANELS): _FLOAT_PANELS,
+    (torch.float32, Layout.ROWS): ((8, "gemv"), (_REST, "gemm")),
+    (torch.float32, Layout.COLUMNS): ((1, "gemv"), (_REST, "gemm")),
+    (torch.float32, Layout.PANELS): ((panels.MAX_ROWS, PANELS), (_REST, "gemm")),
 }
+_UPCAST: Row = ((16, "gemv"), (_REST, "upcast"))
 _BF16, _FP16 = (torch.bfloat16, Layout.ROWS), (torch.float16, Layout.ROWS)
 # Where the processor multiplies bfloat16, torch's product of many rows does, too.
 _MULTIPLIED: Row = ((16, "gemv"), (_REST, TORCH))

@@ -20,19 +20,13 @@ class Fields:
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any] | None) -> None:
-        self.path, self._values, self._is_there = path, values or {}, values is not None
+        self.path, self._is_there = path, values is not None
+        self.values = dict(values or {})
+        """All of them, as they are in the file."""
 
     def __bool__(self) -> bool:
         """Whether there is such a file."""
         return self._is_there
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """All of them, as they are in the file."""
-        return dict(self._values)
-
-    def get(self, name: str) -> Any:
-        return self._values.get(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._of(name, bool, "true or false", default))
@@ -69,10 +63,10 @@ class Fields:
         return found
 
     def wrong(self, name: str, must: str) -> SetupError:
-        return SetupError(f"{self.path}: {name} is {short(self._values.get(name))}: it must be {must}")
+        return SetupError(f"{self.path}: {name} is {short(self.values.get(name))}: it must be {must}")
 
     def _of(self, name: str, kind: type, must: str, default: Any) -> Any:
-        found = self._values.get(name)
+        found = self.values.get(name)
         if found is None:
             return default
         if type(found) is not kind:  # true is no number

@@ -204,11 +204,11 @@ def _read_pooling(found: SentenceModules, fields: Fields, listed: Path, folder: 
 
 
 def _poolings(fields: Fields) -> tuple[str, ...]:
-    asked = fields.get("pooling_mode")
+    asked = fields.values.get("pooling_mode")
     if asked is None:
         flags = {kind: fields.flag(flag) for flag, kind in _POOLING_FLAGS.items()}
         # The library's own default, where the file has none of them.
-        is_said = any(fields.get(flag) is not None for flag in _POOLING_FLAGS)
+        is_said = any(fields.values.get(flag) is not None for flag in _POOLING_FLAGS)
         asked = [kind for kind, is_set in flags.items() if is_set] if is_said else ["mean"]
         if not asked:
             raise SetupError(f"{fields.path}: every pooling_mode_... is false: --pooling chooses a pooling")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,20 +74,8 @@ def classify_dataset(
 ) -> RunReport:
     """Writes labels and scores for every text of a data set, in input order.
 
-    Args:
-        model: a directory or hub name, or a model in memory, with a classification head.
-        input: a file, a data set, or "-" for standard input.
-        output: the file to write.
-        tokenizer: that of a model in memory; otherwise it is loaded with the model.
-        **options: the fields of `ClassifyOptions`.
-
-    Returns:
-        What the run did: counts and seconds.
-
-    Raises:
-        SetupError: something given cannot work.
-        StrictError: the first bad record, under `strict`.
-        PipelineError: a file cannot be written.
+    The model has a classification head, and `options` are the fields of `ClassifyOptions`. All else is as for
+    `embed_dataset`.
     """
     return Classify.over(model, input, output, tokenizer, process_settings.renamed(options))
 
@@ -194,12 +181,8 @@ class EncodingStage(BatchStage[Values]):
     def forward(self, rows: list[Record], batch: Batch) -> Values:
         import torch
 
-        start = time.perf_counter()
-        try:
-            with torch.no_grad():
-                return Values(rows, self._values(self._inputs(rows), rows).cpu().numpy())
-        finally:
-            self.seconds += time.perf_counter() - start
+        with torch.no_grad():
+            return Values(rows, self._values(self._inputs(rows), rows).cpu().numpy())
 
     def _inputs(self, rows: list[Record]) -> dict[str, Any]:
         import torch

@@ -84,8 +84,7 @@ class Records:
         kind = TEXT_SUFFIXES.get(self._path.suffix.lower())
         if kind not in (None, "jsonl"):
             raise SetupError(f"{name}: outputs of FairSeq models are written as .txt or .jsonl")
-        self._form = "jsonl" if kind == "jsonl" else "txt"
-        self._gaps = kind != "jsonl"
+        self._form = kind or "txt"
         self._results: dict[int, Result] = {}
         if not self._to_stdout:
             left = find(self.partial)
@@ -116,7 +115,7 @@ class Records:
 
     def finish(self, sources: int) -> None:
         """Write the output of all sources. Of one that was left out, a text file has an empty line."""
-        ids = range(sources) if self._gaps else sorted(self._results)
+        ids = range(sources) if self._form == "txt" else sorted(self._results)
         lines = (GENERATION.line(self._results.get(id, {}), self._form) for id in ids)
         if self._to_stdout:
             with writing("standard output"):

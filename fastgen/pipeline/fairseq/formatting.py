@@ -112,7 +112,7 @@ class Writer:
             )
             outputs.append(self._decode(text))
             if not self._quiet:
-                lines += self._body(sentence.id, hypothesis, source, text, outputs[-1])
+                lines += self._body(sentence.id, hypothesis, text, outputs[-1])
             if target is not None and pair is None:
                 pair = self._pair(sentence, target, tokens, outputs[0])
         scores = [hypothesis["score"] for hypothesis in sentence.hypotheses]
@@ -144,7 +144,7 @@ class Writer:
         if target is not None:
             yield f"T-{sentence.id}\t{target}"
 
-    def _body(self, id: int, hypothesis: Hypothesis, source: str, text: str, output: str) -> Iterator[str]:
+    def _body(self, id: int, hypothesis: Hypothesis, text: str, output: str) -> Iterator[str]:
         score, alignment = hypothesis["score"], hypothesis["alignment"]
         yield f"H-{id}\t{score}\t{text}"
         yield f"D-{id}\t{score}\t{output}"

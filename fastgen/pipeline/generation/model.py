@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,18 +124,14 @@ class ModelStage(BatchStage[RawOutput]):
         if loaded.generation.do_sample:
             # A seed of its own for every batch: a resumed run draws what an uninterrupted one would have.
             torch.manual_seed(self.seed(batch.window, batch.index, rows[0].position))
-        start = time.perf_counter()
-        try:
-            with process_settings.changed(**self._captured_step(batch)):
-                output = loaded.model.generate(
-                    input_ids=ids.to(loaded.device),
-                    attention_mask=mask.to(loaded.device),
-                    generation_config=loaded.generation,
-                    **options,
-                )
-            return self.raw(rows, output, ids.shape[1], scores)
-        finally:
-            self.seconds += time.perf_counter() - start
+        with process_settings.changed(**self._captured_step(batch)):
+            output = loaded.model.generate(
+                input_ids=ids.to(loaded.device),
+                attention_mask=mask.to(loaded.device),
+                generation_config=loaded.generation,
+                **options,
+            )
+        return self.raw(rows, output, ids.shape[1], scores)
 
     def options(self) -> tuple[SequenceScores | None, dict[str, Any]]:
         """What follows the scores, where the output has some, and the arguments of `generate` beside the config."""

@@ -67,25 +67,22 @@ class Generate(DataRun):
     settings: RunOptions
     loaded: LoadedModel
 
-    def check_packages(self) -> None:
+    def check(self) -> None:
         settings = self.settings = dataclasses.replace(self.settings, metrics=resolve_metrics(self.settings))
         detokenizer = None if settings.detokenizer == "none" else settings.detokenizer
-        self._job = PostprocessJob(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
-        self._job.check()
+        job = PostprocessJob(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
+        job.check()
         if settings.ray:
             check_installed("ray", "--ray", "pip install 'fastgen-transformers[ray]'")
             if self.model is not None:
                 raise SetupError("a model in memory is not sent to the workers of Ray: give its folder")
-
-    def check(self) -> None:
         super().check()
-        settings = self.settings
         has_reference = bool(settings.reference or settings.reference_column)
         self.layout = Generation(self.inputs.kept, settings.output_column, has_reference, settings.token_ids)
         workers = default_workers() if settings.workers is None or settings.ray else settings.workers
         # They start while the model is loaded.
-        workers = workers if self._job.any else 0
-        self._workers = self.closing.enter_context(closing(PostProcessor(partial(Processor, self._job), workers)))
+        processor = PostProcessor(partial(Processor, job), workers if job.any else 0)
+        self._workers = self.closing.enter_context(closing(processor))
 
     def load(self) -> None:
         settings = self.settings

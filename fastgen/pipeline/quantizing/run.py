@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained
 from fastgen.pipeline.generation.loading import LoadedModel
 from fastgen.pipeline.identity import content
+from fastgen.pipeline.layouts import read_back
 from fastgen.pipeline.loading import base_of, check_path
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.quantizing import evaluation
@@ -86,12 +87,11 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
         loaded.model = None
         del forward, blocks
         gc.collect()
-        rate, note = _speed_after(options, work.model, prompts)
-        report = _report(options, before, quality, rate, layers, left_out)
-        report.samples, report.notes = len(given), [note] if note else []
+        rate, notes = _speed_after(options, work.model, prompts)
         if not options.calibration:
-            report.notes.append("errors of layers are on eight built-in sentences: no --calibration was given")
-        report.bytes.after = weight_bytes(work.model)
+            notes.append("errors of layers are on eight built-in sentences: no --calibration was given")
+        after = {"bytes": weight_bytes(work.model), "quality": quality, "speed": rate}
+        report = _report(options, before, after, len(given), layers, left_out, notes)
         report.seconds = time.perf_counter() - start
         _write(report, work)
         work.finish()
@@ -144,19 +144,14 @@ def _measured(
     loaded: LoadedModel, texts: list[Text] | None, prompts: list[Text], work: Work, text: object
 ) -> dict[str, Any]:
     """What the model does before it is changed. A run that is resumed knows it, if the text is the same."""
-    if work.measured and work.measured["text"] == _plain(text):
+    text = read_back(text)
+    if work.measured and work.measured["text"] == text:
         return dict(work.measured)
     with explained("the model cannot be measured"):
         quality = evaluation.quality(loaded, texts)._asdict() if texts else None
-        measured = {"text": _plain(text), "quality": quality, "speed": evaluation.speed(loaded, prompts)}
+        measured = {"text": text, "quality": quality, "speed": evaluation.speed(loaded, prompts)}
     work.keep(work.measured | measured)
     return measured
-
-
-def _plain(value: object) -> Any:
-    import json
-
-    return json.loads(json.dumps(value, default=str))
 
 
 def _quantise(
@@ -222,43 +217,45 @@ def _of_8_bits(
     return frozenset(work.measured["eight"])
 
 
-def _speed_after(options: QuantizeOptions, folder: Path, prompts: list[Text]) -> tuple[float | None, str | None]:
+def _speed_after(options: QuantizeOptions, folder: Path, prompts: list[Text]) -> tuple[float | None, list[str]]:
     """Tokens per second of the saved model; a note instead where it cannot be loaded here."""
     try:
-        return evaluation.speed(load_model(options, folder), prompts), None
+        return evaluation.speed(load_model(options, folder), prompts), []
     except PipelineError as error:
-        return None, f"tokens per second after: not measured, because {error}"
+        return None, [f"tokens per second after: not measured, because {error}"]
 
 
 def _report(
     options: QuantizeOptions,
     before: dict[str, Any],
-    quality: evaluation.Quality | None,
-    rate: float | None,
+    after: dict[str, Any],
+    samples: int,
     layers: list[Layer],
     left_out: list[str],
+    notes: list[str],
 ) -> Report:
     import torch
     import transformers
 
     from fastgen.quantization.report import Measured, Report
 
-    was = before["quality"] or {}
+    was, quality = before["quality"] or {}, after["quality"]
     return Report(
         model=options.model,
         method=options.method,
         bits=options.bits,
         group_size=options.group_size,
         symmetric=not options.asymmetric,
-        samples=0,
-        bytes=Measured(before["bytes"], None),
+        samples=samples,
+        bytes=Measured(before["bytes"], after["bytes"]),
         measure=was.get("measure"),
         quality=Measured(was.get("value"), quality.value if quality else None),
         measured_on=was.get("measured_on", 0),
-        tokens_per_second=Measured(before["speed"], rate),
+        tokens_per_second=Measured(before["speed"], after["speed"]),
         layers=layers,
         left_out=left_out,
         seconds=0.0,
+        notes=notes,
         versions=dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__),
     )
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import RESUMABLE, PipelineError, SetupError, one_line, writing
-from fastgen.pipeline.journal import lock, sync
+from fastgen.pipeline.journal import check_same, lock, sync
+from fastgen.pipeline.layouts import read_back
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.writers import check_writable, placed
 
@@ -72,7 +73,7 @@ class Work:
     def __init__(self, options: QuantizeOptions, identity: Mapping[str, Any]) -> None:
         self.path = options.partial
         self._out = Path(options.output)
-        self._identity = json.loads(json.dumps(identity, default=str))
+        self.identity = read_back(identity)
         self._lock = contextlib.ExitStack()
         self.measured: dict[str, Any] = {}
         """What was measured of the model before it was changed."""
@@ -102,7 +103,7 @@ class Work:
             raise
 
     def _is_in_place(self) -> bool:
-        return (_read(self._out / REPORT) or {}).get("identity") == self._identity
+        return (_read(self._out / REPORT) or {}).get("identity") == self.identity
 
     def _clear(self) -> None:
         with writing(self.path):
@@ -116,20 +117,15 @@ class Work:
     def _take_over(self, before: Mapping[str, Any]) -> None:
         if before[_KEY] != _VERSION:
             raise SetupError(f"cannot resume: {self.path} was written by another version of fastgen")
-        old, new = before.get("identity"), self._identity
-        if not isinstance(old, dict) or not isinstance(before.get("measured"), dict):
+        if not isinstance(before.get("identity"), dict) or not isinstance(before.get("measured"), dict):
             raise SetupError(f"cannot resume: {self.path / _RUN} is damaged (--overwrite starts over)")
-        for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                changed = f"{name} was {old.get(name)} and is now {new.get(name)}"
-                what = changed if len(changed) < 120 else f"{name} is not the same"
-                raise SetupError(f"cannot resume with other settings: {what}")
+        check_same(before["identity"], self.identity)
         self.measured = before["measured"]
 
     def keep(self, measured: Mapping[str, Any]) -> None:
         """Writes what was measured before, with the identity of the run."""
         self.measured = dict(measured)
-        values = {_KEY: _VERSION, "identity": self._identity, "measured": self.measured}
+        values = {_KEY: _VERSION, "identity": self.identity, "measured": self.measured}
         with self.placed(_RUN) as path:
             path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -143,11 +139,6 @@ class Work:
         path = self.path / name
         with saving(path), placed(path, remedy=RESUMABLE) as unfinished:
             yield unfinished
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What the report says of the run."""
-        return dict(self._identity)
 
     @property
     def model(self) -> Path:

@@ -43,13 +43,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+def refusal(capsys: pytest.CaptureFixture[str], data: Path, model: Path, *words: str) -> str:
+    """The line with which `fastgen-generate-for-fairseq` ends."""
+    assert commands.generate([str(data), "--path", str(model), *BASE, *words]) == 2
+    return one_line(capsys, commands.GENERATE)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_data_are_one_line(world, tmp_path, capsys, damage):
     data = shutil.copytree(world.data, tmp_path / "data")
     harm, message = DAMAGES[damage]
     harm(data)
-    assert commands.generate([str(data), "--path", str(world.model), *BASE]) == 2
-    assert message in one_line(capsys, commands.GENERATE)
+    assert message in refusal(capsys, data, world.model)
 
 
 def test_wrong_models_are_one_line(world, tmp_path, capsys):
@@ -75,8 +80,7 @@ def test_wrong_models_are_one_line(world, tmp_path, capsys):
         (tmp_path / "unknown.pt", "does not know its architecture 'unheard_of'"),
         (world.data / "dict.en.txt", "cannot be used for task translation"),
     ):
-        assert commands.generate([str(world.data), "--path", str(path), *BASE]) == 2
-        assert message in one_line(capsys, commands.GENERATE)
+        assert message in refusal(capsys, world.data, path)
 
 
 @pytest.mark.parametrize(
@@ -98,27 +102,24 @@ def test_wrong_models_are_one_line(world, tmp_path, capsys):
     ],
 )
 def test_wrong_options_are_one_line(world, words, message, capsys):
-    assert commands.generate([str(world.data), "--path", str(world.model), *BASE, *words]) == 2
-    assert message in one_line(capsys, commands.GENERATE)
+    assert message in refusal(capsys, world.data, world.model, *words)
 
 
 def test_what_is_no_language_model_is_one_line(world, capsys):
-    assert commands.generate([str(world.data), "--path", str(world.model), *BASE, "--lm-path", str(world.model)]) == 2
-    assert "checkpoint_last.pt is not a language model" in one_line(capsys, commands.GENERATE)
+    said = refusal(capsys, world.data, world.model, "--lm-path", str(world.model))
+    assert "checkpoint_last.pt is not a language model" in said
 
 
 def test_a_model_of_another_kind_is_one_line(world, language, capsys):
-    words = [str(language.data), "--path", str(world.model), *BASE, "--task", "language_modeling"]
-    assert commands.generate(words) == 2
-    assert "or for another task: 'TransformerModel' object has no" in one_line(capsys, commands.GENERATE)
+    said = refusal(capsys, language.data, world.model, "--task", "language_modeling")
+    assert "or for another task: 'TransformerModel' object has no" in said
 
 
 def test_scores_that_are_no_numbers_are_one_line(world, tmp_path, capsys):
     spoilt = torch.load(world.model, weights_only=False)
     spoilt["model"]["decoder.layers.0.fc2.bias"].fill_(float("nan"))
     torch.save(spoilt, tmp_path / "spoilt.pt")
-    assert commands.generate([str(world.data), "--path", str(tmp_path / "spoilt.pt"), *BASE]) == 2
-    assert "its scores are no numbers" in one_line(capsys, commands.GENERATE)
+    assert "its scores are no numbers" in refusal(capsys, world.data, tmp_path / "spoilt.pt")
 
 
 def test_a_text_that_is_not_in_utf8_is_one_line(world, tmp_path, capsys):

@@ -63,11 +63,6 @@ def test_eval_lm_with_kernels_of_fastgens(language, evaluated, monkeypatch):
     assert products and 1 < ours == pytest.approx(original, rel=1e-5)
 
 
-def test_eval_lm_without_a_model_is_one_line(world, capsys):
-    assert commands.eval_lm([str(world.data), "--path", "none.pt", "--cpu"]) == 2
-    assert "none.pt" in one_line(capsys, commands.EVAL_LM)
-
-
 def test_eval_lm_with_a_text_for_a_model_is_one_line(language, tmp_path, capsys):
     (tmp_path / "text.pt").write_text("a text\n")
     assert commands.eval_lm([str(language.data), "--path", str(tmp_path / "text.pt"), "--cpu"]) == 2

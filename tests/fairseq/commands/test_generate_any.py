@@ -13,7 +13,7 @@ from fastgen.pipeline import PipelineError
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli.generate import main as generate_any
 from tests.fairseq.commands.world import BASE, configuration, lines, one_line, printed
-from tests.pipeline.children import finished, in_child
+from tests.pipeline.children import finished, in_child, interrupted_after
 
 
 @pytest.fixture(scope="module")
@@ -44,45 +44,27 @@ def test_a_data_directory(world, expected, tmp_path, capfd):
     assert capfd.readouterr().out.splitlines() == expected
 
 
-def test_an_interrupt_leaves_what_is_finished(world, tmp_path, monkeypatch, capsys):
-    step = pipeline.commands.Generate.compute
-    calls = []
-
-    def interrupted(command, *args, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step(command, *args, **options)
-
-    monkeypatch.setattr(pipeline.commands.Generate, "compute", interrupted)
-    assert generate_any([str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE]) == 130
+def test_an_interrupt_leaves_what_is_finished(world, tmp_path, capsys):
+    with interrupted_after(2, pipeline.commands.Generate, "compute"):
+        assert generate_any([str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt.partial"]
     assert len(lines((tmp_path / "out.txt.partial").read_text())) == 16 * 5
     assert f"what was finished is in {tmp_path / 'out.txt.partial'}" in capsys.readouterr().err
 
 
-def test_a_failure_in_a_text_leaves_what_is_finished(world, tmp_path, monkeypatch, capsys):
+def test_a_failure_in_a_text_leaves_what_is_finished(world, tmp_path, capsys):
     """Also of lines whose buffer has not been finished."""
     for path in (world.model, *world.data.glob("dict.*")):
         shutil.copy(path, tmp_path)
-    step = pipeline.commands.Interactive.compute
-    calls = []
-
-    def failing(command, *args, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            raise PipelineError("broken")
-        return step(command, *args, **options)
-
-    monkeypatch.setattr(pipeline.commands.Interactive, "compute", failing)
     words = [str(tmp_path / world.model.name), str(world.folder / "test.de"), str(tmp_path / "out.txt")]
-    assert generate_any([*words, "-s", "de", "-t", "en", "--cpu", "--batch-size", "8"]) == 2
+    with interrupted_after(2, pipeline.commands.Interactive, "compute", PipelineError("broken")):
+        assert generate_any([*words, "-s", "de", "-t", "en", "--cpu", "--batch-size", "8"]) == 2
     found = [line for line in (tmp_path / "out.txt.partial").read_text().splitlines() if line[:2] == "D-"]
     assert len(found) == 16
     assert "fastgen-generate: broken" in capsys.readouterr().err
 
 
-def test_a_text_with_the_dictionaries_beside_the_checkpoint(world, expected, tmp_path, capfd):
+def test_a_text_with_the_dictionaries_beside_the_checkpoint(world, expected, tmp_path):
     for path in (world.model, *world.data.glob("dict.*")):
         shutil.copy(path, tmp_path)
     model, output = str(tmp_path / world.model.name), tmp_path / "out.txt"
@@ -118,7 +100,7 @@ def test_a_file_that_fastgen_did_not_write_is_never_replaced(world, tmp_path, ca
 
 
 @pytest.mark.parametrize("moment", ["lines", "output"])
-def test_what_a_killed_run_has_left_is_replaced_when_asked(world, tmp_path, capsys, monkeypatch, moment):
+def test_what_a_killed_run_has_left_is_replaced_when_asked(world, tmp_path, capsys, moment):
     output = tmp_path / "out.txt"
     words = [str(world.model), str(world.data), str(output), *BASE]
     where = "fastgen.pipeline.writers." + ("sync" if moment == "output" else "placed")

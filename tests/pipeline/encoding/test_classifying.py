@@ -67,14 +67,9 @@ def test_what_makes_scores(inputs, tmp_path, changes, options, act):
 
 
 def test_equal_scores_come_in_the_order_of_the_model(inputs, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     folder = tiny.bert(tmp_path / "model", labels=3)
-    weights = load_file(folder / "model.safetensors")
-    save_file(
-        weights | {name: torch.zeros_like(weights[name]) for name in ("classifier.weight", "classifier.bias")},
-        folder / "model.safetensors", {"format": "pt"},
-    )  # fmt: skip
+    names = ("classifier.weight", "classifier.bias")
+    tiny.change_weights(folder, lambda weights: weights.update({name: weights[name] * 0 for name in names}))
     run(folder, inputs, tmp_path / "out.jsonl", top_k=3)
     assert {tuple(row["labels"]) for row in rows_of(tmp_path / "out.jsonl")} == {("kind 0", "kind 1", "kind 2")}
 
@@ -157,10 +152,8 @@ def test_a_decoder_only_model_with_a_head(inputs, tmp_path):
 
     folder = tiny.gpt2(tmp_path / "model")
     config = AutoConfig.from_pretrained(folder, num_labels=2)
-    tokens = tiny.tokenizer(encoder_decoder=False)
     torch.manual_seed(0)
-    GPT2ForSequenceClassification(config).save_pretrained(folder)
-    tokens.save_pretrained(folder)
+    tiny.saved(GPT2ForSequenceClassification(config), tiny.tokenizer(encoder_decoder=False), folder)
     run(folder, inputs, tmp_path / "out.jsonl")
     expected = logits_of(folder, inputs.read_text().splitlines()).softmax(dim=-1).amax(dim=-1)
     assert [row["score"] for row in rows_of(tmp_path / "out.jsonl")] == pytest.approx(expected.tolist(), abs=1e-5)

@@ -71,14 +71,10 @@ def test_values_that_the_library_cannot_do_with(values, message):
 
 
 def test_values_that_it_can_do_with():
-    fine = {
-        "length_penalty": 1,
-        "early_stopping": "never",
-        "eos_token_id": [1, 2],
-        "stop_strings": ["a"],
-        "top_k": None,
-    }
-    check_values(SimpleNamespace(**fine))
+    fine = SimpleNamespace(
+        length_penalty=1, early_stopping="never", eos_token_id=[1, 2], stop_strings=["a"], top_k=None
+    )
+    check_values(fine)
 
 
 def test_files(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fastgen
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
 from tests.pipeline import tiny
+from tests.quantization import tiny as families
 
 
 class Stop(Exception):
@@ -17,9 +19,15 @@ class Stop(Exception):
 
 def saved(build, folder: Path) -> Path:
     tokens = tiny.tokenizer(encoder_decoder=False)
-    build(vocab_size=len(tokens)).save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
+    return tiny.saved(build(vocab_size=len(tokens)), tokens, folder)
+
+
+def encoder_decoder(family: str, folder: Path) -> Any:
+    """A tiny model of a family, which is saved in the folder."""
+    model, tokens = families.FAMILIES[family](), tiny.tokenizer(encoder_decoder=True)
+    model.resize_token_embeddings(len(tokens))
+    tiny.saved(model, tokens, folder)
+    return model
 
 
 def options(model, out, text, **changes):

@@ -15,8 +15,7 @@ import fastgen
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.generation.loading import load
 from fastgen.quantization.layers import QuantizedWeight
-from tests.pipeline import tiny
-from tests.pipeline.quantizing.runs import loaded_by_the_library, run, saved
+from tests.pipeline.quantizing.runs import encoder_decoder, loaded_by_the_library, run, saved
 from tests.quantization import tiny as families
 
 pytestmark = pytest.mark.sampled(5)
@@ -142,11 +141,7 @@ def test_embeddings_that_no_format_holds(family, changes, message, text, tmp_pat
 def test_encoder_decoders(family, changes, pairs, tmp_path, kept):
     from transformers import AutoModelForSeq2SeqLM
 
-    model = families.FAMILIES[family]()
-    tokens = tiny.tokenizer(encoder_decoder=True)
-    model.resize_token_embeddings(len(tokens))
-    model.save_pretrained(tmp_path / "model")
-    tokens.save_pretrained(tmp_path / "model")
+    model = encoder_decoder(family, tmp_path / "model")
     report = run(tmp_path / "model", tmp_path / "out", pairs, evaluate=str(pairs), **changes)
     assert (report.measure, report.measured_on, report.samples) == ("bleu", 8, 4)
     names = {layer.name for layer in report.layers}
@@ -198,10 +193,7 @@ def test_autoround(family, changes, llama, gpt2, text, pairs, tmp_path):
     kind, given, folder = AutoModelForCausalLM, text, {"llama": llama, "gpt2": gpt2}.get(family)
     if folder is None:
         kind, given, folder = AutoModelForSeq2SeqLM, pairs, tmp_path / "model"
-        model, tokens = families.FAMILIES[family](), tiny.tokenizer(encoder_decoder=True)
-        model.resize_token_embeddings(len(tokens))
-        model.save_pretrained(folder)
-        tokens.save_pretrained(folder)
+        encoder_decoder(family, folder)
     words = ["--method", "autoround", "--iterations", "8", "--group-size", "16", "--samples", "4", "--quiet"]
     command = [sys.executable, "-m", "fastgen_cli.quantize", folder, tmp_path / "out", "--calibration", given]
     command += ["--sample-length", "32", "--device", "cpu", *words, *changes]

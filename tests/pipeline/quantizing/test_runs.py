@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import calibration
 from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.writing import load_block
-from tests.pipeline.children import ended_at
+from tests.pipeline.children import ended_at, files_of_at_most
 from tests.pipeline.quantizing.runs import Stop, run
 
 pytestmark = pytest.mark.sampled(5)
@@ -56,7 +55,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(llama, text, tmp_path, monk
     assert {layer["bits"] for layer in reports[0]["layers"]} == ({4, 8} if changes else {4})
 
 
-def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monkeypatch):
+def test_what_a_run_may_be_resumed_with(llama, text, tmp_path):
     with ended_at(running, "_quantise", KeyboardInterrupt):
         run(llama, tmp_path / "out", text)
     with pytest.raises(SetupError, match="is left from an interrupted run"):
@@ -79,7 +78,7 @@ def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
 
 
-def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path, monkeypatch):
+def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path):
     from fastgen.pipeline.quantizing.work import Work
 
     with ended_at(Work, "_drop", Stop):
@@ -111,14 +110,9 @@ def test_two_runs_do_not_write_one_output(llama, text, tmp_path, monkeypatch):
 
 
 def test_a_full_disk(llama, text, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for size in (10_000, 20_000):  # of a block, and of the model
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
-            with pytest.raises(PipelineError, match=r"cannot write .*(block|model).*--resume"):
-                run(llama, tmp_path / "out", text, resume=(tmp_path / "out.partial").exists())
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with files_of_at_most(size), pytest.raises(PipelineError, match=r"cannot write .*(block|model).*--resume"):
+            run(llama, tmp_path / "out", text, resume=(tmp_path / "out.partial").exists())
         assert not (tmp_path / "out").exists()
     run(llama, tmp_path / "out", text, resume=True)
     run(llama, tmp_path / "whole", text)
@@ -126,7 +120,7 @@ def test_a_full_disk(llama, text, tmp_path):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_damaged_block_is_told(llama, text, tmp_path, monkeypatch):
+def test_a_damaged_block_is_told(llama, text, tmp_path):
     with ended_at(running, "save", Stop):
         run(llama, tmp_path / "out", text)
     block = tmp_path / "out.partial" / "block-0001.safetensors"
