@@ -130,6 +130,11 @@ class Prompt:
         return own, cross
 
     @property
+    def bytes_of_states(self) -> int:
+        """Of all layers, for one row."""
+        return sum(state[0].nbytes for each in self.states for state in each.values())
+
+    @property
     def sizes(self) -> Sizes:
         """What it needs, where a source has no padding."""
         return Sizes(self.tokens.shape[1], self.cached, self.new_tokens, self.cross[0][0].shape[2] if self.cross else 0)
