@@ -37,6 +37,8 @@ ADAPTERS = frozenset(
     "loha lokr lora miss oft osf peanut psoft randlora road shira supertuning tinylora trainable_tokens unilora vblora "
     "vera waveft".split()
 )
+# Inputs that say of each token what it stands for. A step gets those of the last one: what is generated is text.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
 # looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
 # run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
@@ -44,6 +46,9 @@ _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
         "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
+        "cohere2_vision.modeling_cohere2_vision.Cohere2VisionForConditionalGeneration",
+        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration",
+        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel",
         "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
         "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
@@ -268,12 +273,12 @@ def has_captured_steps(model: Any) -> bool:
 
     Whether it can be captured is found out by trying.
     """
-    inside = parts_that_decode(model)[1:]
-    return all(map(_runs_with_static_cache, inside)) and (
-        _runs_with_static_cache(model)
-        or hasattr(type(model), "step_positions")
-        or _class_of(model) in _CAPTURABLE
-        or (_class_of(model) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
+    return all(
+        _runs_with_static_cache(part)
+        or hasattr(type(part), "step_positions")
+        or _class_of(part) in _CAPTURABLE
+        or (_class_of(part) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
+        for part in parts_that_decode(model)
     )
 
 
