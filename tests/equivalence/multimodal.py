@@ -272,6 +272,20 @@ def _sounds(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**text(len(counts), tuple((4,) * count for count in counts)), "input_features": _noise(sum(counts), 8, 32)}
 
 
+def _frames(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+    """Sounds, with a mask of their frames."""
+    found = {**text(len(counts), tuple((8,) * count for count in counts)), "input_features": _noise(sum(counts), 8, 32)}
+    return {**found, "feature_attention_mask": torch.ones(sum(counts), 32, dtype=torch.int64)}
+
+
+def _of_lfm2(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+    """Pictures of patches, which are a row each."""
+    found, count = text(len(counts), tuple((4,) * count for count in counts)), sum(counts)
+    mask, shapes = torch.ones(count, 16, dtype=torch.int64), torch.tensor([[4, 4]] * count)
+    patches = _noise(count, 16, 3 * 8 * 8)
+    return {**found, "pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
 PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "Gemma3": _of_gemma,
     "Qwen2VL": _of_qwen,
@@ -289,5 +303,7 @@ PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "Idefics3": _of_idefics,
     "PaliGemma": _pictures,
     "Voxtral": _sounds,
+    "Qwen2Audio": _frames,
+    "Lfm2Vl": _of_lfm2,
 }
 """Inputs with so many pictures each, for the models that have such here."""

@@ -69,6 +69,13 @@ _CAPTURABLE = frozenset(
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
 # Its attention reads all of the source, whatever mask `generate` is given, which counts the frames of a recording.
 _SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
+# Inputs that the library hands to steps, which do not read them: Qwen2-Audio reads this one with a sound alone.
+_UNREAD = {
+    _SOURCE_WITHOUT_MASK: ("attention_mask",),
+    "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
+        "feature_attention_mask",
+    ),
+}
 
 
 def masks_source(model: Any) -> bool:
@@ -92,11 +99,11 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
     `Seq2SeqTrainer` gives the labels of a batch, too. The library's preparation of inputs leaves them out, also where
     that of a model calls it.
     """
-    source = () if masks_source(model) else ("attention_mask",)
+    unread: tuple[str, ...] = _UNREAD.get(_class_of(model), ())
     name = "prepare_inputs_for_generation"
     method = inspect.getattr_static(type(model), name)
     is_librarys = method is vars(GenerationMixin)[name] or "super" in inspect.unwrap(method).__code__.co_names
-    return (*source, "labels") if is_librarys else source
+    return (*unread, "labels") if is_librarys else unread
 
 
 def _class_of(model: Any) -> str:
