@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
+from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
 from fastgen.decoding import library_code
@@ -58,13 +60,23 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 def _by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
     device, options = model.device, {**request.options, **options}
+    given = {name: _copied(value) for name, value in {**request.inputs, **options}.items()}
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None),
         adapters.without_hooks_left(model, options),
     ):
         if request.seed is not None:
             torch.manual_seed(request.seed)
-        return model.generate(**request.inputs, **options)
+        return model.generate(**given)
+
+
+def _copied(value: Any) -> Any:
+    """Of what an encoder has made, a copy that shares its tensors: `generate` repeats it in place, for each sequence,
+    and a request may begin again.
+    """
+    if isinstance(value, ModelOutput):
+        return copy.copy(value)
+    return {key: _copied(part) for key, part in value.items()} if type(value) is dict else value
 
 
 def _until_cancelled(batch: Sequence[Request]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class ContinuousBatches:
 
     Args:
         most_rows: slots.
-        cache_bytes: of K and V of requests in slots, at the most; None for any number.
+        cache_bytes: of K and V, and states, of requests in slots, at the most; None for any number.
         max_stall: seconds that requests in slots may wait for the prefill of others; None for any number. The order
             then depends on the requests alone, and on no clock.
 
@@ -313,7 +313,7 @@ class ContinuousBatches:
         if step is None:
             repeats = self.prefills.max_stall is None and is_repeatable()
             step = Slots(self._inside, kind, self.most_rows // batch[0].rows, repeats)
-        self._budget.note(*decoding.prompt.bytes_per_position)
+        self._budget.note(*decoding.prompt.bytes_per_position, decoding.prompt.bytes_of_states)
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request in batch:
             own, length = request.options.get("logits_processor") or (), None if is_whole else request.length
@@ -322,7 +322,7 @@ class ContinuousBatches:
                 slot.streamer, slot.streams_prompt = request.options["streamer"], True
             needed = self._budget.needed(request, slot.new_tokens)
             if not self._budget.has_room(needed):
-                slot.error = ExceedsBudget(f"the request may need {needed} bytes of K and V: cache_gib is less")
+                slot.error = ExceedsBudget(f"the request may need {needed} bytes of cache: cache_gib is less")
             entered.append(slot)
         if step not in self._in_use:
             self._in_use.append(step)

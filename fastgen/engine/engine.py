@@ -36,9 +36,9 @@ class Engine:
         model: a model of Transformers that generates, or one of peft around it, with the adapters that are active.
         slots: rows of a decode step: a request takes as many as it has beams, or sequences to return. "auto": 64.
         max_waiting: requests that may wait: `submit` waits for room then.
-        cache_gib: GiB of K and V that requests in slots may have stored; None for any number. A request enters where
-            there is room for its prompt and some tokens. Where memory gets short, the last ones begin again later.
-            Their buffers may take more where requests differ in length.
+        cache_gib: GiB of K and V, and states, that requests in slots may have stored; None for any number. A request
+            enters where there is room for its prompt and some tokens. Where memory gets short, the last ones begin
+            again later. Their buffers may take more where requests differ in length.
         max_stall_ms: milliseconds that requests in slots may wait for a prefill: longer prompts are read in chunks.
 
     Raises:
@@ -95,7 +95,7 @@ class Engine:
 
         Raises:
             EngineFull: no room within `timeout`; in a callback of the engine's own thread at once.
-            MemoryError: from `result()`: it may need more K and V than `cache_gib`.
+            MemoryError: from `result()`: it may need more than `cache_gib`.
             ValueError: what `generate` would refuse, an empty input, one with more tokens than the model has positions,
                 more beams than rows, an adapter that is not there, or a closed engine.
         """
@@ -204,10 +204,10 @@ class Engine:
             "steps": decode steps; "row_steps": slots in them; "busy_row_steps": those that were taken.
             "batches": prefills, and calls of static batches; their "rows"; "tokens" that were generated; "alone":
             requests that had a call of their own, by reason.
-            "kv_bytes": the most K and V of requests in slots at a time; "preempted": requests that have begun again for
-            want of room; "shared_positions": positions of prompts that others had prefilled; "shared_sources":
-            sources that others had, and which were not encoded again; "chunks": parts of prefills after which the
-            others went on.
+            "kv_bytes": the most K and V, and states, of requests in slots at a time; "preempted": requests that have
+            begun again for want of room; "shared_positions": positions of prompts that others had prefilled;
+            "shared_sources": sources that others had, and which were not encoded again; "chunks": parts of prefills
+            after which the others went on.
         """
         waiting = self._waiting
         now = {

@@ -1,4 +1,6 @@
-"""How much K and V the requests in slots may have stored together, and which others have room beside them."""
+"""How much K and V, and states, the requests in slots may have stored together, and which others have room beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ class ExceedsBudget(MemoryError):
 
 
 class KVBudget:
-    """A number of bytes, and what positions take. Without a number, there is room for everything.
+    """A number of bytes, and what positions and rows take. Without a number, there is room for everything.
 
     Args:
-        most_bytes: of K and V of all requests in slots.
+        most_bytes: of K and V, and states, of all requests in slots.
         has_encoder: inputs are those of cross-attention.
 
     Attributes:
@@ -28,18 +30,19 @@ class KVBudget:
 
     def __init__(self, most_bytes: int | None, has_encoder: bool) -> None:
         self.most_bytes, self.peak, self._has_encoder = most_bytes, 0, has_encoder
-        self._own = self._cross = 0  # bytes of a position, once they are known
+        self._is_known = False
+        self._own = self._cross = self._states = 0  # bytes of a position, and of a row
 
-    def note(self, own: int, cross: int) -> None:
-        """What a position of self- and of cross-attention takes, in bytes."""
-        self._own, self._cross = own, cross
+    def note(self, own: int, cross: int, states: int) -> None:
+        """What a position of self- and of cross-attention takes, in bytes, and the states of a row."""
+        self._own, self._cross, self._states, self._is_known = own, cross, states, True
 
     def has_room(self, stored: int) -> bool:
         """Whether so many bytes may be stored."""
         return self.most_bytes is None or stored <= self.most_bytes
 
     def stored(self, slots: Iterable[Slot]) -> int:
-        """Bytes of K and V that these have stored."""
+        """Bytes that these have stored."""
         found = sum(map(self._stored, slots))
         self.peak = max(self.peak, found)
         return found
@@ -49,10 +52,10 @@ class KVBudget:
         return sum(slot.owner.rows for slot in slots) * self._own
 
     def needed(self, request: Request, new_tokens: int) -> int:
-        """Bytes of K and V with so many new tokens of each row, or as many as it may have."""
+        """Bytes with so many new tokens of each row, or as many as it may have."""
         prompt, source = (1, request.length) if self._has_encoder else (request.prompt_positions, 0)
         most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
-        return (prompt + request.rows * most) * self._own + source * self._cross
+        return (prompt + request.rows * most) * self._own + source * self._cross + request.rows * self._states
 
     def fitting(self, batch: Iterable[Request], oldest: Request, others: Collection[Slot]) -> list[Request]:
         """Those of a batch that have room beside others, the oldest first; that one at least, if it is the only one."""
@@ -67,9 +70,9 @@ class KVBudget:
             if not self.has_room(stored) and (chosen or others):
                 break
             chosen.append(request)
-            if self.most_bytes is not None and not self._own:
-                break  # it is not known yet what a position takes
+            if self.most_bytes is not None and not self._is_known:
+                break
         return chosen
 
     def _stored(self, slot: Slot) -> int:
-        return slot.positions * self._own + slot.source * self._cross
+        return slot.positions * self._own + slot.source * self._cross + slot.owner.rows * self._states

@@ -24,6 +24,7 @@ _ADAPTERS = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # What a processor, which makes inputs of more than text, is described in.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_PARTS_OF_PROCESSOR = (*_PROCESSOR_FILES, "video_preprocessor_config.json", "chat_template.json")
 # What the last layer of a classification head is called, of which adapters may have their own.
 _LABELS = re.compile(r"(score|classifier|(classifier|classification_head)\.out_proj|logits_proj)\.weight")
 # Names of the hub that could not be asked for files.
@@ -228,6 +229,13 @@ def processor_of(model: str) -> str | None:
     """Where the files are of what makes a model's inputs of more than text; None where there are none."""
     places = dict.fromkeys((model, base_of(model)))
     return next((place for place in places if any(_part_of(place, name) for name in _PROCESSOR_FILES)), None)
+
+
+def processor_files_of(model: str) -> list[Path]:
+    """The files that describe what makes a model's inputs of more than text."""
+    place = processor_of(model)
+    parts = [] if place is None else [_part_of(place, name) for name in _PARTS_OF_PROCESSOR]
+    return [part for part in parts if part is not None]
 
 
 def sentence_files_of(model: str) -> str:

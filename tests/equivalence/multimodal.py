@@ -88,6 +88,20 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
         "text_config": {**_TEXT, **_SLIDING, "model_type": "cohere2"}, "vision_config": _SIGLIP,
         "image_token_index": PLACEHOLDER, "downsample_factor": 2, "adapter_layer_norm_eps": 1e-6,
     },
+    "Cohere2Vision": lambda: {
+        "text_config": {**_TEXT, **_SLIDING, "model_type": "cohere2"}, "vision_config": _SIGLIP,
+        "image_token_id": PLACEHOLDER, "downsample_factor": 2, "alignment_intermediate_size": 64,
+    },
+    # Of its experts, some read text alone, and others pictures alone.
+    "Ernie4_5_VLMoe": lambda: {
+        "text_config": {
+            **_TEXT, **_AXES, "moe_intermediate_size": [16, 8], "moe_k": 2, "moe_num_experts": 4,
+            "moe_num_shared_experts": 1,
+        },
+        "vision_config": {**_PATCHES, "intermediate_size": 64},
+        "image_token_id": PLACEHOLDER, "video_token_id": VOCABULARY - 2,
+        "image_start_token_id": VOCABULARY - 3, "image_end_token_id": VOCABULARY - 4,
+    },
     "SmolVLM": lambda: {
         "text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _VISION, "image_token_id": PLACEHOLDER,
         "scale_factor": 2, "pad_token_id": PAD,
@@ -236,6 +250,14 @@ def _of_qwen(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**found, "pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": (ids == PLACEHOLDER).long()}
 
 
+def _of_ernie(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+    """Where a picture begins is for the experts of pictures, too."""
+    found = _of_qwen(counts)
+    is_seen = (found["input_ids"] == PLACEHOLDER) | (found["input_ids"] == VOCABULARY - 3)
+    patches = _noise(found["pixel_values"].shape[0], 3 * 8 * 8)
+    return {**found, "pixel_values": patches, "moe_mm_token_type_ids": is_seen.long()}
+
+
 def _of_idefics(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     count = max(counts)
     found = _pictures((count,) * len(counts), 1)
@@ -250,6 +272,20 @@ def _sounds(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**text(len(counts), tuple((4,) * count for count in counts)), "input_features": _noise(sum(counts), 8, 32)}
 
 
+def _frames(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+    """Sounds, with a mask of their frames."""
+    found = {**text(len(counts), tuple((8,) * count for count in counts)), "input_features": _noise(sum(counts), 8, 32)}
+    return {**found, "feature_attention_mask": torch.ones(sum(counts), 32, dtype=torch.int64)}
+
+
+def _of_lfm2(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+    """Pictures of patches, which are a row each."""
+    found, count = text(len(counts), tuple((4,) * count for count in counts)), sum(counts)
+    mask, shapes = torch.ones(count, 16, dtype=torch.int64), torch.tensor([[4, 4]] * count)
+    patches = _noise(count, 16, 3 * 8 * 8)
+    return {**found, "pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
 PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "Gemma3": _of_gemma,
     "Qwen2VL": _of_qwen,
@@ -261,9 +297,13 @@ PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "Mistral3": _of_mistral,
     "InternVL": functools.partial(_pictures, tokens=1),
     "AyaVision": functools.partial(_pictures, tokens=1),
+    "Cohere2Vision": functools.partial(_pictures, tokens=1),
+    "Ernie4_5_VLMoe": _of_ernie,
     "SmolVLM": _of_idefics,
     "Idefics3": _of_idefics,
     "PaliGemma": _pictures,
     "Voxtral": _sounds,
+    "Qwen2Audio": _frames,
+    "Lfm2Vl": _of_lfm2,
 }
 """Inputs with so many pictures each, for the models that have such here."""

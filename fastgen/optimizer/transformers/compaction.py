@@ -17,12 +17,12 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen import releases
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.optimizer.transformers.cache import ExchangedLayers
-from fastgen.optimizer.transformers.models import axis_of_rows
+from fastgen.optimizer.transformers.models import TOKEN_TYPES, axis_of_rows
 
 # Compaction copies the K/V of the inputs that stay, so it waits until so large a part of them is finished.
 _MIN_PART = 0.25
 # Tensors of the model's inputs that have a row per sequence, when they are matrices.
-_PER_ROW = frozenset("input_ids attention_mask position_ids token_type_ids mm_token_type_ids".split())
+_PER_ROW = frozenset(("input_ids", "attention_mask", "position_ids", *TOKEN_TYPES))
 _ENCODER_OUTPUTS = "encoder_outputs"
 # The library gives -1e9 where there is no hypothesis; what has a score is far above.
 _NO_SCORE = -1e8

@@ -29,8 +29,9 @@ from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.key import LAST, MASKS, POSITIONS
+from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
 from fastgen.optimizer.transformers.models import (
+    TOKEN_TYPES,
     axis_of_rows,
     has_captured_steps,
     has_growing_frequencies,
@@ -242,7 +243,7 @@ def _is_known(name: str, value: Any) -> bool:
     if isinstance(value, Tensor):
         if name == "inputs_embeds":  # the prompt's
             return value.dim() == 3
-        return name in (*MASKS, *POSITIONS, *LAST) and value.dim() == axis_of_rows(name, value) + 2
+        return name in (*MASKS, *POSITIONS, *TOKEN_TYPES) and value.dim() == axis_of_rows(name, value) + 2
     if isinstance(value, ModelOutput):
         return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3
     return value is None or has_no_rows(name, value)

@@ -37,6 +37,8 @@ ADAPTERS = frozenset(
     "loha lokr lora miss oft osf peanut psoft randlora road shira supertuning tinylora trainable_tokens unilora vblora "
     "vera waveft".split()
 )
+# Inputs that say of each token what it stands for. A step gets those of the last one: what is generated is text.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
 # looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
 # run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
@@ -44,6 +46,9 @@ _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
         "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
+        "cohere2_vision.modeling_cohere2_vision.Cohere2VisionForConditionalGeneration",
+        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration",
+        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel",
         "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
         "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
@@ -64,6 +69,13 @@ _CAPTURABLE = frozenset(
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
 # Its attention reads all of the source, whatever mask `generate` is given, which counts the frames of a recording.
 _SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
+# Inputs that the library hands to steps, which do not read them: Qwen2-Audio reads this one with a sound alone.
+_UNREAD = {
+    _SOURCE_WITHOUT_MASK: ("attention_mask",),
+    "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
+        "feature_attention_mask",
+    ),
+}
 
 
 def masks_source(model: Any) -> bool:
@@ -87,11 +99,11 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
     `Seq2SeqTrainer` gives the labels of a batch, too. The library's preparation of inputs leaves them out, also where
     that of a model calls it.
     """
-    source = () if masks_source(model) else ("attention_mask",)
+    unread: tuple[str, ...] = _UNREAD.get(_class_of(model), ())
     name = "prepare_inputs_for_generation"
     method = inspect.getattr_static(type(model), name)
     is_librarys = method is vars(GenerationMixin)[name] or "super" in inspect.unwrap(method).__code__.co_names
-    return (*source, "labels") if is_librarys else source
+    return (*unread, "labels") if is_librarys else unread
 
 
 def _class_of(model: Any) -> str:
@@ -268,12 +280,12 @@ def has_captured_steps(model: Any) -> bool:
 
     Whether it can be captured is found out by trying.
     """
-    inside = parts_that_decode(model)[1:]
-    return all(map(_runs_with_static_cache, inside)) and (
-        _runs_with_static_cache(model)
-        or hasattr(type(model), "step_positions")
-        or _class_of(model) in _CAPTURABLE
-        or (_class_of(model) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
+    return all(
+        _runs_with_static_cache(part)
+        or hasattr(type(part), "step_positions")
+        or _class_of(part) in _CAPTURABLE
+        or (_class_of(part) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
+        for part in parts_that_decode(model)
     )
 
 

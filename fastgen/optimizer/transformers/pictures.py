@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.optimizer.transformers.models import TOKEN_TYPES
+
 # Inputs of a model that takes more than text that have a row for each sequence.
-_PER_SEQUENCE = frozenset(
-    "attention_mask position_ids token_type_ids mm_token_type_ids moe_mm_token_type_ids inputs_embeds labels".split()
-)
+_PER_SEQUENCE = frozenset(("attention_mask", "position_ids", "inputs_embeds", "labels", *TOKEN_TYPES))
 
 
 def may_be_several(name: str, value: Any) -> bool:

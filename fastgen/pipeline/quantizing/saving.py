@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from fastgen.pipeline.errors import SetupError, explained
 from fastgen.pipeline.generation.loading import LoadedModel, load
 from fastgen.pipeline.generation.options import RunOptions
-from fastgen.pipeline.loading import address, file_of, is_gguf, quiet_transformers, why_not_loaded
+from fastgen.pipeline.loading import (
+    address,
+    file_of,
+    is_gguf,
+    processor_files_of,
+    quiet_transformers,
+    why_not_loaded,
+)
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.work import Work, saving
 from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, dtype_named
@@ -105,6 +112,8 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
         own_generation = file_of(options.model, _GENERATION)
         if own_generation:
             shutil.copyfile(own_generation, work.model / _GENERATION)
+        for file_of_processor in processor_files_of(options.model):  # which may need packages that are not here
+            shutil.copyfile(file_of_processor, work.model / file_of_processor.name)
     return [name for name in linear if name not in tied]
 
 

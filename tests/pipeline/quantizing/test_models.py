@@ -285,3 +285,27 @@ def test_a_budget_of_bits(llama, text, tmp_path):
     assert means[6.0] > means[7.0] > means[9.9]
     with pytest.raises(PipelineError, match="bits-per-weight is too small: 4 bits with their scales are 6.00"):
         run(llama, tmp_path / "small", text, bits_per_weight=5.9)
+
+
+def test_a_model_that_takes_pictures(text, tmp_path, kept):
+    """What reads them is beside it, and is as it was; the layers that no text goes through are left alone."""
+    from PIL import Image
+    from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+    model, picture = tiny.pictures(tmp_path / "llava"), Image.new("RGB", (20, 20), "red")
+    report = run(model, tmp_path / "out", text)
+    given = [
+        AutoProcessor.from_pretrained(folder)(images=picture, text="<image> in the beginning", return_tensors="pt")
+        for folder in (model, tmp_path / "out")
+    ]
+    assert given[0].keys() == given[1].keys()
+    assert all(torch.equal(given[0][name], given[1][name]) for name in given[0])
+    assert all("language_model" in layer.name for layer in report.layers)
+    ours = AutoModelForMultimodalLM.from_pretrained(model).eval()
+    ours.load_state_dict(kept[0])
+    theirs = loaded_by_the_library(tmp_path / "out", AutoModelForMultimodalLM)
+    with fastgen.disabled(), torch.no_grad():
+        torch.testing.assert_close(theirs(**given[0]).logits, ours(**given[0]).logits, rtol=0, atol=0)
+        expected = theirs.generate(**given[0], max_new_tokens=6)
+    found = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out").generate(**given[0], max_new_tokens=6)
+    assert torch.equal(found, expected)

@@ -18,7 +18,7 @@ from fastgen.optimizer.transformers import states as states_of_layers
 from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
-from fastgen.optimizer.transformers.models import axis_of_rows, masks_source, notes_positions
+from fastgen.optimizer.transformers.models import TOKEN_TYPES, axis_of_rows, masks_source, notes_positions
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 from fastgen.optimizer.transformers.states import LayerForm
 
@@ -31,8 +31,6 @@ POSITIONS = ("position_ids", "decoder_position_ids")
 # Where a position has axes, such as time, height and width, these are positions on the first of them, and a step has
 # what the others are behind it, [rows, axes]: all go up together.
 AXES = "position_axes"
-# Inputs of the model with a row per sequence that the next step gets as they are. What is generated is text.
-LAST = ("token_type_ids", "mm_token_type_ids")
 
 
 class DraftKey(NamedTuple):
@@ -128,6 +126,11 @@ class Prompt:
             for pairs in (self.own, self.cross)
         )
         return own, cross
+
+    @property
+    def bytes_of_states(self) -> int:
+        """Of all layers, for one row."""
+        return sum(state[0].nbytes for each in self.states for state in each.values())
 
     @property
     def sizes(self) -> Sizes:
@@ -257,7 +260,7 @@ def _next_inputs(
     for name in [name for name, positions in found.items() if positions.dim() == 3]:
         each = found[name].squeeze(2)
         found[name], found[AXES] = each[:, :1], each - each[:, :1]
-    found |= {name: given[name][:, -1:] for name in LAST if name in given}
+    found |= {name: given[name][:, -1:] for name in TOKEN_TYPES if name in given}
     if "mm_token_type_ids" in found:
         found["mm_token_type_ids"] = torch.zeros_like(found["mm_token_type_ids"])
     parameters = inspect.signature(model.forward).parameters

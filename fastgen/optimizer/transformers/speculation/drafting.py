@@ -21,9 +21,10 @@ from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.optimizer.transformers.captured.key import LAST, POSITIONS, Key, Prompt
+from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
+from fastgen.optimizer.transformers.models import TOKEN_TYPES
 
 # Tokens drafted in an iteration, of each row. Each number is a part of its own, so there are only a few. With the token
 # behind the draft, some sequences have as many rows to verify as fill vectors without a rest.
@@ -255,7 +256,7 @@ class Drafting:
         for name in POSITIONS:
             if name in inputs:
                 inputs[name] = self._positions_of(inputs[name], ahead, width)
-        for name in LAST:
+        for name in TOKEN_TYPES:
             if name in inputs:
                 inputs[name] = inputs[name].expand(-1, width)
         return self._forward(model, cache, self.search.following(ahead, width), inputs, width)
