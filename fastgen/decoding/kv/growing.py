@@ -130,7 +130,8 @@ class GrowingKV(KVCache):
         assert self.suffix is not None, "positions are appended to a suffix"
         end, present = self.suffix_length + keys.shape[2], self.suffix[0].shape[2]
         if end > present:
-            self._reserve_suffix(capacity(end, present), self.suffix_length)
+            longer, stored = self._allocated(self.suffix, capacity(end, present)), slice(self.suffix_length)
+            self.suffix = self._exchanged(self.suffix, longer, stored, stored)
         for part, new in zip(self.suffix, (keys, values), strict=True):
             part[:, :, self.suffix_length : end] = new
         self.suffix_length = end

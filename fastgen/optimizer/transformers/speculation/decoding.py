@@ -76,7 +76,7 @@ class SpeculativeDecoding(Decoding):
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
         is_returned = self.config.return_dict_in_generate or call.cache_is_the_users
-        if is_returned and len(self._input_ids) > 1 and self._eos:
+        if is_returned and len(self._input_ids) > 1 and self.prompt.eos:
             # Rows that are finished go on in the library, which returns what they store and score then.
             raise CannotBeCaptured("a returned cache of sequences that end one by one")
         if positions_of_step(self.model) != 1:
@@ -118,7 +118,7 @@ class SpeculativeDecoding(Decoding):
 
     def _steps_asked_for(self) -> int:
         """Steps that the call is likely to make."""
-        return min(self.prompt.new_tokens, pays.STEPS_OF_A_CALL) if self._eos else self.prompt.new_tokens
+        return min(self.prompt.new_tokens, pays.STEPS_OF_A_CALL) if self.prompt.eos else self.prompt.new_tokens
 
     def _steps_before_capture(self) -> int:
         at_once_from = self._draft.recorded_at_once_from
@@ -166,11 +166,6 @@ class SpeculativeDecoding(Decoding):
         config = self.config
         returns = bool(config.return_dict_in_generate)
         return returns and bool(config.output_scores), returns and bool(config.output_logits)
-
-    @property
-    def eos(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
-        return self._eos
 
     def of_assistant(self, call: Call, source: Tensor | None) -> Assistant:
         """The same call of another model, which drafts for this one; `source` is what its encoder reads, if it has one.
@@ -239,7 +234,7 @@ class SpeculativeDecoding(Decoding):
         self._current = step
         put = None if self._streamer is None else self._put
         stops = self._code.stops if self._code.criteria else None
-        self._positions = Positions(rows, stops, put, bool(self._eos), self._records())
+        self._positions = Positions(rows, stops, put, bool(self.prompt.eos), self._records())
         progress = self._follow(step)
         policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         left: list[tuple[DecodeStep, Tensor]] = []
