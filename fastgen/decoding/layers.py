@@ -21,13 +21,7 @@ from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
 from fastgen.decoding import library_code, norms
-from fastgen.decoding.layer_forms import (
-    FloatLinear,
-    FunctionForm,
-    QuantizedLinear,
-    Replacement,
-    weight_of,
-)
+from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
 from fastgen.decoding.modules import is_plain, modules_of
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing

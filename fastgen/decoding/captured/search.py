@@ -95,14 +95,7 @@ class Search:
         """[rows, prompt_capacity + new_capacity]: the running sequences, for processors."""
         return self.running_sequences.flatten(0, 1)
 
-    def begin(
-        self,
-        prompt: Tensor,
-        new_tokens: int,
-        *,
-        fill: int = 0,
-        eos: Sequence[int] | None = None,
-    ) -> None:
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, eos: Sequence[int] | None = None) -> None:
         """Starts a search from `prompt`, [n, length], int64; `fill` stands behind the end of a sequence.
 
         It is that of the first n inputs. The rest fill the batch up. `eos` ends all of them from now on.

@@ -19,13 +19,11 @@ from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
-from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
 from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.host import Written
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
-from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import reads_padding
 
@@ -290,19 +288,6 @@ class Decoding(PrefilledCall):
             step = self._new_step()
         step.make_room(self._sizes())
         return step
-
-    def _sizes(self) -> Sizes:
-        """Those of the buffers that the call begins with."""
-        if self._key.sizes.new:
-            return self._key.sizes
-        return self._rounded_sizes()
-
-    def _new_step(self) -> DecodeStep:
-        known = None if self._key.processors is None else processors.all_known(self._signed)
-        return self._step_with(None if known is None else processors.all_made(known, self.bucket(self._key)))
-
-    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
-        return DecodeStep(self._key, self.prompt, made, self._sizes())
 
     def release(self) -> None:
         """Frees what the prefill has stored. The library's loop cannot go on from there any more."""

@@ -174,12 +174,7 @@ def room_for_ends(eos: tuple[int, ...]) -> int:
 
 
 def prefilled(
-    call: Call,
-    input_ids: Tensor,
-    per_input: int,
-    model_kwargs: dict[str, Any],
-    limit: int,
-    eos: tuple[int, ...],
+    call: Call, input_ids: Tensor, per_input: int, model_kwargs: dict[str, Any], limit: int, eos: tuple[int, ...]
 ) -> tuple[Prompt, list[int | None]]:
     """The prompt of a call after its prefill, and the sliding windows of its layers.
 

@@ -1,4 +1,4 @@
-"""A call after its prefill, as captured steps see it: its prompt, its processors, and the key of its step."""
+"""A call after its prefill, as captured steps see it: its prompt, its processors, its step and the key of that."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from fastgen.optimizer.transformers.captured.key import AXES, Key, needed_sizes,
 from fastgen.optimizer.transformers.captured.pays import certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step
 
 # Batches that steps are made for.
@@ -201,6 +202,19 @@ class PrefilledCall:
         prompt = self._needed
         exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.cached, 0, 0)
         return replace(key, sizes=exact)
+
+    # ---- its step
+
+    def _sizes(self) -> Sizes:
+        """Those of the buffers that the call begins with."""
+        return self._key.sizes if self._key.sizes.new else self._rounded_sizes()
+
+    def _new_step(self) -> DecodeStep:
+        known = processors.all_known(self._signed)
+        return self._step_with(None if known is None else processors.all_made(known, self.bucket(self._key)))
+
+    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
+        return DecodeStep(self._key, self.prompt, made, self._sizes())
 
 
 def _early_stopping(option: Any) -> bool | str:

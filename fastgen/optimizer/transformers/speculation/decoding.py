@@ -25,6 +25,7 @@ from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.captured.compaction import selected
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
+from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import keeps_states, positions_of_step
@@ -201,8 +202,7 @@ class SpeculativeDecoding(Decoding):
             raise
         drafting, costs = step.drafting, step.drafting.costs
         has_plain = graph_cache.kept(self.model, self._plain_key) is not None
-        is_at_once = not self._must_pay
-        costs.only_timed = not is_at_once and has_plain and self._draft.is_prepared
+        costs.only_timed = self._must_pay and has_plain and self._draft.is_prepared
         if not costs.only_timed:
             return
 
@@ -357,7 +357,7 @@ class SpeculativeDecoding(Decoding):
         return counts, accepted
 
 
-class Assistant(Decoding):
+class Assistant(PrefilledCall):
     """The call as one of a model that drafts for another one: its prefill, and the step that follows."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:
