@@ -40,8 +40,10 @@ class Program:
         follows: once it is captured, whether it goes on with buffers of `growing` that have got other memory.
     """
 
-    def __init__(self, growing: Growing | None = None, prepared: Prepared | None = None) -> None:
-        self._growing = growing
+    def __init__(
+        self, memory: arena.Arena = memory, growing: Growing | None = None, prepared: Prepared | None = None
+    ) -> None:
+        self._memory, self._growing = memory, growing
         self._calls = panel_ops.Calls()
         self._chunks: set[arena.Chunk] = set()
         self.follows = False
@@ -56,7 +58,7 @@ class Program:
             RuntimeError: it does what cannot be captured on a GPU.
         """
         with torch._C._InferenceMode(True), no_collection():
-            self.take(prepared(function))
+            self.take(prepared(function, self._memory))
 
     def take(self, prepared: Prepared) -> None:
         """Executes this from now on."""
