@@ -106,8 +106,8 @@ class SpeculativeDecoding(Decoding):
         return True
 
     def run(self) -> Any:
-        if self._draft.is_prepared:
-            self._ledger.budget(self._key).steps += self._steps_asked_for() if self._must_pay else 0
+        if self._draft.is_prepared and self._must_pay:
+            self._ledger.budget(self._key).steps += self._steps_asked_for()
         return super().run()
 
     def _result(self, step: DecodeStep) -> Any:
