@@ -138,7 +138,7 @@ def kernels() -> str:
 
 def _weights() -> list[str]:
     """What the user has to know of weights that are not those of the model."""
-    from fastgen.ops.quantized_linear import unavailable
+    from fastgen.decoding.weights.formats import unavailable
 
     notes = {
         "call": [],

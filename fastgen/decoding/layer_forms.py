@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fastgen import counters, interrupts, patching
 from fastgen.decoding.modules import is_plain
-from fastgen.decoding.weights import cache
-from fastgen.ops import quantized_linear
+from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose
 
 _plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=False)
@@ -220,4 +219,4 @@ class QuantizedLinear(_LinearForm):
             return None  # torch raises for an input that does not fit
         copy = weight.required(self._since)
         self.used = True
-        return quantized_linear.quantized_linear(x, copy, parameters["bias"])
+        return formats.multiply_low_bit(x, copy, parameters["bias"])

@@ -25,7 +25,6 @@ from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLin
 from fastgen.decoding.modules import is_plain, modules_of
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
-from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 
 # Linear layers whose weights are [N, K]; with True: [K, N].
@@ -223,9 +222,9 @@ class FastLayers:
 def precision_on(device: torch.device) -> str:
     """The precision of quantised copies that the user asks for, if there are kernels for it on this device."""
     wanted = settings.current().weight_dtype
-    if wanted == "fp32" or not quantized_linear.is_for(device):
+    if wanted == "fp32" or not formats.is_for(device):
         return "fp32"
-    reason = quantized_linear.unavailable(wanted, device)
+    reason = formats.unavailable(wanted, device)
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)

@@ -23,7 +23,6 @@ from fastgen.decoding.lm_head import DraftHead
 from fastgen.decoding.modules import device_of, is_plain
 from fastgen.decoding.weights import cache, formats
 from fastgen.locks import forkable_lock
-from fastgen.ops import quantized_linear
 
 
 class OtherLogits(Exception):
@@ -165,7 +164,7 @@ class DraftWeights:
 
 
 def _multiply(copy: Any, module: nn.Module, x: Tensor) -> Tensor:
-    return quantized_linear.quantized_linear(x, copy, module._parameters.get("bias"))
+    return formats.multiply_low_bit(x, copy, module._parameters.get("bias"))
 
 
 caches.register(DraftWeights.drop_all)

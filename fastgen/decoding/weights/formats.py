@@ -40,6 +40,24 @@ def low_bit(precision: str, group_size: int) -> Format:
     return Format(precision, lambda weight: quantized_linear.pack(weight, precision, group_size), itemsize)
 
 
+LowBitWeight = quantized_linear.PackedWeight | quantized_linear.PackedBF16
+
+
+def multiply_low_bit(x: Tensor, copy: LowBitWeight, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)` with a `low_bit` copy of the weight (`quantized_linear`)."""
+    return quantized_linear.quantized_linear(x, copy, bias)
+
+
+def is_for(device: torch.device) -> bool:
+    """Whether weights on this device can have `low_bit` copies, if nothing is missing there."""
+    return quantized_linear.is_for(device)
+
+
+def unavailable(precision: str, device: torch.device | None = None) -> str | None:
+    """Why there are no products with `low_bit` copies on this device, by default the CPU, or None."""
+    return quantized_linear.unavailable(precision, device)
+
+
 def has_low_bit(weight: Tensor, precision: str) -> bool:
     """Whether a weight of this type, on this device, has a `low_bit` copy."""
     return weight.dtype in quantized_linear.types(precision, weight.device)

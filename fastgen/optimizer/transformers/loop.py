@@ -20,9 +20,9 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen import counters, patching, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
-from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import has_windows
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
@@ -233,7 +233,7 @@ def _check_weights(model: Any) -> None:
     now = settings.current()
     if now.weight_dtype == "fp32" or now.packed_weights == "keep":
         return
-    if model.device.type == "cpu" or quantized_linear.unavailable(now.weight_dtype, model.device) is None:
+    if model.device.type == "cpu" or formats.unavailable(now.weight_dtype, model.device) is None:
         graph_cache.drop(model)
         raise CannotBeCaptured('copies of weights that are not kept (packed_weights="keep")')
 
