@@ -162,9 +162,8 @@ class GrowingKV(KVCache):
         return keys, values
 
     def prompt(self) -> Pair:
-        """K and V of the prompt, [batch, heads, N, dim]. ValueError if that is not all that is stored."""
-        if self.prefix is None or self.suffix is not None:
-            raise ValueError("this layer does not hold a prompt and nothing else")
+        """K and V of the prompt, [batch, heads, N, dim]."""
+        assert self.prefix is not None and self.suffix is None, "nothing else is stored"
         return self.prefix
 
     def release(self) -> None:
