@@ -35,16 +35,6 @@ _ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device
 _HELD = frozenset({"_modules", "_parameters", "_buffers"})
 
 
-class _Everything:
-    """Contains every name."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
-_EVERYTHING: Container[str] = _Everything()
-
-
 class ModelState(NamedTuple):
     """What a recording takes for granted of a model itself."""
 
@@ -62,7 +52,7 @@ class GuardedState(NamedTuple):
     functions: Hashable
 
 
-def state_of(model: Any, names: Container[str] = _EVERYTHING) -> ModelState:
+def state_of(model: Any, names: Container[str]) -> ModelState:
     """What a recording takes for granted: modules, their settings and code, and where parameters and buffers are.
 
     Args:
@@ -226,7 +216,7 @@ class Guards:
         names: of the attributes that are guarded.
     """
 
-    def __init__(self, model: Any, names: Container[str] = _EVERYTHING) -> None:
+    def __init__(self, model: Any, names: Container[str]) -> None:
         everything = modules_of(model)
         self._names = names
         self._types = list(map(type, everything))

@@ -126,7 +126,7 @@ class _LinearForm(Replacement):
             y = self._product(x)
         except Exception as error:
             interrupts.pass_on(error)
-            if not self._can_do_without():
+            if not self._is_exact():  # the result would not be the one that the user asks for
                 raise
             self._failed, y = True, None
             counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
@@ -136,12 +136,8 @@ class _LinearForm(Replacement):
         """The result, or None where torch's product is as good."""
         raise NotImplementedError
 
-    def _can_do_without(self) -> bool:
-        """Whether torch's product may stand in where `_product` fails."""
-        return True
-
     def _is_exact(self) -> bool:
-        """Whether the layer reads its own weight, or an exact copy."""
+        """Whether the layer reads its own weight, or an exact copy, so that torch's product may stand in."""
         return True
 
 
@@ -207,10 +203,6 @@ class QuantizedLinear(_LinearForm):
         self.used = False
         if self._weight is not None and self._weight.copy is None:
             self._weight = None
-
-    def _can_do_without(self) -> bool:
-        """It may not: the result would not be the one that the user asks for."""
-        return False
 
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters

@@ -21,13 +21,7 @@ from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
 from fastgen.decoding import library_code, norms
-from fastgen.decoding.layer_forms import (
-    FloatLinear,
-    FunctionForm,
-    QuantizedLinear,
-    Replacement,
-    weight_of,
-)
+from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
 from fastgen.decoding.modules import is_plain, modules_of
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
@@ -187,14 +181,15 @@ class FastLayers:
         form = norms.form_of(module)
         if form is not None:
             return FunctionForm(module, partial(norms.normalise, module, form), partial(norms.serves, module))
-        transposed = next(
-            (t for kind, t in self._kinds.items() if isinstance(module, kind) and type(module).forward is kind.forward),
-            None,
-        )
-        if transposed is None or settings.current().packed_weights == "never":
-            return None
+        return self._linear(module, precision_on)
+
+    def _linear(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
+        """The form of a linear layer; None for any other, and where torch's product is as good."""
+        own = type(module).forward
+        kinds = self._kinds.items()
+        transposed = next((t for kind, t in kinds if isinstance(module, kind) and own is kind.forward), None)
         weight = module._parameters.get("weight")
-        if weight is None:
+        if transposed is None or weight is None or settings.current().packed_weights == "never":
             return None
         precision = precision_on(weight.device)
         is_low_bit = precision != "fp32" or settings.current().self_speculation != "off"

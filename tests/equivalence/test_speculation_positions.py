@@ -187,7 +187,7 @@ def test_what_a_row_has_stored_before_it_was_cut_is_known(monkeypatch: pytest.Mo
     with fastgen.disabled():
         said = model.generate(**inputs, **options)[0, -length:].tolist()
 
-    def propose(self: PromptLookup, row: int, most: int, **more: Any) -> list[int]:
+    def propose(self: PromptLookup, row: int, most: int) -> list[int]:
         known = len(self._rows[row]._tokens) - int(inputs["attention_mask"][row].sum())
         return said[known : known + most] if row == 0 else []
 

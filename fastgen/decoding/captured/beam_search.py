@@ -115,8 +115,11 @@ class BeamSearch(Search):
                 self.taken, self.unfinished, self.done, self.prompt,
                 search_step.EARLY_STOPPING[self._early_stopping],
             )  # fmt: skip
-            return
-        candidates = Candidates(*proposal)
+        else:
+            self._take(Candidates(*proposal), stops)
+
+    def _take(self, candidates: Candidates, stops: Tensor | None) -> None:
+        """What the operator does, as torch's own operators do it."""
         length, limit = self.length[:, :1], self.limit[:, :1]
         step = length - self.prompt_capacity
 

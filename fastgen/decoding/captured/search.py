@@ -95,14 +95,7 @@ class Search:
         """[rows, prompt_capacity + new_capacity]: the running sequences, for processors."""
         return self.running_sequences.flatten(0, 1)
 
-    def begin(
-        self,
-        prompt: Tensor,
-        new_tokens: int,
-        *,
-        fill: int = 0,
-        eos: Sequence[int] | None = None,
-    ) -> None:
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, eos: Sequence[int] | None = None) -> None:
         """Starts a search from `prompt`, [n, length], int64; `fill` stands behind the end of a sequence.
 
         It is that of the first n inputs. The rest fill the batch up. `eos` ends all of them from now on.
@@ -110,7 +103,7 @@ class Search:
         With more new tokens than the capacity, the search has to grow in time, or another one to take over.
 
         Raises:
-            ValueError: there is nothing to generate, the prompt is too long, or too many tokens end a sequence.
+            ValueError: there is nothing to generate, or the prompt is too long.
         """
         count, width = prompt.shape
         if new_tokens < 1:
@@ -136,9 +129,7 @@ class Search:
             flag.fill_(False)
 
     def put_ends(self, eos: Sequence[int]) -> None:
-        """These tokens end sequences from now on. ValueError: they are too many."""
-        if len(eos) > len(self._eos):
-            raise ValueError(f"{len(eos)} tokens that end a sequence, in a buffer for {len(self._eos)}")
+        """These tokens end sequences from now on: no more than there is room for."""
         self._eos.fill_(NOTHING)
         self._eos[: len(eos)] = torch.tensor(list(eos), dtype=torch.int64)
 

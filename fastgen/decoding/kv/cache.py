@@ -25,15 +25,6 @@ class KVCache:
         """What is held where `old` was, and has the memory of `new`."""
         return new
 
-    def _reserve_suffix(self, capacity: int, cached: int) -> None:
-        """Gives the suffix `capacity` positions. Of what it has, the first `cached` stay."""
-        assert self.suffix is not None, "there is no suffix that could grow"
-        self.suffix = self._longer(self.suffix, capacity, cached)
-
-    def _longer(self, pair: Pair, capacity: int, cached: int) -> Pair:
-        """The pair with `capacity` positions, of which the first `cached` stay. If memory runs out, neither changes."""
-        return self._exchanged(pair, self._allocated(pair, capacity), slice(cached), slice(cached))
-
     def _allocated(self, pair: Pair, capacity: int) -> Pair:
         keys, values = (self._allocate((*old.shape[:2], capacity, old.shape[3]), old) for old in pair)
         return keys, values

@@ -130,7 +130,8 @@ class GrowingKV(KVCache):
         assert self.suffix is not None, "positions are appended to a suffix"
         end, present = self.suffix_length + keys.shape[2], self.suffix[0].shape[2]
         if end > present:
-            self._reserve_suffix(capacity(end, present), self.suffix_length)
+            longer, stored = self._allocated(self.suffix, capacity(end, present)), slice(self.suffix_length)
+            self.suffix = self._exchanged(self.suffix, longer, stored, stored)
         for part, new in zip(self.suffix, (keys, values), strict=True):
             part[:, :, self.suffix_length : end] = new
         self.suffix_length = end
@@ -161,9 +162,8 @@ class GrowingKV(KVCache):
         return keys, values
 
     def prompt(self) -> Pair:
-        """K and V of the prompt, [batch, heads, N, dim]. ValueError if that is not all that is stored."""
-        if self.prefix is None or self.suffix is not None:
-            raise ValueError("this layer does not hold a prompt and nothing else")
+        """K and V of the prompt, [batch, heads, N, dim]."""
+        assert self.prefix is not None and self.suffix is None, "nothing else is stored"
         return self.prefix
 
     def release(self) -> None:

@@ -105,12 +105,9 @@ def confident(probabilities: Tensor, counts: Tensor, threshold: float) -> Tensor
     return torch.minimum(counts, _accepted(probabilities >= threshold, counts) + 1)
 
 
-def random_numbers(
-    rows: int, k: int, device: torch.device, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
+def random_numbers(rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """`uniform`, [rows, k], and `following`, [rows], of `accept_sampled`."""
-    uniform = torch.rand(rows, k, device=device, generator=generator)
-    return uniform, torch.rand(rows, dtype=torch.float64, device=device, generator=generator)
+    return torch.rand(rows, k, device=device), torch.rand(rows, dtype=torch.float64, device=device)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -7,13 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fastgen import releases
 from fastgen.decoding.kv.fixed import FixedKV

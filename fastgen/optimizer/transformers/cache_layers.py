@@ -6,13 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticCache,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from fastgen import releases
 from fastgen.decoding.kv.fixed import FixedKV

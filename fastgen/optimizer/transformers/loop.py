@@ -76,37 +76,12 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         call.cache_is_dropped = any(user_code.says(each, "releases_cache") for each in criteria)
     if settings.current().captured_step == "never" or model.device.type not in ("cpu", "cuda"):
         return wrapped(**arguments, **model_kwargs)
-    config = arguments["generation_config"]
     try:
-        with call.decides():
-            draft = draft_for(call, config)
-            _check(call, arguments, model_kwargs)
-            if draft is None and call.entering is None:
-                _check_without_draft(call, arguments)
-        call.is_to_be_captured = True
-        call.prefilled = prefill(
-            model._prefill, model, (arguments["input_ids"], config, model_kwargs, not config.is_assistant), {}
-        )
-        if not call.accelerated:
-            return wrapped(**arguments, **model_kwargs)
-        # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
-        # The library's loop without beams has the experts of a model as they are best for steps. The others wait for
-        # the device in float32, so that a step with beams could not be captured.
-        experts = model._optimize_model_for_decode()
-        ready = contextlib.nullcontext() if draft is None else draft.ready()
-        with ready, graph.taken(model.device), experts, torch._C._InferenceMode(False), _without_gradients():
-            result = _run(call, arguments, model_kwargs, draft)
+        return _captured(call, wrapped, arguments, model_kwargs)
     except CannotBeCaptured as found:
         # The library's loop is not run here: what it raises would show this, and this holds what has been tried.
         reason, is_unexpected = str(found), isinstance(found, Unexpected)
         note = found.note if isinstance(found, DoesNotPay) else None
-    else:
-        call.prefilled = None
-        if config.compile_config is not None and config.num_beams == 1:
-            # The library's loops without beams would compile the model, or say that they do not.
-            model._valid_auto_compile_criteria(model_kwargs, config)
-        counters.count_accelerated(ENTRY_POINT)
-        return result
     counters.count_not_used(ENTRY_POINT, reason)
     call.is_to_be_captured = False
     call.hand_back()
@@ -116,6 +91,34 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         note(sequences.shape[1] - arguments["input_ids"].shape[1])
     if is_unexpected and call.accelerated:
         releases.note(model, reason, what="generate has no captured steps")
+    return result
+
+
+def _captured(call: Call, wrapped: Any, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> Any:
+    """The call with a captured step, from its prefill on; on the library's loop if the prefill is not accelerated."""
+    model, config = call.model, arguments["generation_config"]
+    with call.decides():
+        draft = draft_for(call, config)
+        _check(call, arguments, model_kwargs)
+        if draft is None and call.entering is None:
+            _check_without_draft(call, arguments)
+    call.is_to_be_captured = True
+    given = arguments["input_ids"], config, model_kwargs, not config.is_assistant
+    call.prefilled = prefill(model._prefill, model, given, {})
+    if not call.accelerated:
+        return wrapped(**arguments, **model_kwargs)
+    # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
+    # The library's loop without beams has the experts of a model as they are best for steps. The others wait for
+    # the device in float32, so that a step with beams could not be captured.
+    experts = model._optimize_model_for_decode()
+    ready = contextlib.nullcontext() if draft is None else draft.ready()
+    with ready, graph.taken(model.device), experts, torch._C._InferenceMode(False), _without_gradients():
+        result = _run(call, arguments, model_kwargs, draft)
+    call.prefilled = None
+    if config.compile_config is not None and config.num_beams == 1:
+        # The library's loops without beams would compile the model, or say that they do not.
+        model._valid_auto_compile_criteria(model_kwargs, config)
+    counters.count_accelerated(ENTRY_POINT)
     return result
 
 
@@ -139,20 +142,7 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
     """Raises `CannotBeCaptured` if it is known before the prefill that a captured step does not serve."""
     config, criteria = arguments["generation_config"], arguments["stopping_criteria"]
-    unavailable = graph.unavailable(call.model.device)
-    if unavailable is not None:
-        raise CannotBeCaptured(unavailable)
-    if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
-        raise CannotBeCaptured("the model is on several devices")
-    if not has_captured_steps(call.model):
-        raise Unexpected("a model that the library does not run with a static cache")
-    if has_growing_frequencies(call.model):
-        raise CannotBeCaptured("frequencies of positions that depend on the longest sequence so far")
-    if torch.is_autocast_enabled(call.model.device.type):
-        # It keeps copies of weights until its end, which a graph would go on reading.
-        raise CannotBeCaptured("autocast")
-    if call.model.dtype not in operators.KERNEL_TYPES:
-        raise CannotBeCaptured(f"a model in {call.model.dtype}")
+    _check_model(call.model)
     for name in _NOT_KEPT if config.return_dict_in_generate else ():
         if getattr(config, name):
             raise CannotBeCaptured(name)
@@ -180,17 +170,40 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
-    ignored = releases.read_in_prefill().union(unread_inputs(call.model))
-    is_short = config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS
-    if is_short and call.entering is None:
+    rows, length = arguments["input_ids"].shape
+    if config.max_length - length < MIN_STEPS and call.entering is None:
         raise CannotBeCaptured("only a few tokens to generate")
+    _check_inputs(call.model, rows, model_kwargs)
+
+
+def _check_model(model: Any) -> None:
+    """Raises `CannotBeCaptured` for a model that no captured step serves."""
+    unavailable = graph.unavailable(model.device)
+    if unavailable is not None:
+        raise CannotBeCaptured(unavailable)
+    if len(set((getattr(model, "hf_device_map", None) or {"": 0}).values())) > 1:
+        raise CannotBeCaptured("the model is on several devices")
+    if not has_captured_steps(model):
+        raise Unexpected("a model that the library does not run with a static cache")
+    if has_growing_frequencies(model):
+        raise CannotBeCaptured("frequencies of positions that depend on the longest sequence so far")
+    if torch.is_autocast_enabled(model.device.type):
+        # It keeps copies of weights until its end, which a graph would go on reading.
+        raise CannotBeCaptured("autocast")
+    if model.dtype not in operators.KERNEL_TYPES:
+        raise CannotBeCaptured(f"a model in {model.dtype}")
+
+
+def _check_inputs(model: Any, rows: int, model_kwargs: dict[str, Any]) -> None:
+    """Raises `CannotBeCaptured` for inputs of the model of which it is not known what they are in each step."""
+    ignored = releases.read_in_prefill().union(unread_inputs(model))
     for name, value in model_kwargs.items():
         if name in ignored:
             continue
         if not _is_known(name, value):
             raise Unexpected(f"the model's input {name}")
         given = value[0] if isinstance(value, ModelOutput) else value
-        if isinstance(given, Tensor) and given.shape[axis_of_rows(name, given)] != arguments["input_ids"].shape[0]:
+        if isinstance(given, Tensor) and given.shape[axis_of_rows(name, given)] != rows:
             raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
 
 

@@ -93,15 +93,7 @@ def _prefill(
         return run(input_ids, model_kwargs)
     batch = one_row_ids.shape[0]
     store.expand(Beams(batch, per_input))
-    # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
-    outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
-    for name in _PER_SEQUENCE_OUTPUTS:
-        if outputs.get(name) is not None:
-            outputs[name] = _repeat(outputs[name], batch, per_input)
-    for *outer, name in (path for path in handed_on(call.model) or () if outputs.get(path[0]) is not None):
-        holder = outputs[outer[0]] if outer else outputs
-        # As many rows for each input, next to each other, such as one for each of its images.
-        holder[name] = _repeat(holder[name].unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)
+    _repeat_outputs(call.model, outputs, batch, per_input)
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
@@ -200,6 +192,19 @@ def _pictures_once(model: Any, ids: torch.Tensor, encoded: Any, per_input: int) 
     if found is None:
         raise NotAccelerated("pictures that are not those of each sequence of an input")
     return found
+
+
+def _repeat_outputs(model: Any, outputs: Any, batch: int, per_input: int) -> None:
+    """Gives the outputs of the prefill a row for each sequence, in place."""
+    # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
+    outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
+    for name in _PER_SEQUENCE_OUTPUTS:
+        if outputs.get(name) is not None:
+            outputs[name] = _repeat(outputs[name], batch, per_input)
+    for *outer, name in (path for path in handed_on(model) or () if outputs.get(path[0]) is not None):
+        holder = outputs[outer[0]] if outer else outputs
+        # As many rows for each input, next to each other, such as one for each of its images.
+        holder[name] = _repeat(holder[name].unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)
 
 
 def _repeat(value: Any, batch: int, per_input: int) -> Any:

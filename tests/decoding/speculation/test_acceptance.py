@@ -72,7 +72,8 @@ def test_sampled(seed, k, rows, vocabulary, deterministic):
     p, q = probabilities(rows, k + 1, vocabulary), probabilities(rows, k, vocabulary)
     drafted = torch.randint(vocabulary, (rows, k), generator=generator)
     counts = torch.randint(k + 1, (rows,), generator=generator)
-    uniform, following = random_numbers(rows, k, p.device, generator)
+    torch.manual_seed(seed)
+    uniform, following = random_numbers(rows, k, p.device)
     if deterministic:
         q = torch.nn.functional.one_hot(drafted, vocabulary).float()
     accepted, tokens = accept_sampled(drafted, None if deterministic else q, p, counts, uniform, following)

@@ -15,6 +15,7 @@ import fastgen
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.generation.loading import load
 from fastgen.quantization.layers import QuantizedWeight
+from tests.pipeline import tiny
 from tests.pipeline.quantizing.runs import encoder_decoder, loaded_by_the_library, run, saved
 from tests.quantization import tiny as families
 

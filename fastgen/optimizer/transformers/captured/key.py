@@ -177,12 +177,7 @@ def room_for_ends(eos: tuple[int, ...]) -> int:
 
 
 def prefilled(
-    call: Call,
-    input_ids: Tensor,
-    per_input: int,
-    model_kwargs: dict[str, Any],
-    limit: int,
-    eos: tuple[int, ...],
+    call: Call, input_ids: Tensor, per_input: int, model_kwargs: dict[str, Any], limit: int, eos: tuple[int, ...]
 ) -> tuple[Prompt, list[int | None]]:
     """The prompt of a call after its prefill, and the sliding windows of its layers.
 
@@ -209,13 +204,9 @@ def prefilled(
         for name, value in model_kwargs.items()
         if isinstance(value, Tensor) and name not in releases.read_in_prefill()
     }
-    masks = {name: given[name] for name in MASKS if name in given}
-    if not masks_source(model):
-        masks.pop("attention_mask", None)
+    masks = _masks_of_steps(model, given) if own else {}  # without attention, they are read in the prefill alone
     own_name = "decoder_attention_mask" if config.is_encoder_decoder else "attention_mask"
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
-    if not own:  # without attention, the masks are read in the prefill alone
-        masks, own_mask = {}, None
     if cross and any(layer.kv.length for layer in cross):
         cross_kv = [layer.kv.prompt() for layer in cross]
         cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
@@ -246,6 +237,12 @@ def prefilled(
         forms=forms_of(call.store.cache) if with_states else (),
     )
     return prompt, [layer.window for layer in own]
+
+
+def _masks_of_steps(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The masks among the inputs of a model that its steps read, too."""
+    names = MASKS if masks_source(model) else MASKS[1:]
+    return {name: given[name] for name in names if name in given}
 
 
 def _next_inputs(

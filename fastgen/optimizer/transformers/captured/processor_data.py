@@ -71,16 +71,8 @@ class Number:
     def __rtruediv__(self, x: Tensor) -> Tensor:
         return x / self._like(x) if self._inverse is None else x * self._inverse
 
-    def __rsub__(self, x: float) -> Number:
-        difference = copy.copy(self)
-        difference.values, difference._inverse = x - self.values, None
-        return difference
-
     def __gt__(self, x: Tensor) -> Tensor:
         return x < self._like(x)
-
-    def __ge__(self, x: Tensor) -> Tensor:
-        return x <= self._like(x)
 
 
 class Buffer:

@@ -51,11 +51,13 @@ class Signed(NamedTuple):
     data: tuple[Any, ...] = ()
     numbers: tuple[float, ...] = ()
 
-    def made(self, bucket: Bucket) -> CapturedProcessor | None:
-        """The capturable form; None if it does not fit into its buffers (`CapturedProcessor.refresh`)."""
+    def made(self, bucket: Bucket) -> CapturedProcessor:
+        """The capturable form. CannotBeCaptured: it does not fit into its buffers (`CapturedProcessor.refresh`)."""
         kind, *frozen = self.signature
         made: CapturedProcessor = kind(bucket, *frozen)
-        return made if self.refresh(made) else None
+        if not self.refresh(made):
+            raise CannotBeCaptured("a processor does not fit into its buffers")
+        return made
 
     def refresh(self, made: CapturedProcessor) -> bool:
         """Has a captured processor of this signature do what this one does; False if it does not fit."""
@@ -151,11 +153,7 @@ def _is_the_librarys(kind: type) -> bool:
 
 def all_made(given: Iterable[Signed], bucket: Bucket) -> list[CapturedProcessor]:
     """The capturable forms of processors. CannotBeCaptured: one of them does not fit into its buffers."""
-    made = [each.made(bucket) for each in given]
-    found = [each for each in made if each is not None]
-    if len(found) < len(made):
-        raise CannotBeCaptured("a processor does not fit into its buffers")
-    return found
+    return [each.made(bucket) for each in given]
 
 
 def refresh(made: Iterable[CapturedProcessor], given: Iterable[Signed]) -> bool:

@@ -163,12 +163,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             if isinstance(declined, Unexpected):
                 releases.note_encoder(model, str(declined))
             result = forward()
-            # Where the library's result has NaN, too, that says nothing about padding.
-            if not any(bool(each.isnan().any()) for each in tensors_in(result)):
-                if unpadded.has_embedded:
-                    plan.known.sees_embeddings.add(plan.key)
-                else:
-                    plan.known.reading[plan.key] = str(declined)
+            _note_declined(plan, str(declined), unpadded, result)
             return result
         except Exception as failure:
             interrupts.pass_on(failure)
@@ -178,6 +173,16 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
         warn_if_missing(model.device)
         return result
+
+
+def _note_declined(plan: _Plan, reason: str, unpadded: UnpaddedForward, result: Any) -> None:
+    """A pass without padding was given up; the library's result, with padding, says whether later ones will be, too."""
+    if any(bool(each.isnan().any()) for each in tensors_in(result)):
+        return  # it has NaN, too: that says nothing about padding
+    if unpadded.has_embedded:
+        plan.known.sees_embeddings.add(plan.key)
+    else:
+        plan.known.reading[plan.key] = reason
 
 
 def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str) -> _Plan:

@@ -179,11 +179,12 @@ def _record(
     except Exception as reason:
         interrupts.pass_on(reason)
         if memory.is_out(reason):  # there may be more when such passes have come as often again
+            said = "out of memory"
             pays.Ledger.of(model).forget(key)
-            counters.count_not_used(ENTRY_POINT, "out of memory")
-            return expected
-        graph_cache.refuse(model, key, f"{type(reason).__name__}: {reason}"[:200])
-        counters.count_not_used(ENTRY_POINT, f"{type(reason).__name__}: {reason}"[:200])
+        else:
+            said = f"{type(reason).__name__}: {reason}"[:200]
+            graph_cache.refuse(model, key, said)
+        counters.count_not_used(ENTRY_POINT, said)
         return expected
     graph_cache.give_back(model, made)
     return expected

@@ -14,9 +14,9 @@ from torch import Tensor
 from fastgen import settings
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.compaction import reads_sources
-from fastgen.optimizer.transformers.captured.decoding import BATCHES
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import STEPS_OF_A_CALL, Ledger
+from fastgen.optimizer.transformers.captured.prefilled_call import BATCHES
 from fastgen.optimizer.transformers.speculation.drafting import Drafting, lengths_of
 
 

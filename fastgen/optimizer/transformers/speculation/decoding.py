@@ -25,6 +25,7 @@ from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.captured.compaction import selected
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
+from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import keeps_states, positions_of_step
@@ -76,7 +77,7 @@ class SpeculativeDecoding(Decoding):
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
         is_returned = self.config.return_dict_in_generate or call.cache_is_the_users
-        if is_returned and len(self._input_ids) > 1 and self._eos:
+        if is_returned and len(self._input_ids) > 1 and self.prompt.eos:
             # Rows that are finished go on in the library, which returns what they store and score then.
             raise CannotBeCaptured("a returned cache of sequences that end one by one")
         if positions_of_step(self.model) != 1:
@@ -105,8 +106,8 @@ class SpeculativeDecoding(Decoding):
         return True
 
     def run(self) -> Any:
-        if self._draft.is_prepared:
-            self._ledger.budget(self._key).steps += self._steps_asked_for() if self._must_pay else 0
+        if self._draft.is_prepared and self._must_pay:
+            self._ledger.budget(self._key).steps += self._steps_asked_for()
         return super().run()
 
     def _result(self, step: DecodeStep) -> Any:
@@ -118,7 +119,7 @@ class SpeculativeDecoding(Decoding):
 
     def _steps_asked_for(self) -> int:
         """Steps that the call is likely to make."""
-        return min(self.prompt.new_tokens, pays.STEPS_OF_A_CALL) if self._eos else self.prompt.new_tokens
+        return min(self.prompt.new_tokens, pays.STEPS_OF_A_CALL) if self.prompt.eos else self.prompt.new_tokens
 
     def _steps_before_capture(self) -> int:
         at_once_from = self._draft.recorded_at_once_from
@@ -167,11 +168,6 @@ class SpeculativeDecoding(Decoding):
         returns = bool(config.return_dict_in_generate)
         return returns and bool(config.output_scores), returns and bool(config.output_logits)
 
-    @property
-    def eos(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
-        return self._eos
-
     def of_assistant(self, call: Call, source: Tensor | None) -> Assistant:
         """The same call of another model, which drafts for this one; `source` is what its encoder reads, if it has one.
 
@@ -206,8 +202,7 @@ class SpeculativeDecoding(Decoding):
             raise
         drafting, costs = step.drafting, step.drafting.costs
         has_plain = graph_cache.kept(self.model, self._plain_key) is not None
-        is_at_once = not self._must_pay
-        costs.only_timed = not is_at_once and has_plain and self._draft.is_prepared
+        costs.only_timed = self._must_pay and has_plain and self._draft.is_prepared
         if not costs.only_timed:
             return
 
@@ -239,7 +234,7 @@ class SpeculativeDecoding(Decoding):
         self._current = step
         put = None if self._streamer is None else self._put
         stops = self._code.stops if self._code.criteria else None
-        self._positions = Positions(rows, stops, put, bool(self._eos), self._records())
+        self._positions = Positions(rows, stops, put, bool(self.prompt.eos), self._records())
         progress = self._follow(step)
         policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         left: list[tuple[DecodeStep, Tensor]] = []
@@ -362,7 +357,7 @@ class SpeculativeDecoding(Decoding):
         return counts, accepted
 
 
-class Assistant(Decoding):
+class Assistant(PrefilledCall):
     """The call as one of a model that drafts for another one: its prefill, and the step that follows."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:

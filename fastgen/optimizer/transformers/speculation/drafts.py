@@ -184,8 +184,7 @@ class LookupDraft(Draft):
         self._hits: dict[int, bool] = {}
 
     def begin(self, drafting: Drafting, decoding: Any) -> None:
-        # Of the places where the words stand, the last one: the library takes the first, which is less often right.
-        self._index = PromptLookup(drafting.key.rows, self._max_ngram, self._most, decoding.eos, latest=True)
+        self._index = PromptLookup(drafting.key.rows, self._max_ngram, self._most, decoding.prompt.eos)
         self._known = []
         for number, tokens in enumerate([] if self._source is None else self._source.tolist()):
             # An encoder may have tokens that the decoder lacks.

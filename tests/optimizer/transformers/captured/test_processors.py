@@ -15,6 +15,7 @@ from transformers.generation import logits_process as library
 import fastgen
 from fastgen.decoding.captured.graph import capturable
 from fastgen.decoding.captured.recording import record
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers.captured.processor_data import Bucket
 from fastgen.optimizer.transformers.captured.processors import Lengths, Signed, signed, with_temperature
 from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
@@ -197,7 +198,6 @@ def test_every_length(name: str) -> None:
     for call in CALLS:
         processor = PROCESSORS[name](call)
         made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
-        assert made is not None
         _check_every_length(made, processor, call, Step(call.rows))
 
 
@@ -207,7 +207,6 @@ def test_a_graph_serves_other_calls(name: str) -> None:
     first = PROCESSORS[name](FIRST)
     made = captured(first, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
     step = Step(FIRST.rows)
-    assert made is not None
     _check_every_length(made, first, FIRST, step)
     frozen = signature(first, Lengths(FIRST.prompt, FIRST.limit))
     for call in (*ALIKE, FIRST):
@@ -223,7 +222,6 @@ def test_nothing_waits(name: str) -> None:
     """A recording refuses what a GPU could not capture."""
     call = Call(start=5)
     made = captured(PROCESSORS[name](call), _bucket(), Lengths(call.prompt, call.limit))
-    assert made is not None
     step, scores = Step(call.rows).set(call, 6), _scores(call.rows, seed=1)
     record(capturable(lambda: made(scores, step)))
 
@@ -233,7 +231,6 @@ def test_constants_are_on_the_device(name: str) -> None:
     """On a device without values, where whatever needs one raises, and so do operands from elsewhere."""
     call, meta = Call(start=5), torch.device("meta")
     made = captured(PROCESSORS[name](call), Bucket(meta, vocabulary=VOCABULARY), Lengths(call.prompt, call.limit))
-    assert made is not None
     step = StepTokens(*(tensor.to(meta) for tensor in Step(call.rows).set(call, 6)))
     result = made(_scores(call.rows, seed=1).to(meta), step)
     assert result.device == meta and result.shape == (call.rows, VOCABULARY)
@@ -247,7 +244,6 @@ def test_a_bucket_has_rows_that_no_input_has() -> None:
             continue
         processor = PROCESSORS[name](call)
         made = captured(processor, Bucket(CPU, bucket, per_input, VOCABULARY), Lengths(call.prompt, call.limit))
-        assert made is not None
         step = Step(bucket * per_input)
         wide = call._replace(inputs=bucket)
         for length in range(call.prompt, call.limit):
@@ -283,7 +279,7 @@ def test_each_input_has_numbers_of_its_own(name: str) -> None:
     call = Call(inputs=3, beams=2)
     lengths, given = Lengths(call.prompt, call.limit), OF_EACH_INPUT[name](call)
     made = captured(given[2], Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
-    assert made is not None and len({signature(each, lengths) for each in given}) == 1
+    assert len({signature(each, lengths) for each in given}) == 1
     one, larger = made.of_batch(1), made.of_batch(5)
     for place, each in enumerate(given[:2]):
         own = known(each, lengths)
@@ -314,7 +310,7 @@ def test_neutral_numbers_change_no_bit(name: str) -> None:
     processor = PROCESSORS[name](call) if name in PROCESSORS else OF_EACH_INPUT[name](call)[0]
     made = captured(processor, Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
     nothing = known(processor, lengths).neutral
-    assert made is not None and nothing is not None
+    assert nothing is not None
     made.put(nothing, 1)
     step = Step(call.rows)
     for length in range(call.prompt, call.limit):
@@ -356,7 +352,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     for name in ("encoder_repetition", "encoder_no_repeat_2"):
         processor = PROCESSORS[name](call)
         made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
-        assert made is not None
         assert not refresh(
             made, PROCESSORS[name](call._replace(inputs=call.inputs + 1)), Lengths(call.prompt, call.limit)
         )
@@ -376,7 +371,7 @@ def test_one_whose_code_was_exchanged_is_the_librarys_no_more(name: str, monkeyp
 def test_more_than_any_vocabulary_is_kept() -> None:
     processor, scores = library.TopKLogitsWarper(2**70), _scores(FIRST.rows, seed=1)
     made = captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
-    assert made is not None and torch.equal(made(scores.clone(), Step(FIRST.rows).set(FIRST, 5)), scores)
+    assert torch.equal(made(scores.clone(), Step(FIRST.rows).set(FIRST, 5)), scores)
 
 
 class AnyOrder(TorchDispatchMode):
@@ -394,7 +389,6 @@ def test_sums_do_not_depend_on_the_order_of_additions() -> None:
     biases = {(0, 2): 0.1, (1, 0, 2): 1e8, (1, 1, 2): -1e8, (4, 1, 0, 2): -1e8, (3, 1, 0, 2): 0.3, (0, 0, 2): 0.3}
     processor = library.SequenceBiasLogitsProcessor(biases)
     made = captured(processor, _bucket(), Lengths(4, 12))
-    assert made is not None
     tokens = torch.tensor([[0, 4, 1, 0], [0, 3, 1, 0], [0, 1, 0, 0]])
     step = Step(3).tensors
     step.tokens[:, :4] = tokens
@@ -416,7 +410,6 @@ def test_tokens_that_the_scores_lack() -> None:
         (library.NoRepeatNGramLogitsProcessor(1), [1, 3]),
     ):
         made = captured(processor, _bucket(), Lengths(1, 12))
-        assert made is not None
         with fastgen.disabled():
             expected = processor(torch.tensor([known]), _scores(1, seed=1))
         assert torch.equal(made(_scores(1, seed=1), step), expected)
@@ -469,7 +462,7 @@ def test_processors_of_one_signature_differ_in_their_data() -> None:
     assert len(pairs) >= 8
     for one, other in pairs:
         made = captured(one, _bucket(), lengths)
-        assert made is not None and refresh(made, other, lengths)
+        assert refresh(made, other, lengths)
         _check_every_length(made, other, FIRST, Step(FIRST.rows))
 
 
@@ -493,13 +486,13 @@ def test_what_follows_the_lengths_of_a_call_is_data() -> None:
     ids=lambda processor: type(processor).__name__,
 )
 def test_tokens_outside_the_vocabulary_are_for_the_library_to_refuse(processor: Any) -> None:
-    assert captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit)) is None
+    with pytest.raises(CannotBeCaptured, match="does not fit"):
+        captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
     assert captured(processor, _bucket()._replace(vocabulary=VOCABULARY + 1), Lengths(FIRST.prompt, FIRST.limit))
 
 
 def test_a_bias_outside_the_vocabulary() -> None:
     processor = library.SequenceBiasLogitsProcessor([[[VOCABULARY, 1], 1.0]])
     made = captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
-    assert made is not None
     with pytest.raises((IndexError, ValueError), match=f"token {VOCABULARY}"):
         made(_scores(FIRST.rows, seed=1), Step(FIRST.rows).set(FIRST, 3))

@@ -1,0 +1,222 @@
+"""A call after its prefill, as captured steps see it: its prompt, its processors, its step and the key of that."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+
+from fastgen import releases
+from fastgen.decoding.captured import graph
+from fastgen.decoding.kv.rows import rows_of
+from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.optimizer.transformers import row_adapters
+from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.compaction import selected
+from fastgen.optimizer.transformers.captured.host import Host, HostCode
+from fastgen.optimizer.transformers.captured.key import AXES, Key, needed_sizes, prefilled, room_for_ends
+from fastgen.optimizer.transformers.captured.pays import certain_tokens
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.step import DecodeStep
+from fastgen.optimizer.transformers.models import positions_of_step
+
+# Batches that steps are made for.
+BATCHES = (1, 2, 4, 8, 16, 24, 32)
+# By whether beams are searched, and whether the model has an encoder.
+_OUTPUTS = {
+    (False, False): GenerateDecoderOnlyOutput,
+    (False, True): GenerateEncoderDecoderOutput,
+    (True, False): GenerateBeamDecoderOnlyOutput,
+    (True, True): GenerateBeamEncoderDecoderOutput,
+}
+
+
+class PrefilledCall:
+    """What a captured step gets of a call. What becomes of it is the matter of those that derive from this.
+
+    Attributes:
+        host: what the host does in each step.
+        may_pad: the prompt may be put behind padding.
+        own_key: that of the call's own step; it may go on in another one, for more inputs or longer sequences.
+
+    Raises:
+        CannotBeCaptured: no captured step can begin from the prefill.
+    """
+
+    _code_type: type[HostCode] = HostCode
+    _enters_slots = False
+
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+        assert call.store is not None, "the prefill was accelerated"
+        self._call, self.model, self._store = call, call.model, call.store
+        self.config, self._processors = arguments["generation_config"], arguments["logits_processor"]
+        self._input_ids, self._model_kwargs = arguments["input_ids"], model_kwargs
+        self._per_input = max(self.config.num_beams, self.config.num_return_sequences)
+        self._code = self._code_type(call, arguments)
+        self.host = Host(self._code.process, self._code.stops, self._code.keep)
+        criteria = arguments["stopping_criteria"]
+        ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
+        given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length
+        self.prompt, self._windows = prefilled(*given, tuple(itertools.chain.from_iterable(ends)))
+        if self.prompt.states and call.returns_cache and not graph.is_recorded(self.model.device):
+            # Steps are under way there behind the last one that counts.
+            raise CannotBeCaptured("a returned cache with states")
+        self._adapter = row_adapters.chosen(self.model)
+        if self._enters_slots:
+            self._prepare_for_slots()
+        self._lengths = processors.Lengths(
+            self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
+        )
+        self._signed = self._sign(self._processors)
+        self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
+        self._key = self.own_key = self._make_key()
+
+    def _prepare_for_slots(self) -> None:
+        """What the inputs of a step with slots are."""
+        if self.prompt.cross:  # there, a source has no padding
+            self.prompt.tensors.pop("attention_mask", None)
+        if row_adapters.layers_of(self.model):
+            number = row_adapters.number_of(self._adapter)
+            self.prompt.tensors[row_adapters.NUMBERS] = torch.full_like(self.prompt.tokens[:, :1], number)
+
+    @property
+    def certain_tokens(self) -> int:
+        """Tokens that the call generates whatever the model says."""
+        if self._call.runs_user_code:
+            return 1
+        return certain_tokens(self.config, self._input_ids.shape[1], self.prompt.new_tokens)
+
+    @property
+    def output(self) -> Any:
+        """The class of what is returned with `return_dict_in_generate`."""
+        return _OUTPUTS[self.config.num_beams > 1, bool(self.model.config.is_encoder_decoder)]
+
+    @property
+    def _count(self) -> int:
+        """Sequences that each input returns."""
+        return self.config.num_return_sequences if self.config.num_beams > 1 else self._per_input
+
+    # ---- its processors
+
+    def _sign(self, given: Sequence[Any]) -> list[processors.Signed | None]:
+        return [processors.signed(each, self._lengths) for each in given]
+
+    def bucket(self, key: Key) -> processors.Bucket:
+        """What processors of a step of this key are made for."""
+        vocabulary, is_float32 = self.prompt.logits.shape[-1], self.model.dtype is torch.float32
+        return processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots, is_float32)
+
+    def _refresh(self, made: Sequence[CapturedProcessor], inputs: Sequence[int] | None = None) -> bool:
+        """Has captured processors do what those of this call do, for these of its inputs in this order, or for all.
+
+        Returns:
+            whether they can.
+        """
+        given = self._signed
+        if inputs is not None:
+            given = self._sign(selected(self._processors, rows_of(torch.tensor(inputs), self._per_input)))
+        known = processors.all_known(given)
+        return not made or (known is not None and processors.refresh(made, known))
+
+    def fill(self) -> int:
+        """What stands behind the end of a sequence."""
+        pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
+        if self.config.num_beams == 1:
+            return pad
+        eos = self.prompt.eos
+        return (pad or eos[0]) if eos else -1
+
+    # ---- the key of its step
+
+    def _rounded_sizes(self, at_once: bool = False) -> Sizes:
+        on_gpu = not graph.is_recorded(self.model.device)
+        found = sizes.rounded(self._needed, self.may_pad, on_gpu, at_once)
+        # A source in front of the prompt is as long as what is stored says.
+        return found if self.prompt.cross else found._replace(source=self._needed.source)
+
+    def _batch(self, inputs: int) -> int:
+        """Inputs that the step is made for. On the CPU a row that idles is not free."""
+        if graph.is_recorded(self.model.device):
+            return inputs
+        return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))
+
+    def _make_key(self) -> Key:
+        prompt, config = self.prompt, self.config
+        encoded = self._model_kwargs.get("encoder_outputs")
+        known = processors.all_known(self._signed)
+        key = Key(
+            batch=self._batch(prompt.inputs),
+            per_input=self._per_input,
+            sizes=self._rounded_sizes(),
+            width=positions_of_step(self.model),
+            encoder=None if encoded is None else (type(encoded), encoded[0].shape[2]),
+            source_in_front=encoded is not None and not prompt.cross,
+            early_stopping=_early_stopping(config.early_stopping) if config.num_beams > 1 else None,
+            samples=bool(config.do_sample),
+            ends=len(prompt.eos) if config.num_beams > 1 else room_for_ends(prompt.eos),
+            processors=None if known is None else tuple(each.signature for each in known),
+            has_criteria=bool(self._code.criteria),
+            kept=tuple(self._code.kept),
+            tensors=tuple(sorted(prompt.tensors)),
+            constants=self._constants(),
+            kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
+            windows=self._windows_of_key(),
+            axes=prompt.tensors[AXES].shape[1] if AXES in prompt.tensors else 0,
+            adapters=(self._adapter,),
+            forms=prompt.forms,
+        )
+        return self._open(key)
+
+    def _constants(self) -> tuple[tuple[str, Any], ...]:
+        """The model's inputs that are no tensors."""
+        ignored = (*releases.CACHE_NAMES, *releases.read_in_prefill())
+        given = ((name, value) for name, value in self._model_kwargs.items() if name not in ignored)
+        return tuple(sorted(each for each in given if isinstance(each[1], (bool, int, float, str))))
+
+    def _windows_of_key(self) -> tuple[int | None, ...]:
+        """One that everything fits into is none."""
+        positions = self._needed.cached + self._needed.new
+        return tuple([window if window and positions > window else None for window in self._windows])
+
+    def _open(self, key: Key) -> Key:
+        """The key for buffers that grow, where there may be such."""
+        if not graph.is_recorded(self.model.device) or key.source_in_front:
+            return key
+        key_of_any = self.of_any_sizes(key)
+        return key if graph_cache.is_bound(self.model, key_of_any) else key_of_any
+
+    def of_any_sizes(self, key: Key) -> Key:
+        """The key for buffers that grow."""
+        prompt = self._needed
+        exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.cached, 0, 0)
+        return replace(key, sizes=exact)
+
+    # ---- its step
+
+    def _sizes(self) -> Sizes:
+        """Those of the buffers that the call begins with."""
+        return self._key.sizes if self._key.sizes.new else self._rounded_sizes()
+
+    def _new_step(self) -> DecodeStep:
+        known = processors.all_known(self._signed)
+        return self._step_with(None if known is None else processors.all_made(known, self.bucket(self._key)))
+
+    def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
+        return DecodeStep(self._key, self.prompt, made, self._sizes())
+
+
+def _early_stopping(option: Any) -> bool | str:
+    """What the library takes this option of beam search for: 1 is equal to True, and it asks whether this is True."""
+    return "never" if option == "never" else option is True
