@@ -17,7 +17,9 @@ from transformers.generation.utils import GenerationMixin
 from fastgen.decoding import library_code
 from fastgen.decoding.modules import modules_of
 from fastgen.optimizer.transformers import row_adapters
+from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS
 from fastgen.optimizer.transformers.models import ADAPTERS
+from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 
 # peft's option: the adapter of each row.
 ADAPTER_NAMES = "adapter_names"
@@ -122,3 +124,25 @@ def without_hooks_left(model: Any, options: Mapping[str, Any]) -> Iterator[None]
 
 def _row_hooks(model: Any) -> set[tuple[nn.Module, int]]:
     return {(module, number) for module in modules_of(model) for number in library_code.row_hooks(module)}
+
+
+class Served:
+    """The adapters that requests have had, in the order in which they came first."""
+
+    def __init__(self) -> None:
+        self._names: list[str | None] = []
+
+    def beside(self, adapter: str | None) -> Adapters:
+        """Those of a step that serves this one: those that came first with it, as many as a step may have.
+
+        A step is recorded for these, and not for each mixture that there may be. Requests without one of their own have
+        no others beside them, unless there are such in slots.
+        """
+        if adapter not in self._names:
+            self._names.append(adapter)
+        begin = self._names.index(adapter) // MOST_ADAPTERS * MOST_ADAPTERS
+        return ACTIVE if adapter is None else tuple(self._names[begin : begin + MOST_ADAPTERS])
+
+    def clear(self) -> None:
+        """The model has changed."""
+        self._names.clear()

@@ -27,11 +27,10 @@ from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS, Kind
+from fastgen.optimizer.transformers.captured.kind import Kind
 from fastgen.optimizer.transformers.captured.pays import is_repeatable
 from fastgen.optimizer.transformers.captured.slots import Slot, Slots
 from fastgen.optimizer.transformers.entering import entering
-from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 
 # Steps of so many kinds run in turn. A request of another kind is a static batch while there are as many.
 MOST_IN_USE = 8
@@ -79,7 +78,7 @@ class ContinuousBatches:
         self._declined = dict[Hashable, int]()  # how many requests could not enter, by prefill group
         self._is_for_itself = False  # the latest that could not says nothing of others
         self._state: Any = None  # of the model that requests in slots have entered with
-        self._adapters: list[str | None] = []  # of its requests, in the order in which they came first
+        self._adapters = adapters.Served()
         self.reset()
 
     def reset(self) -> None:
@@ -303,7 +302,7 @@ class ContinuousBatches:
         """Has the inputs of a call enter. Raises CannotBeCaptured if they cannot."""
         if len(batch) > 1 and decoding.shared_processors is None:
             raise CannotBeCaptured("processors that are those of a call of its own")
-        kind = Kind.of(decoding).beside(self._adapters_with(batch[0].adapter))
+        kind = Kind.of(decoding).beside(self._adapters.beside(batch[0].adapter))
         step = next((each for each in self._in_use if each.serves(kind)), None)
         if step is None and len(self._in_use) >= MOST_IN_USE:
             raise CannotBeCaptured("steps of many kinds")
@@ -337,17 +336,6 @@ class ContinuousBatches:
             self._is_for_itself = isinstance(error, OfThisCall)
             self._withdraw(entered, error)
             raise
-
-    def _adapters_with(self, adapter: str | None) -> Adapters:
-        """The adapters of a step that serves this one: those that came first with it, as many as it may have.
-
-        A step is recorded for these, and not for each mixture that there may be. Requests without one of their own have
-        no others beside them, unless there are such in slots.
-        """
-        if adapter not in self._adapters:
-            self._adapters.append(adapter)
-        begin = self._adapters.index(adapter) // MOST_ADAPTERS * MOST_ADAPTERS
-        return ACTIVE if adapter is None else tuple(self._adapters[begin : begin + MOST_ADAPTERS])
 
     def _withdraw(self, entered: list[Slot], error: BaseException) -> None:
         """Requests leave whose call has failed. Those fail with it that have streamed: no token is to come twice."""

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from fastgen import releases
 from fastgen_serve.api import openai_answers as answers
 from fastgen_serve.api import prompts, tools
+from fastgen_serve.api.messages_schema import Message
 from fastgen_serve.api.openai_choices import Choices, Piece, Writer
 from fastgen_serve.api.openai_decoding import Decoding, decoding, make_job, named_by
 from fastgen_serve.api.openai_schema import (
@@ -30,7 +31,6 @@ from fastgen_serve.api.openai_schema import (
     Cutting,
     EmbeddingRequest,
     Generation,
-    Message,
 )
 from fastgen_serve.api.schema import as_list, error_responses
 from fastgen_serve.concurrency import ClosedStream

@@ -12,11 +12,13 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fastgen_serve.api import tools_schema
-from fastgen_serve.api.schema import Body, Inputs, ModelName, Text, TokenId, Unused, at_most, described, off, unused
-from fastgen_serve.api.tools_schema import ANY_OBJECT, MOST_TOOLS, ChosenTool, JsonObject, Tool, ToolCall
+from fastgen_serve.api.forms_schema import ResponseFormat, StructuredOutputs
+from fastgen_serve.api.messages_schema import Message, Templating
+from fastgen_serve.api.schema import Body, Inputs, ModelName, Text, TokenId, Unused, described, off
+from fastgen_serve.api.tools_schema import ChosenTool, Tool
 from fastgen_serve.errors import BadRequest
 
-_STOPS, _STOP_LENGTH, _VARIABLES = 16, 256, 64
+_STOPS, _STOP_LENGTH = 16, 256
 MOST_LOGPROBS = 20
 Probability = Annotated[float, Field(gt=0, le=1)]
 # Numbers beyond these leave no probability that a float32 can hold.
@@ -63,70 +65,6 @@ class Cutting(Body):
     def special(self) -> bool:
         """Whether special tokens are added; where a request must not say so, they are."""
         return self.add_special_tokens is not False
-
-
-class NamedSchema(Body):
-    """The schema of a result, as OpenAI's clients send it."""
-
-    name: Text | None = Field(default=None, description="Accepted, and not used.")
-    description: Text | None = Field(default=None, description="Accepted, and not used.")
-    schema_: JsonObject | None = Field(default=None, alias="schema", description="By default, of any object.")
-    strict: bool | None = Field(default=None, description="Accepted: results always have the schema.")
-
-    def as_form(self) -> dict[str, Any]:
-        """What `fastgen.Grammar` makes of it."""
-        return {"json_schema": ANY_OBJECT if self.schema_ is None else self.schema_}
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") is (self.json_schema is None):
-            raise PydanticCustomError("schema", "is of type json_schema, and has one, or neither of both")
-        return self
-
-    @property
-    def form(self) -> dict[str, Any] | None:
-        """What `fastgen.Grammar` makes of it; None for any text."""
-        return None if self.type == "text" else (self.json_schema or NamedSchema()).as_form()
-
-
-class StructuredOutputs(Body):
-    """The form of a result, as vLLM has it."""
-
-    json_: Annotated[JsonObject | Text, described("is no JSON schema, as an object or text")] | None = Field(
-        default=None, alias="json", description="A JSON schema."
-    )
-    regex: Text | None = Field(default=None, description="In the syntax of Rust's crate regex.")
-    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = None
-    grammar: Text | None = Field(default=None, description="In the syntax of Lark, or of llama.cpp (GBNF).")
-    json_object: bool | None = None
-
-    disable_fallback: Any = off(False, True)
-    disable_any_whitespace: Any = off(False)
-    disable_additional_properties: Any = off(False)
-    whitespace_pattern: Any = off()
-    structural_tag: Any = off()
-
-    @model_validator(mode="after")
-    def _is_one(self) -> StructuredOutputs:
-        if len(self._given) != 1:
-            raise PydanticCustomError("one_form", "has several forms, or none: give json, regex, choice or grammar")
-        return self
-
-    @property
-    def _given(self) -> list[tuple[str, Any]]:
-        given = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
-        found = [(kind, form) for kind, form in given.items() if form is not None]
-        return [*found, *([("json_schema", ANY_OBJECT)] if self.json_object else [])]
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """What `fastgen.Grammar` makes of it."""
-        return dict(self._given)
 
 
 class Generation(Cutting):
@@ -299,130 +237,6 @@ class CompletionRequest(Generation):
     @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
-
-
-class ContentPart(Body):
-    type: Literal["text"]
-    text: Text
-
-
-Detail = Annotated[Literal["auto", "low", "high", "original"] | None, unused()]
-
-
-class ImageUrl(Body):
-    url: Text = Field(description="A data: URI, such as data:image/png;base64,... Nothing is fetched.")
-    detail: Detail = None
-
-
-class ImagePart(Body):
-    type: Literal["image_url"]
-    image_url: Text | ImageUrl = Field(description="The same URI, or an object with it.")
-
-    @property
-    def url(self) -> str:
-        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
-
-
-# What a template reads besides, where a message has it.
-_OF_MESSAGES = ("name", "tool_call_id", "reasoning_content")
-
-
-class Message(Body):
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
-        default=None, description="Of an earlier answer."
-    )
-    tool_call_id: Text | None = Field(default=None, description="The call whose result a message of a tool is.")
-    function_call: Any = off()
-    content: Annotated[
-        Text | Annotated[list[ContentPart | ImagePart], Field(min_length=1, fail_fast=True)],
-        described(
-            "is no text, and no list of parts {'type': 'text', 'text': ...} or {'type': 'image_url', 'image_url': "
-            "{'url': 'data:...'}}: other parts are not supported"
-        ),
-    ]
-    name: Text | None = None
-
-    refusal: Any = off()
-    audio: Any = off()
-    parsed: Any = Field(default=None, description="Accepted, and not used: OpenAI's client has it.")
-    annotations: Any = off([])
-    reasoning_content: Text | None = Field(
-        default=None, description="Of an earlier answer, for templates that read it."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _may_have_calls_alone(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("tool_calls") and fields.get("content") is None:
-            return {**fields, "content": ""}
-        return fields
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Message:
-        if (self.role == "tool") is (self.tool_call_id is None):
-            raise PydanticCustomError("tool", "is of the role tool, and has a tool_call_id, or neither of both")
-        if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("calls", "has tool_calls, which only an assistant has")
-        return self
-
-    @property
-    def images(self) -> list[str]:
-        """The URIs of its images."""
-        return (
-            [] if isinstance(self.content, str) else [part.url for part in self.content if isinstance(part, ImagePart)]
-        )
-
-    def as_template_reads(self) -> dict[str, Any]:
-        """Role, content as one text, or as parts if there are images, and the name if there is one."""
-        content: str | list[dict[str, str]]
-        if isinstance(self.content, str):
-            content = self.content
-        elif self.images:
-            content = [
-                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-                for part in self.content
-            ]
-        else:
-            content = "\n".join(part.text for part in self.content if isinstance(part, ContentPart))
-        more: dict[str, Any] = {name: value for name in _OF_MESSAGES if (value := getattr(self, name)) is not None}
-        if self.tool_calls:
-            more["tool_calls"] = [call.as_template_reads() for call in self.tool_calls]
-        return {"role": self.role, "content": content, **more}
-
-
-TemplateVariable = Annotated[bool | int | float | Text | None, described("is no text, number, true, false or null")]
-
-
-class Templating(Body):
-    """How the model's chat template writes a conversation."""
-
-    add_generation_prompt: bool = Field(
-        default=True, description="The template's beginning of an answer ends the prompt."
-    )
-    continue_final_message: bool = Field(default=False, description="The last message is left open, and continued.")
-    chat_template_kwargs: Annotated[dict[Text, TemplateVariable], at_most(_VARIABLES)] | None = Field(
-        default=None, description="Variables that the model's chat template reads, such as enable_thinking."
-    )
-
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
-        default=None, description="Functions that the model may call."
-    )
-    chat_template: Any = off()
-    documents: Any = off([])
-
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """Those that the model is told of."""
-        return self.tools or []
-
-    @model_validator(mode="after")
-    def _continues_or_starts(self) -> Templating:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise BadRequest(
-                "continue_final_message: give add_generation_prompt=false with it", param="continue_final_message"
-            )
-        return self
 
 
 class Conversation(Templating, Generation):

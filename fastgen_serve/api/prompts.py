@@ -17,7 +17,8 @@ from fastgen.pipeline.chats import with_parts
 from fastgen.pipeline.encoding.loading import lowered
 from fastgen.pipeline.errors import one_line
 from fastgen_serve import images
-from fastgen_serve.api.openai_schema import Cutting, Message, Templating
+from fastgen_serve.api.messages_schema import Message, Templating
+from fastgen_serve.api.openai_schema import Cutting
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
 from fastgen_serve.settings import ServeSettings

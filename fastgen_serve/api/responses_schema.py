@@ -7,18 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, WrapValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from fastgen_serve.api.forms_schema import NamedSchema
+from fastgen_serve.api.messages_schema import ContentPart, Detail, ImagePart, Message
 from fastgen_serve.api.openai_answers import TokenLogprobs
-from fastgen_serve.api.openai_schema import (
-    MOST_LOGPROBS,
-    ContentPart,
-    Conversation,
-    Count,
-    Detail,
-    ImagePart,
-    Message,
-    NamedSchema,
-    StreamOptions,
-)
+from fastgen_serve.api.openai_schema import MOST_LOGPROBS, Conversation, Count, StreamOptions
 from fastgen_serve.api.schema import Body, Text, Unused, at_most, described, encodable, off, unused
 from fastgen_serve.api.tools_schema import Arguments, CalledFunction, ToolCall
 from fastgen_serve.errors import BadRequest

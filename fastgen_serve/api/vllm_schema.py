@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from fastgen_serve.api.messages_schema import Message, Templating
 from fastgen_serve.api.openai_answers import EmbeddingUsage
-from fastgen_serve.api.openai_schema import Cutting, Message, Templating
+from fastgen_serve.api.openai_schema import Cutting
 from fastgen_serve.api.schema import Body, Inputs, ModelName, Text, Texts, TokenId, Unused, described, off
 from fastgen_serve.errors import BadRequest
 
