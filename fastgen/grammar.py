@@ -37,6 +37,8 @@ class Grammar:
         regex: results match all of it, in the syntax of Rust's crate regex.
         choice: results are one of these texts.
         grammar: in the syntax of Lark, or of llama.cpp (GBNF).
+        unless: what begins with this text is a result, too, whatever follows: as models write calls of tools. With
+            `json_schema` only.
 
     Raises:
         ImportError: llguidance is not installed.
@@ -59,12 +61,17 @@ class Grammar:
         regex: str | None = None,
         choice: Sequence[str] | None = None,
         grammar: str | None = None,
+        unless: str | None = None,
     ) -> None:
         given = dict(zip(KINDS, (json_schema, regex, choice, grammar), strict=True))
         kinds = [kind for kind, form in given.items() if form is not None]
         if len(kinds) != 1:
             raise ValueError(f"give one of {', '.join(KINDS)}: {len(kinds)} are given")
         text = _written(kinds[0], given[kinds[0]])
+        if unless is not None:
+            if json_schema is None or not unless:
+                raise ValueError("unless is a text beside a json_schema")
+            text = _unless(tokenizer, unless, _schema_of(json_schema))
         eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         trie = _trie_of(tokenizer, (eos,) if isinstance(eos, int) else tuple(eos or ()))
         self._begin = _Form(_llguidance().LLMatcher(trie, text, log_level=0))
@@ -90,23 +97,30 @@ def _written(kind: str, form: Any) -> str:
             raise ValueError("choice is no list of texts with a character each at least")
         form = json.dumps(list(form))
     elif kind == "json_schema":
-        form = form.model_json_schema() if hasattr(form, "model_json_schema") else form
-        schema = _read(form) if isinstance(form, str) else form
-        try:
-            form = json.dumps({**_ON_ONE_LINE, **schema} if isinstance(schema, dict) else schema)
-        except (TypeError, RecursionError) as error:
-            raise ValueError(f"json_schema is no JSON: {error}") from error
+        form = _schema_of(form)
     elif not isinstance(form, str):
         raise ValueError(f"{kind} is no text")
     text: str = _llguidance().grammar_from(kind, form)
     return text
 
 
-def _read(schema: str) -> Any:
+def _schema_of(form: Any) -> str:
+    """A schema as JSON. ValueError: it is none."""
+    form = form.model_json_schema() if hasattr(form, "model_json_schema") else form
     try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
+        schema = json.loads(form) if isinstance(form, str) else form
+        return json.dumps({**_ON_ONE_LINE, **schema} if isinstance(schema, dict) else schema)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"json_schema is no JSON: {error}") from error
+
+
+def _unless(tokenizer: Any, begin: str, schema: str) -> str:
+    """A grammar of JSON of a schema, and of any text that begins so: maybe with a special token."""
+    special = {each.content: number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
+    token = max((each for each in special if begin.startswith(each)), key=len, default="")
+    parts = [f"<[{special[token]}]>"] if token else []
+    parts += [json.dumps(begin[len(token) :])] if begin != token else []
+    return f"start: form | other\nform: %json {schema}\nother: {' '.join(parts)} <[*]>*\n"
 
 
 def _malformed(said: str) -> str:

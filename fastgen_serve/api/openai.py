@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -264,17 +264,9 @@ async def conversation_run(body: Conversation, messages: Sequence[Message], requ
         inputs = prompts.chat_inputs(model, given, body, body, body.limit or 1, language=body.src_lang)
         tokens, more = await inputs
     limit = _new_tokens(model, body, len(tokens), settings.max_tokens, param)
-    return _make_run(request, model, body, how, [tokens], [limit], more, _answer(model, body, tokens))
-
-
-def _answer(model: ServedModel, body: Conversation, prompt: tuple[int, ...]) -> Callable[[], tools.Answer] | None:
-    """What makes what reads the answers of a conversation with tools; None where answers are text."""
-    if not body.usable_tools:
-        return None
-    tools.check_template(model.tokenizer, needs_parser=not body.must_call)
-    if body.must_call:
-        return partial(tools.ForcedAnswer, body.chosen_name)
-    return partial(tools.FreeAnswer, model.tokenizer, model.tokenizer.decode(prompt), body.usable_tools)
+    answer = tools.answer_of(model.tokenizer, body, tokens)
+    run = _make_run(request, model, body, how, [tokens], [limit], more, answer)
+    return replace(run, jobs=[tools.with_calls(model.tokenizer, body, job) for job in run.jobs])
 
 
 @router.post("/v1/completions", response_model=answers.Completion, response_model_exclude_unset=True, responses=STREAM)

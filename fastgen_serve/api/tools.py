@@ -10,18 +10,21 @@ import contextlib
 import json
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
+from fastgen_serve.api.openai_schema import Conversation
 from fastgen_serve.api.tools_schema import Tool
 from fastgen_serve.errors import BadRequest
+from fastgen_serve.jobs import Generate
 
 _Parser: Any = None  # in older releases: calls that must be are read without it
 with contextlib.suppress(ImportError):
     from transformers.utils.chat_parsing import ResponseParser as _Parser
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+_PYTHON = "<|python_tag|>"  # Llama 3 may put it in front of a call
 # What calls look like, in the words of that parser, by the marks of a chat template: the first that has them all.
 _FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (  # Qwen3-Coder, Qwen3.5
@@ -71,7 +74,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         {"open_pattern": r"\s*\[TOOL_CALLS\]", "content": "json", "transform": _CALL, "transform_each": True},
     ),
     (  # Llama 3: a call is the whole answer
-        ("<|python_tag|>", '"parameters"'),
+        (_PYTHON, '"parameters"'),
         {
             "open_pattern": r"\A\s*(?:<\|python_tag\|>)?(?=\{)",
             "content": "json",
@@ -149,6 +152,15 @@ def _template_of(tokenizer: Any) -> dict[str, Any] | None:
     thinks = {"reasoning_content": {"open": _THINK, "close": "</think>", "content": "text"}} if _THINK in text else {}
     fields = {**thinks, "tool_calls": calls, "content": {"content": "text"}}
     return {"start_anchor_pattern": r"\A", "fields": fields}
+
+
+def mark_of_calls(tokenizer: Any) -> str | None:
+    """What the calls of a model begin with; None where they begin as other answers may, or nobody knows."""
+    template = _template_of(tokenizer) or {}
+    own = template.get("fields", {}).get("tool_calls", {})
+    if isinstance(own.get("open"), str):
+        return str(own["open"])
+    return next((marks[0] for marks, calls in _FORMATS if calls is own and marks[0] != _PYTHON), None)
 
 
 class FreeAnswer:
@@ -245,3 +257,24 @@ class ForcedAnswer:
 
 
 Answer = FreeAnswer | ForcedAnswer
+
+
+def answer_of(tokenizer: Any, body: Conversation, prompt: tuple[int, ...]) -> Callable[[], Answer] | None:
+    """What makes what reads the answers of a conversation with tools; None where answers are text.
+
+    Raises:
+        BadRequest: the model is told of no tools, or nobody knows how it calls them.
+    """
+    if not body.usable_tools:
+        return None
+    check_template(tokenizer, needs_parser=not body.must_call)
+    if body.must_call:
+        return partial(ForcedAnswer, body.chosen_name)
+    return partial(FreeAnswer, tokenizer, tokenizer.decode(prompt), body.usable_tools)
+
+
+def with_calls(tokenizer: Any, body: Conversation, job: Generate) -> Generate:
+    """A job whose results may be calls, too, where the model decides and the others are JSON of a schema."""
+    form = None if body.must_call or not body.usable_tools else job.form
+    mark = mark_of_calls(tokenizer) if form is not None and "json_schema" in form else None
+    return job if form is None or mark is None else replace(job, form={**form, "unless": mark})

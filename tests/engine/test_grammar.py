@@ -160,6 +160,26 @@ def test_json_is_on_one_line(gpt2: tuple[Any, Any]) -> None:
     assert space not in _allowed(Grammar(gpt2[1], json_schema=json.dumps(SCHEMA)), 2500, begin)
 
 
+def test_other_results_by_their_beginning(gpt2: tuple[Any, Any]) -> None:
+    """A result is JSON, or begins so: with a text, or a special token, and then any."""
+    tokenizer, size = AutoTokenizer.from_pretrained(MODELS / "kjv-gpt2"), 2600
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
+    special = tokenizer.convert_tokens_to_ids("<|call|>")
+    brace, less, eos = *tokenizer.convert_tokens_to_ids(["{", "<"]), tokenizer.eos_token_id
+    for unless, first, then in ("<<", less, less), ("<|call|><", special, less), ("<|call|>", special, None):
+        form = Grammar(tokenizer, json_schema=SCHEMA, unless=unless)
+        begin = _allowed(form, size)
+        assert first in begin and set(begin) <= {first, brace, *range(4, size)} and eos not in begin
+        if then is not None:
+            assert _allowed(form, size, first) == [then]
+        behind = _allowed(form, size, *([first] if then is None else [first, then]))
+        assert {eos, special, 17, 900} <= set(behind)
+        assert special not in _allowed(form, size, brace)
+    for given in {"unless": "a", "regex": "a"}, {"unless": "", "json_schema": {}}:
+        with pytest.raises(ValueError, match="unless is a text beside a json_schema"):
+            Grammar(tokenizer, **given)
+
+
 def test_blocked_repetition(gpt2: tuple[Any, Any]) -> None:
     grammar = Grammar(gpt2[1], regex="(ab){9}")
     for options in OPTIONS["greedy"], OPTIONS["beams"] | {"num_return_sequences": 1}, OPTIONS["drawn"]:

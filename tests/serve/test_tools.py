@@ -16,6 +16,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+import fastgen
 from fastgen_serve.api import tools
 from fastgen_serve.api.tools_schema import Function, Tool, form_of_calls
 from fastgen_serve.app import create_app
@@ -324,6 +325,30 @@ def test_streams_of_responses(client: OpenAI, text: str) -> None:
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert deltas == whole.output_text
     assert len(whole.output) == text.count("<tool_call>") + (not text.startswith("<tool_call>"))
+
+
+def test_a_form_of_answers_that_are_no_calls(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model may call, or answer in the form; here it is made to want to call."""
+    schema = {
+        "type": "object",
+        "properties": {"dry": {"type": "boolean"}},
+        "required": ["dry"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    (answer,) = ask(client, response_format=form, tool_choice="auto", temperature=0).choices
+    assert answer.finish_reason in ("stop", "length") and (answer.message.tool_calls or answer.message.content)
+    begin = fastgen.Grammar.__init__
+
+    def wants(self: Any, tokenizer: Any, eos: Any = None, **given: Any) -> None:
+        assert given == {"json_schema": schema, "unless": "<tool_call>"}
+        begin(self, tokenizer, eos, choice=[CALL])
+
+    schema["required"] = ["dry"]  # another one, which is not kept
+    with monkeypatch.context() as patch:
+        patch.setattr(fastgen.Grammar, "__init__", wants)
+        (answer,) = ask(client, response_format=form).choices
+    assert answer.message.tool_calls[0].function.name == "weather" and answer.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(
