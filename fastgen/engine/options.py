@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
 from fastgen.engine import adapters
-from fastgen.engine.requests import Request, inputs_of, is_form, is_of_the_engine, row_of
+from fastgen.engine.requests import Request, inputs_of, is_form, is_of_the_engine, row_of, with_own_forms
 from fastgen.optimizer.transformers.models import text_config
 
 # Arguments of `generate` that no generation config has.
@@ -77,6 +77,8 @@ def make(
         raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
     if generation_config is not None:
         options["generation_config"] = copy.deepcopy(generation_config)
+    if options.get("logits_processor") is not None:
+        options["logits_processor"] = with_own_forms(options["logits_processor"])
     made = Request(given, options, _index("seed", seed, _SEEDS))
     made.alone = adapters.alone_for_adapters(outer)
     if has_own_generate(model):

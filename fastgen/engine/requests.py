@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
@@ -152,6 +153,13 @@ def is_of_the_engine(name: str, value: Any) -> bool:
 def is_form(processors: Any) -> bool:
     """Whether processors of a request are the form of its result alone."""
     return processors is not None and len(processors) == 1 and type(processors[0]) is FormProcessor
+
+
+def with_own_forms(processors: Any) -> Any:
+    """These, where each form knows this request's sequences alone: others may be given the same objects."""
+    if type(processors) not in (list, tuple, LogitsProcessorList):
+        return processors
+    return type(processors)(each.anew() if type(each) is FormProcessor else each for each in processors)
 
 
 def inputs_of(model: Any, inputs: Any) -> dict[str, Any]:

@@ -269,6 +269,37 @@ def test_in_slots(
         assert executor.counts["batches"] < len(requests)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_others_force_in_slots(gpt2: tuple[Any, Any], first: int) -> None:
+    """A step has a mask of its own for forms behind what bans and forces: each request is in that of its call."""
+    model, tokenizer = gpt2
+    form = Grammar(tokenizer, regex="[0-9]{9}")
+    given: list[dict[str, Any]] = [{}, {"min_new_tokens": 20}, {"forced_bos_token_id": 20}, {"repetition_penalty": 1.3}]
+    given, ids = given[first:] + given[:first], tokenizer(TEXT)["input_ids"]
+    options = {"max_new_tokens": 30, "num_beams": 1, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0}
+    executor = ContinuousBatches(model, 4)
+    requests = [make(model, ids, None, options | own | _with(form), None, 4) for own in given]
+    run(executor, requests, 4)
+    assert executor.counts["steps"] < 2 * 13, "they share them"
+    for own, request in zip(given, requests, strict=True):
+        expected = model.generate(torch.tensor([ids]), **options | own | _with(form))
+        assert torch.equal(request.future.result(60), expected), own
+
+
+@pytest.mark.parametrize("captured", ["auto", "never"])
+def test_one_processor_for_all(gpt2: tuple[Any, Any], captured: str) -> None:
+    """Each input begins the form, also where a batch has one processor, and whatever runs meanwhile."""
+    model, tokenizer = gpt2
+    form = Grammar(tokenizer, regex="[0-9]{3}|[a-z ]{9}")
+    inputs = [tokenizer(text)["input_ids"] for text in (TEXT, "the king", "thou", "and they went forth to go")]
+    options = {"max_new_tokens": 20, "do_sample": False}
+    with settings.changed(captured_step=captured):
+        found = model.generate_batch(inputs, **options, logits_processor=[form.processor()])
+    for ids, output in zip(inputs, found.values(), strict=True):
+        expected = model.generate(torch.tensor([ids]), **options, **_with(form))
+        assert output.generated_tokens == expected[0, len(ids) :].tolist()
+
+
 def test_static_batches(gpt2: tuple[Any, Any]) -> None:
     """Requests with forms of their own do not share one."""
     model, tokenizer = gpt2

@@ -77,7 +77,10 @@ class EnteringDecoding(Decoding):
         form = next((each for each in own_processors if type(each) is FormProcessor), None)
         if self.shared_processors is None:  # the host runs it with the others
             form = None
-        return Slot(owner, most, padding, results, host if is_seen else None, generator, self.streamer, form=form)
+        are_banned = form is not None and processors.Signed((FormMask, True)) in self._signed
+        own_host = host if is_seen else None
+        given = owner, most, padding, results, own_host, generator, self.streamer
+        return Slot(*given, form=form, are_banned=are_banned)
 
     def _windows_of_key(self) -> tuple[int | None, ...]:
         """Those of the model: others that enter may be longer."""

@@ -40,6 +40,10 @@ class FormProcessor(LogitsProcessor):
         self._prompt = self._longest = 0  # tokens of each at the beginning, and at the most, those of padding included
         self._forms: dict[bytes, Form] = {}  # of the sequences of the latest step
 
+    def anew(self) -> FormProcessor:
+        """One for another call, which may run at the same time."""
+        return FormProcessor(self._begin)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return restricted(scores, self.blocked(input_ids, scores.shape[1]).to(scores.device))
 
@@ -84,18 +88,18 @@ class FormMask(CapturedProcessor):
     """What may not come, of each row of a step with slots. `block` says it of an input; of the others it is nothing.
 
     Args:
-        are_banned: as of `restricted`.
+        are_banned: as of `restricted`. A step may have one mask of each kind: a call has its own.
     """
 
     is_of_any_rows, neutral = True, ()
 
     def __init__(self, bucket: Bucket, are_banned: bool) -> None:
         assert bucket.inputs is not None and bucket.vocabulary is not None, "slots have places"
-        self._per_input, self._are_banned = bucket.per_input, are_banned
+        self._per_input, self.are_banned = bucket.per_input, are_banned
         self._blocked = torch.zeros(bucket.inputs * bucket.per_input, bucket.vocabulary, dtype=torch.bool)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        return restricted(scores, self._blocked, self._are_banned)
+        return restricted(scores, self._blocked, self.are_banned)
 
     def block(self, form: FormProcessor, tokens: Tensor, target: int) -> None:
         """What may not come of an input, whose sequences are `tokens` [rows, length]."""

@@ -28,6 +28,7 @@ class Slot:
         streamer: gets each token, [1], as it comes.
         streams_prompt: the streamer gets the prompt here, and not from the call, which is one of several inputs.
         form: of its result, where that is data of the step.
+        are_banned: which of the step's masks has it (`FormMask`).
         error: what code of the user's has raised, or that there is nothing to draw from.
         certain_tokens: that it generates whatever the model says.
         entered: steps that had been made when it came.
@@ -45,6 +46,7 @@ class Slot:
     streamer: Any = None
     streams_prompt: bool = False
     form: FormProcessor | None = None
+    are_banned: bool = False
     error: BaseException | None = None
     place: int = field(default=-1, init=False)
     certain_tokens: int = field(default=0, init=False)

@@ -389,7 +389,8 @@ class Slots:
         """What may not come next of an input whose result has a form."""
         if slot.form is None or slot.error is not None:
             return
-        mask = next(each for each in choice.processors or () if isinstance(each, FormMask))
+        masks = (each for each in choice.processors or () if isinstance(each, FormMask))
+        mask = next(each for each in masks if each.are_banned == slot.are_banned)
         start, end = int(search.start[place, 0]), int(search.length[place, 0])
         tokens = search.running_sequences[place, :, start:end]
         slot.catch(partial(mask.block, slot.form, tokens, place))
