@@ -195,10 +195,11 @@ def test_tokens_that_are_added_later() -> None:
     assert size in _allowed(Grammar(tokenizer, regex="verily.*"), 3000)
 
 
-def test_a_processor_that_is_used_again(gpt2: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("form", [{"json_schema": SCHEMA}, {"regex": "[a-z ]{60}"}], ids=["json", "regex"])
+def test_a_processor_that_is_used_again(gpt2: tuple[Any, Any], form: dict[str, Any]) -> None:
     """A call begins anew, be it repeated or another one; sequences are known by their tokens, in whatever row."""
     model, tokenizer = gpt2
-    grammar = Grammar(tokenizer, json_schema=SCHEMA)
+    grammar = Grammar(tokenizer, **form)
     processor = grammar.processor()
     for texts in ["thou"], ["thou"], ["and he said unto him", "the king"], ["thou"], ["thou"], [TEXT * 9]:
         inputs = tokenizer(texts, return_tensors="pt", padding=True)

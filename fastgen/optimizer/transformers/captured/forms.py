@@ -38,6 +38,7 @@ class FormProcessor(LogitsProcessor):
     def __init__(self, begin: Form) -> None:
         self._begin = begin
         self._prompt = self._longest = 0  # tokens of each at the beginning, and at the most, those of padding included
+        self._prompts: set[bytes] = set()
         self._forms: dict[bytes, Form] = {}  # of the sequences of the latest step
 
     def anew(self) -> FormProcessor:
@@ -50,11 +51,16 @@ class FormProcessor(LogitsProcessor):
     def blocked(self, tokens: Tensor, size: int) -> Tensor:
         """[rows, size], bool, on the CPU: what may not come behind tokens [rows, length]."""
         rows, length = [row.tobytes() for row in tokens.cpu().numpy()], tokens.shape[1]
-        if not self._prompt < length <= self._longest + 1:  # a draft may be given up, but no step is left out
-            self._prompt = self._longest = length
+        # A draft may be given up, but no step is left out.
+        if not (self._prompt < length <= self._longest + 1 and self._knows(rows, tokens.itemsize)):
+            self._prompt, self._longest, self._prompts = length, length, set(rows)
         self._longest = max(self._longest, length)
         self._forms = {key: self._form(key, tokens[row]) for row, key in enumerate(rows) if rows.index(key) == row}
         return torch.stack([self._forms[key].blocked(size) for key in rows])
+
+    def _knows(self, rows: list[bytes], itemsize: int) -> bool:
+        """Whether these go on from the prompts of the call."""
+        return all(row[: self._prompt * itemsize] in self._prompts for row in rows)
 
     def _form(self, key: bytes, tokens: Tensor) -> Form:
         before = self._forms.get(key[: -tokens.itemsize]) if len(tokens) > self._prompt else None
