@@ -142,9 +142,16 @@ def _template_of(tokenizer: Any) -> dict[str, Any] | None:
     """How answers of a model are written, as Transformers' parser reads it; None where nobody knows."""
     if _Parser is None:
         return None
-    own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
-    if own is not None:
-        return own
+    template: dict[str, Any] | None = getattr(tokenizer, "response_template", None) or _template_by_marks(tokenizer)
+    try:
+        _Parser(template, prefix="")
+    except ValueError:  # it has what this release does not know, or there is none
+        return None
+    return template
+
+
+def _template_by_marks(tokenizer: Any) -> dict[str, Any] | None:
+    """The same of a tokenizer that does not say it, by what is known of its chat template."""
     text = str(tokenizer.chat_template)
     calls = next((calls for marks, calls in _FORMATS if all(mark in text for mark in marks)), None)
     if calls is None:
