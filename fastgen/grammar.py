@@ -63,15 +63,16 @@ class Grammar:
         grammar: str | None = None,
         unless: str | None = None,
     ) -> None:
-        given = dict(zip(KINDS, (json_schema, regex, choice, grammar), strict=True))
-        kinds = [kind for kind, form in given.items() if form is not None]
-        if len(kinds) != 1:
-            raise ValueError(f"give one of {', '.join(KINDS)}: {len(kinds)} are given")
-        text = _written(kinds[0], given[kinds[0]])
-        if unless is not None:
-            if json_schema is None or not unless:
-                raise ValueError("unless is a text beside a json_schema")
+        forms = zip(KINDS, (json_schema, regex, choice, grammar), strict=True)
+        given = [(kind, form) for kind, form in forms if form is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of {', '.join(KINDS)}: {len(given)} are given")
+        if unless is None:
+            text = _written(*given[0])
+        elif unless and json_schema is not None:
             text = _unless(tokenizer, unless, _schema_of(json_schema))
+        else:
+            raise ValueError("unless is a text beside a json_schema")
         eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         trie = _trie_of(tokenizer, (eos,) if isinstance(eos, int) else tuple(eos or ()))
         self._begin = _Form(_llguidance().LLMatcher(trie, text, log_level=0))
@@ -157,10 +158,12 @@ def _trie_of(tokenizer: Any, eos: tuple[int, ...]) -> Any:
 
 def _begin_anywhere(described: Any) -> None:
     """Has a part of a tokenizer put no space before a text: a result goes on behind others."""
-    for part in described.values() if isinstance(described, dict) else described if isinstance(described, list) else ():
+    if isinstance(described, dict):
+        if "add_prefix_space" in described:
+            described["add_prefix_space"] = False
+        described = [*described.values()]
+    for part in described if isinstance(described, list) else ():
         _begin_anywhere(part)
-    if isinstance(described, dict) and "add_prefix_space" in described:
-        described["add_prefix_space"] = False
 
 
 class _Form:

@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fastgen_serve.api.schema import Body, Text, described, off
+from fastgen_serve.api.schema import Body, Text, Unused, described, off
 from fastgen_serve.api.tools_schema import ANY_OBJECT, JsonObject
 
 
 class NamedSchema(Body):
     """The schema of a result, as OpenAI's clients send it."""
 
-    name: Text | None = Field(default=None, description="Accepted, and not used.")
-    description: Text | None = Field(default=None, description="Accepted, and not used.")
+    name: Unused = None
+    description: Unused = None
     schema_: JsonObject | None = Field(default=None, alias="schema", description="By default, of any object.")
     strict: bool | None = Field(default=None, description="Accepted: results always have the schema.")
 

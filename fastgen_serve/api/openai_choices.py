@@ -100,12 +100,7 @@ class Choices:
         answer: makes what reads an answer that may have calls of tools; None where there are no tools.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        texts: Sequence[TextStream],
-        answer: Callable[[], Answer] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, texts: Sequence[TextStream], answer: Callable[[], Answer] | None = None) -> None:
         self._tokenizer = tokenizer
         self._choices = [_Choice(index, text, answer and answer()) for index, text in enumerate(texts)]
 
@@ -142,7 +137,7 @@ class Choices:
             choice.calls,
         )
         choice.calls += len(part.calls)
-        made.ends_in_calls = choice.calls > 0 and not (choice.answer is not None and choice.answer.is_named)
+        made.ends_in_calls = choice.answer is not None and choice.calls > 0 and not choice.answer.is_named
         choice.tokens.clear()
         choice.logprobs.clear()
         choice.is_first = False
@@ -169,20 +164,17 @@ class Writer:
         return made
 
     def message(self, piece: Piece) -> answers.ChatChoice:
-        has_calls, more = bool(piece.calls), self._more(piece)
-        content = None if has_calls and not piece.text else piece.text
-        message = answers.AnswerMessage(role="assistant", content=content, refusal=None, **more)
+        content = None if piece.calls and not piece.text else piece.text
+        message = answers.AnswerMessage(role="assistant", content=content, refusal=None, **self._more(piece))
         return answers.ChatChoice(message=message, logprobs=self._chat_logprobs(piece), **self._common(piece))
 
     def chunk(self, piece: Piece) -> answers.ChunkChoice:
         more = self._more(piece)
         for number, call in enumerate(more.get("tool_calls", ()), piece.first_call):
             call.index = number
-        delta = (
-            answers.DeltaMessage(**more)
-            if more and not piece.text
-            else answers.DeltaMessage(content=piece.text, **more)
-        )
+        if piece.text or not more:
+            more["content"] = piece.text
+        delta = answers.DeltaMessage(**more)
         return answers.ChunkChoice(delta=delta, logprobs=self._chat_logprobs(piece), **self._common(piece))
 
     def _more(self, piece: Piece) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class _Answer:
         self.text += piece.text
         self.logprobs += new
         for call in piece.calls:
-            name = f"fc_{uuid.uuid4().hex}"
-            made = OutputCall(id=name, status="completed", call_id=call.id, name=call.name, arguments=call.arguments)
+            item = f"fc_{uuid.uuid4().hex}"
+            made = OutputCall(id=item, status="completed", call_id=call.id, name=call.name, arguments=call.arguments)
             self.calls.append(made)
         return new
 
@@ -120,10 +120,9 @@ class _Answer:
     def _ends(self, last: Piece, usage: Usage) -> Iterator[str]:
         whole = self.finished(last, usage)
         if self.place is not None:
-            message = whole.output[self.place]
             yield self._of_part("output_text.done", text=self.text, logprobs=self.logprobs)
-            yield self._of_part("content_part.done", part=OutputText(text=self.text, logprobs=self.logprobs))
-            yield self._event("output_item.done", output_index=self.place, item=message)
+            yield self._of_part("content_part.done", part=self._content)
+            yield self._event("output_item.done", output_index=self.place, item=whole.output[self.place])
         yield self._event(whole.status, response=whole)
 
     def failed(self, error: ServeError) -> str:
@@ -135,8 +134,7 @@ class _Answer:
         status = "incomplete" if is_cut else "completed"
         output: list[OutputMessage | OutputCall] = [*self.calls]
         if self.place is not None:
-            text = OutputText(text=self.text, logprobs=self.logprobs)
-            output.insert(self.place, self._message(status, [text]))
+            output.insert(self.place, self._message(status, [self._content]))
         return self._response(
             status,
             incomplete_details=IncompleteDetails() if is_cut else None,
@@ -145,6 +143,10 @@ class _Answer:
                 input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens, total_tokens=usage.total_tokens
             ),
         )
+
+    @property
+    def _content(self) -> OutputText:
+        return OutputText(text=self.text, logprobs=self.logprobs)
 
     def _message(self, status: Any, content: list[OutputText]) -> OutputMessage:
         return OutputMessage(id=self.item, status=status, content=content)

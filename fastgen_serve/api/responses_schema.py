@@ -186,14 +186,18 @@ class ResponseRequest(Conversation):
     def _choice_as_in_a_chat(cls, value: Any) -> Any:
         return _nested(value)
 
+    @property
+    def _format(self) -> TextFormat:
+        """Of the text of an answer, as far as it says so here."""
+        return (self.text and self.text.format) or TextFormat(type="text")
+
     def _form(self) -> dict[str, Any] | None:
-        asked = None if self.must_call or self.text is None or self.text.format is None else self.text.format.form
+        asked = None if self.must_call else self._format.form
         return super()._form() if asked is None else asked
 
     @model_validator(mode="after")
     def _agree(self) -> ResponseRequest:
-        asked = None if self.text is None or self.text.format is None else self.text.format.form
-        if asked is not None and (self.structured_outputs or self.response_format):
+        if self._format.form is not None and (self.structured_outputs or self.response_format):
             raise BadRequest("text: a result has one form, leave structured_outputs and the like out", param="text")
         if self.top_logprobs is not None and not self.include:
             raise BadRequest(f'top_logprobs: give include=["{_LOGPROBS}"] with it', param="top_logprobs")
@@ -210,10 +214,7 @@ class ResponseRequest(Conversation):
     @property
     def text_answer(self) -> TextAnswer:
         """What the answer says of its form."""
-        asked = None if self.text is None else self.text.format
-        if asked is None:
-            return TextAnswer()
-        return TextAnswer(format=asked.model_dump(by_alias=True, exclude_none=True))
+        return TextAnswer(format=self._format.model_dump(by_alias=True, exclude_none=True))
 
     @property
     def tools_answer(self) -> dict[str, Any]:

@@ -207,13 +207,8 @@ class FreeAnswer:
             try:
                 for event in events():
                     self._take(event, part)
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-                RecursionError,
-            ):  # what looked like a call is none: it is text, as what follows
-                self._is_text = True
+            except (ValueError, KeyError, TypeError, RecursionError):
+                self._is_text = True  # what looked like a call is none: it is text, as what follows
         if self._is_text:
             part.content, self._read = part.content + self._raw[self._read :], len(self._raw)
         if not self._has_content:  # templates have lines between the parts of an answer

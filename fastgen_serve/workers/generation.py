@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,8 @@ class GenerationWorker:
         self, path: str, settings: ServeSettings, progress: Callable[[str], object] = lambda text: None
     ) -> None:
         self._model, self._tokenizer = read_generating(path, settings.dtype)
-        self._config, self._grammars = self._model.config, dict[str, fastgen.Grammar]()
+        self._config = self._model.config
+        self._grammar = lru_cache(maxsize=_GRAMMARS)(self._new_grammar)
         # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
         cache_gib = settings.cache_gib or cache_share(len(settings.models))
         self._engine = fastgen.Engine(
@@ -166,7 +167,7 @@ class GenerationWorker:
         if recorder is not None:
             processors.append(recorder)
         if job.form is not None:
-            processors.append(self._grammar(job).processor())
+            processors.append(self._grammar(json.dumps(job.form), tuple(sorted(self._eos(job)))).processor())
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)
         criteria: list[Any] = [] if ends.stops is None else [ends.stops]
@@ -183,18 +184,12 @@ class GenerationWorker:
             options["stopping_criteria"] = StoppingCriteriaList(criteria)
         return self._engine.submit(self._given(job), timeout=0, **options), recorder
 
-    def _grammar(self, job: Generate) -> fastgen.Grammar:
-        """That of a job. Raises BadRequest where there is no such, or the model's tokenizer has none."""
-        which = json.dumps([job.form, sorted(self._eos(job))])
-        found = self._grammars.pop(which, None)
+    def _new_grammar(self, form: str, eos: tuple[int, ...]) -> fastgen.Grammar:
+        """That of the form of a job, as JSON. BadRequest: there is no such, or the model's tokenizer has none."""
         try:
-            found = found or fastgen.Grammar(self._tokenizer, sorted(self._eos(job)), **(job.form or {}))
+            return fastgen.Grammar(self._tokenizer, eos, **json.loads(form))
         except ValueError as error:
             raise BadRequest(one_line(error), param="form") from error
-        self._grammars[which] = found
-        while len(self._grammars) > _GRAMMARS:
-            self._grammars.pop(next(iter(self._grammars)))
-        return found
 
     def _given(self, job: Generate) -> Any:
         """The input: tokens, or a mapping with what else the model reads, in its own type of numbers."""

@@ -74,13 +74,20 @@ class EnteringDecoding(Decoding):
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
         padding = 0 if length is None else self.prompt.tokens.shape[1] - length
         results = partial(_results, self._count, kept, self.config, self.output)
-        form = next((each for each in own_processors if type(each) is FormProcessor), None)
-        if self.shared_processors is None:  # the host runs it with the others
-            form = None
-        are_banned = form is not None and processors.Signed((FormMask, True)) in self._signed
-        own_host = host if is_seen else None
-        given = owner, most, padding, results, own_host, generator, self.streamer
-        return Slot(*given, form=form, are_banned=are_banned)
+        forms = [each for each in own_processors if type(each) is FormProcessor]
+        # Where the processors are none that inputs share, the host runs the form with the others.
+        form = forms[0] if forms and self.shared_processors is not None else None
+        return Slot(
+            owner,
+            most,
+            padding,
+            results,
+            host if is_seen else None,
+            generator,
+            self.streamer,
+            form=form,
+            are_banned=processors.Signed((FormMask, True)) in self._signed,
+        )
 
     def _windows_of_key(self) -> tuple[int | None, ...]:
         """Those of the model: others that enter may be longer."""

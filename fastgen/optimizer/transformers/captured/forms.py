@@ -55,7 +55,7 @@ class FormProcessor(LogitsProcessor):
         if not (self._prompt < length <= self._longest + 1 and self._knows(rows, tokens.itemsize)):
             self._prompt, self._longest, self._prompts = length, length, set(rows)
         self._longest = max(self._longest, length)
-        self._forms = {key: self._form(key, tokens[row]) for row, key in enumerate(rows) if rows.index(key) == row}
+        self._forms = {key: self._form(key, row) for key, row in dict(zip(rows, tokens, strict=True)).items()}
         return torch.stack([self._forms[key].blocked(size) for key in rows])
 
     def _knows(self, rows: list[bytes], itemsize: int) -> bool:
