@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastgen import counters
 
@@ -87,10 +88,27 @@ def define(
         return
     _DEFINED.add(name)
     _OPERATORS.define(schema, **options)
+    if "!" in schema and "!" not in schema.partition("->")[2]:
+        for key in ("Negative", "Conjugate"):
+            _OPERATORS.impl(name, functools.partial(_with_lazy_arguments, name), key)
     if reference is not None:
         _OPERATORS.impl(name, reference, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"fastgen::{name}", fake, lib=_OPERATORS)
+
+
+def _with_lazy_arguments(name: str, *args: Any, **named: Any) -> Any:
+    """What an operator does with views that negate or conjugate their numbers: it reads copies, and writes to none.
+
+    torch's own fallback copies the result to the view that is written to. It takes it for the result also where an
+    operator returns no such thing, and then reads, and releases, what was there before: of torch 2.15 a tensor.
+    """
+    operator = getattr(torch.ops.fastgen, name).default
+    for argument, arg in zip(operator._schema.arguments, args, strict=False):
+        if argument.is_write and any(x.is_neg() or x.is_conj() for x in tree_leaves(arg) if isinstance(x, Tensor)):
+            raise RuntimeError(f"{name}: {argument.name} is a view that negates or conjugates, which is not written to")
+    resolved = tree_map_only(Tensor, lambda x: x.resolve_conj().resolve_neg(), (args, named))
+    return operator(*resolved[0], **resolved[1])
 
 
 _with_kernel: set[tuple[str, str]] = set()  # what a library has once, it keeps

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from fastgen.decoding.kv.rows import StepState
-from fastgen.ops import _library, fingerprint
+from fastgen.ops import _library, fingerprint, sort_rows, thread_pool  # noqa: F401 (these define operators)
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops.linear import grouped, tune  # noqa: F401 (defines evict)
 from tests.ops.fuzz import __main__ as fuzzer
@@ -177,6 +178,21 @@ def test_numbers_that_are_not_aligned():
     x = torch.frombuffer(bytearray(41), dtype=torch.float32, offset=1, count=10)
     with pytest.raises(RuntimeError, match="not aligned"):
         fingerprint.fingerprint(x)
+
+
+@pytest.mark.parametrize("lazy", [lambda x: torch.complex(x, -x).conj().imag, lambda x: torch.complex(x, x).conj()])
+def test_views_that_negate_or_conjugate(lazy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """They are read, and not written to. torch's own way with them would write to memory that has been given back."""
+    out, written = torch.empty(1, 3), lazy(torch.rand(1, 3))
+    columns = torch.empty(1, 3, dtype=torch.int64)
+    x, weight = torch.tensor([[3.0, 1.0, 2.0]]), torch.rand(3, 3)
+    assert written.is_neg() or written.is_conj()
+    assert_refused(ops.sort_rows_out, {"values": written, "columns": columns, "x": x}, "values is a view that negates")
+    batch = {"out": [written, out], "x": x, "weight": [weight, weight], "bias": [None, None]}
+    assert_refused(ops.gemv_batch_out, batch, "out is a view that negates")
+    if written.is_neg():
+        ops.sort_rows_out(out, columns, lazy(x))
+        assert torch.equal(out, x.sort().values) and torch.equal(columns, x.argsort())
 
 
 def test_a_team_of_more_threads_than_a_process_has():
