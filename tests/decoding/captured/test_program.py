@@ -146,6 +146,7 @@ test_a_subclass_that_unwraps_itself = cases.test_a_subclass_that_unwraps_itself
 test_torch_says_that_it_captures = cases.test_torch_says_that_it_captures_to_the_thread_that_does
 test_memory_of_the_graph_lives_as_long_as_it = cases.test_memory_of_the_graph_lives_as_long_as_it
 test_refused = cases.test_refused
+test_a_number_written_to_elements = cases.test_a_number_written_to_elements
 test_permitted = cases.test_permitted
 
 
