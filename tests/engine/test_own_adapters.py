@@ -17,11 +17,9 @@ from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
+from tests.engine.adapters import FAMILIES, LONG, OPTIONS, adapted, alone, config_of, draw, peft
 from tests.engine.conftest import PROMPTS, WAIT, Gate, run
-from tests.engine.test_adapters import FAMILIES, LONG, OPTIONS, adapted, alone, config_of, draw
 from tests.equivalence.models import BY_NAME
-
-peft = pytest.importorskip("peft", reason="peft is not there")
 
 FAMILIES_AND_CONV1D = [*FAMILIES, "gpt2"]
 # None: a request without one of its own.
