@@ -120,7 +120,10 @@ def _run_for(connection: socket.socket, scripts: dict[str, str]) -> NoReturn:
         connection.sendall(f"{status if status >= 0 else 128 - status}\n".encode())
         os._exit(0)
     connection.close()
-    sys.exit(_run(request, streams, scripts))
+    try:
+        sys.exit(_run(request, streams, scripts))
+    finally:
+        gc.unfreeze()  # Triton's bindings print what is not freed in the end
 
 
 def _pass_on(lines: Iterable[str], program: int) -> None:
