@@ -73,10 +73,10 @@ _FLOATS: Mapping[Key, Row] = {
     (torch.float32, Layout.COLUMNS): ((1, "gemv"), (_REST, "gemm")),
     (torch.float32, Layout.PANELS): ((panels.MAX_ROWS, PANELS), (_REST, "gemm")),
 }
-_UPCAST: Row = ((16, "gemv"), (_REST, "upcast"))
+_UPCAST: Row = ((64, "gemv"), (_REST, "upcast"))
 _BF16, _FP16 = (torch.bfloat16, Layout.ROWS), (torch.float16, Layout.ROWS)
 # Where the processor multiplies bfloat16, torch's product of many rows does, too.
-_MULTIPLIED: Row = ((16, "gemv"), (_REST, TORCH))
+_MULTIPLIED: Row = ((64, "gemv"), (_REST, TORCH))
 _WITHOUT_GEMV: Row = ((8, TORCH), (_REST, "upcast"))
 TABLE: Mapping[Isa, Mapping[Key, Row]] = {
     Isa.PORTABLE: {},
@@ -88,8 +88,8 @@ TABLE: Mapping[Isa, Mapping[Key, Row]] = {
         # Fewer than 16 rows fill no tile, and take as long as 16.
         (torch.float32, Layout.ROWS): ((8, "gemv"), (15, "gemm"), (_REST, "bf16x3")),
         (torch.float32, Layout.PANELS): ((15, PANELS), (_REST, "bf16x3")),
-        _BF16: _MULTIPLIED,
-        _FP16: _UPCAST,
+        _BF16: ((16, "gemv"), (_REST, TORCH)),
+        _FP16: ((16, "gemv"), (_REST, "upcast")),
     },
 }
 

@@ -31,7 +31,7 @@ from fastgen.ops import _library
 from fastgen.ops.linear import fit, multiplied
 
 # More rows read each row of the weight from the cache too often.
-GEMV_MAX_ROWS = {torch.float32: 24, torch.bfloat16: 16, torch.float16: 16}
+GEMV_MAX_ROWS = {torch.float32: 24, torch.bfloat16: 64, torch.float16: 64}
 # The least that a profile of `python -m fastgen tune` may name; the table has 16, which fill a tile.
 BF16X3_MIN_ROWS = 8
 # Of the weight that is upcast at a time: bytes, and rows at least.

@@ -116,14 +116,15 @@ def test_float32_changes_its_bits_where_docs_precision_says(isa: Isa, m: int) ->
     assert choose.name_of(F32, Layout.PANELS, m, isa) == panel
 
 
-@pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 64, 1000])
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 64, 65, 1000])
 @pytest.mark.parametrize("isa", Isa)
 def test_half_precision_as_docs_precision_says(isa: Isa, m: int) -> None:
-    """With AVX-512 GEMV up to 16 rows, with AVX2 torch's product up to 8; beyond it weights are upcast."""
-    beyond = {Isa.PORTABLE: TORCH, Isa.AVX2: TORCH if m <= 8 else "upcast"}.get(isa, "gemv" if m <= 16 else "upcast")
+    """With AVX-512 GEMV up to 64 rows, with AMX 16, with AVX2 torch's product up to 8; beyond it weights are upcast."""
+    few = m <= (16 if isa is Isa.AMX else 64)
+    beyond = {Isa.PORTABLE: TORCH, Isa.AVX2: TORCH if m <= 8 else "upcast"}.get(isa, "gemv" if few else "upcast")
     has_bf16 = isa in (Isa.AVX512_BF16, Isa.AMX)
     assert choose.name_of(F16, Layout.ROWS, m, isa) == beyond
-    assert choose.name_of(BF16, Layout.ROWS, m, isa) == (TORCH if has_bf16 and m > 16 else beyond)
+    assert choose.name_of(BF16, Layout.ROWS, m, isa) == (TORCH if has_bf16 and not few else beyond)
     assert choose.name_of(F16, Layout.COLUMNS, m, isa) == choose.name_of(BF16, Layout.COLUMNS, m, isa) == TORCH
 
 
@@ -191,7 +192,7 @@ def test_where_torch_may_round_operands(precision: str, use: Callable[[Isa], Non
     use(Isa.AMX)
 
     def found() -> list[Kernel | None]:
-        sizes = ((F32, 4), (F32, 12), (F32, 40), (F16, 4), (F16, 40))
+        sizes = ((F32, 4), (F32, 12), (F32, 40), (F16, 4), (F16, 70))
         return [choose.kernel_for(torch.ones(m, 8, dtype=t), torch.ones(5, 8, dtype=t), None) for t, m in sizes]
 
     before = torch.get_float32_matmul_precision()

@@ -30,7 +30,7 @@ ROWS = (1, 2, 4, 8, 16)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The profile of this machine, which is not there yet; little is measured."""
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path / "new"))
-    for name, value in (("_ROWS", (1, 9, 30)), ("_SHAPES", ((32, 48), (48, 32))), ("_ROUNDS", 1), ("_BYTES", 2**14)):
+    for name, value in (("_ROWS", (1, 9, 70)), ("_SHAPES", ((32, 48), (48, 32))), ("_ROUNDS", 1), ("_BYTES", 2**14)):
         monkeypatch.setattr(tune, name, value)
     choose.forget()
     yield tmp_path / "new" / "linear.json"
@@ -138,11 +138,11 @@ def test_a_run_gives_the_profile_that_chooses(cache: Path, capsys: pytest.Captur
     assert choose.backend().startswith("a profile of this machine (")
     for name, row in profile.items():
         key = choose._key(name)
-        for m in (1, 2, 9, 10, 30, 1000):
+        for m in (1, 2, 9, 10, 70, 1000):
             assert choose.name_of(*key, m) == next(each for most, each in row if most is None or m <= most)
-        x, weight = torch.randn(30, 48).to(key[0]), torch.randn(32, 48).to(key[0])
+        x, weight = torch.randn(70, 48).to(key[0]), torch.randn(32, 48).to(key[0])
         weight = weight.t().contiguous().t() if key[1] is choose.Layout.COLUMNS else weight
-        for m in range(1, 31):  # it names none that does not serve
+        for m in range(1, 71):  # it names none that does not serve
             kernel = choose.kernel_for(x[:m], weight, None)
             assert kernel is None or kernel.multiply(x[:m], weight, None).shape == (m, 32)
     cache.unlink()
@@ -155,9 +155,9 @@ def test_every_kernel_that_serves_is_measured() -> None:
     for isa in (Isa.AVX2, choose.instruction_set()):
         for key, names in choose.SERVE.items():
             found = tune.measured(key, isa)
-            assert list(found) == [1, 9, 30]
+            assert list(found) == [1, 9, 70]
             expected = [name for name in names if name != "bf16x3" or isa is Isa.AMX]
-            assert list(found[1]) == expected and list(found[30]) == [name for name in expected if name != "gemv"]
+            assert list(found[1]) == expected and list(found[70]) == [name for name in expected if name != "gemv"]
 
 
 @needs_kernels
