@@ -154,10 +154,19 @@ def _layer_norm(
     return [Instruction(_LAYER, out, (x, *parts), (eps, 0.0))]
 
 
-def _kv_written(function: Any, out: Tensor, keys: Tensor, values: Tensor, *others: Tensor) -> list[Instruction] | None:
-    """A copy of K and one of V. None where rows have positions of their own: two copies of each row take longer."""
-    *caches, position = others
-    if position.numel() != 1 or not all(cache.shape[2] for cache in caches):
+def _kv_written(
+    function: Any,
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    row_map: Tensor | None = None,
+) -> list[Instruction] | None:
+    """A copy of K and one of V. None where rows have places of their own: two copies of each row take longer."""
+    caches = key_cache, value_cache
+    if position.numel() != 1 or row_map is not None or not all(cache.shape[2] for cache in caches):
         return None
     found: list[Instruction] = []
     for part, cache in zip((keys, values), caches, strict=True):

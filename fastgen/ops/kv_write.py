@@ -11,13 +11,21 @@ from torch import Tensor
 from fastgen.ops import _library, gpu
 
 
-def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
+def kv_write(
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    row_map: Tensor | None = None,
+) -> None:
     """`cache[row, :, position[row]] = new[row]` for K and V, with positions that a replayed graph can change.
 
     Args:
         keys, values: [rows, heads, dim] each; values may have another dim. The last dimension contiguous, as of all.
         key_cache, value_cache: [rows, heads, capacity, dim], of the same types.
         position: one integer on the device for all rows, or [rows]. Outside [0, capacity) nothing is written.
+        row_map: [rows], int64, on the CPU: the row of the cache that each row is written to; None: its own.
 
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
@@ -26,60 +34,83 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     fits = keys.dtype in gpu.KERNEL_TYPES and position.dtype == torch.int64
     if is_served and fits and key_cache.shape[:3] == value_cache.shape[:3]:
         try:  # it looks at its arguments itself, in less time than Python takes
-            torch.ops.fastgen.kv_write(keys, values, key_cache, value_cache, position)
+            torch.ops.fastgen.kv_write(keys, values, key_cache, value_cache, position, row_map)
         except RuntimeError:
-            _check(keys, values, key_cache, value_cache, position)
+            _check(keys, values, key_cache, value_cache, position, row_map)
             raise
         return
-    _check(keys, values, key_cache, value_cache, position)
-    if keys.dtype not in gpu.KERNEL_TYPES or not gpu.available(keys, values, key_cache, value_cache, position):
+    _check(keys, values, key_cache, value_cache, position, row_map)
+    on_gpu = row_map is None and gpu.available(keys, values, key_cache, value_cache, position)
+    if keys.dtype not in gpu.KERNEL_TYPES or not on_gpu:
         on_cpu = keys.device.type == "cpu" and _library.has_kernel("fastgen::kv_write")
         write = torch.ops.fastgen.kv_write if on_cpu and position.dtype == torch.int64 else reference
-        write(keys, values, key_cache, value_cache, position)
+        write(keys, values, key_cache, value_cache, position, row_map)
         return
-    from fastgen.ops.gpu import kv_write as on_gpu
+    from fastgen.ops.gpu import kv_write as kernel
 
-    on_gpu.launch(keys, values, key_cache, value_cache, position)
+    kernel.launch(keys, values, key_cache, value_cache, position)
 
 
-def _check(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
+def _check(
+    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, row_map: Tensor | None
+) -> None:
     require = _library.checks("kv_write", ValueError)
     is_one_or_each = position.numel() == 1 or position.shape == keys.shape[:1]
     require(is_one_or_each and not position.is_floating_point(), "position must be one integer, or one for each row")
     for new, cache in ((keys, key_cache), (values, value_cache)):
         require(new.dim() == 3 and cache.dim() == 4, "takes [rows, heads, dim] and [rows, heads, capacity, dim]")
-        fits = (*cache.shape[:2], cache.shape[3]) == new.shape and new.dtype == cache.dtype
+        rows = cache.shape[0] if row_map is None else new.shape[0]
+        fits = (rows, cache.shape[1], cache.shape[3]) == new.shape and new.dtype == cache.dtype
         require(fits, f"{tuple(new.shape)} {new.dtype} into a cache {tuple(cache.shape)} {cache.dtype}")
         is_contiguous = all(x.shape[-1] < 2 or x.stride(-1) == 1 for x in (new, cache))
         require(is_contiguous, "the last dimension must be contiguous")
-    same = key_cache.shape[2] == value_cache.shape[2] and keys.shape[:2] == values.shape[:2]
+    same = key_cache.shape[:3] == value_cache.shape[:3] and keys.shape[:2] == values.shape[:2]
     require(same, "keys and values of different shapes")
+    if row_map is not None:
+        fits = row_map.shape == keys.shape[:1] and row_map.dtype == torch.int64
+        require(fits, "the row map must be int64, one for each row")
+        stored = len(key_cache)
+        require(bool(((row_map >= 0) & (row_map < stored)).all()), f"the row map names a row that is none of {stored}")
 
 
-def undo(key_cache: Tensor, value_cache: Tensor, position: Tensor) -> Callable[[], None]:
+def undo(key_cache: Tensor, value_cache: Tensor, position: Tensor, row_map: Tensor | None = None) -> Callable[[], None]:
     """To be called before a write: the function that it returns puts back what was there. Copies no more than that."""
-    position = position.clone().reshape(-1)
-    rows, at = torch.arange(key_cache.shape[0]), position.long().clamp(0, max(key_cache.shape[2] - 1, 0))
+    position, row_map = position.clone().reshape(-1), None if row_map is None else row_map.clone()
+    at = position.long().clamp(0, max(key_cache.shape[2] - 1, 0))
     if not key_cache.shape[2]:
         return lambda: None
-    keys, values = (cache[rows.to(at.device), :, at] for cache in (key_cache, value_cache))
-    return lambda: kv_write(keys, values, key_cache, value_cache, position)
+    rows = torch.arange(key_cache.shape[0], device=at.device) if row_map is None else row_map
+    keys, values = (cache[rows, :, at] for cache in (key_cache, value_cache))
+    return lambda: kv_write(keys, values, key_cache, value_cache, position, row_map)
 
 
-def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
+def reference(
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    row_map: Tensor | None = None,
+) -> None:
     """The operator in plain torch, for any device and type."""
     capacity = key_cache.shape[2]
     if capacity == 0:
         return
     position = position.reshape(-1).long().expand(keys.shape[0])
-    at, rows = position.clamp(0, capacity - 1), torch.arange(keys.shape[0], device=keys.device)
-    is_inside = (at == position).view(-1, 1, 1)
+    at = position.clamp(0, capacity - 1)
+    if row_map is not None:  # two rows of one place of the cache: what is outside must not undo what is written
+        inside = at == position
+        for new, cache in ((keys, key_cache), (values, value_cache)):
+            cache[row_map[inside], :, at[inside]] = new[inside]
+        return
+    rows, is_inside = torch.arange(keys.shape[0], device=keys.device), (at == position).view(-1, 1, 1)
     for new, cache in ((keys, key_cache), (values, value_cache)):
         cache[rows, :, at] = torch.where(is_inside, new, cache[rows, :, at])
 
 
 backend = functools.partial(_library.backend, "fastgen::kv_write")
 _library.define(
-    "kv_write(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor position) -> ()"
+    "kv_write(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor position,"
+    " Tensor? row_map=None) -> ()"
 )
 OPERATOR = torch.ops.fastgen.kv_write.default

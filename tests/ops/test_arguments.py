@@ -128,11 +128,16 @@ def test_kv_write_with_more_rows_of_values_than_positions():
 
 
 def test_kv_write_into_a_cache_whose_rows_overlap():
-    """That is how rows of different lengths lie (decoding/kv/fixed.py): each at places of its own."""
     new, caches = torch.randn(2, 1, 4), torch.zeros(2, 1, 1, 3, 4)
-    ops.kv_write(new, new + 1, *caches.expand(2, 2, 1, 3, 4), torch.tensor([2, 0]))
-    for cache, wanted in zip(caches, (new, new + 1), strict=True):
-        assert torch.equal(cache[0, 0], torch.stack([wanted[1, 0], torch.zeros(4), wanted[0, 0]]))
+    args = dict(enumerate((new, new, *caches.expand(2, 2, 1, 3, 4), torch.tensor([2, 0]))))
+    assert_refused(ops.kv_write, args, "pass a copy")
+
+
+@pytest.mark.parametrize("row_map", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0]), torch.ones(2)])
+def test_kv_write_with_a_row_map_that_does_not_fit(row_map):
+    new, caches = torch.randn(2, 1, 4), torch.zeros(2, 3, 1, 3, 4)
+    args = dict(enumerate((new, new, *caches, torch.tensor([2, 0]), row_map)))
+    assert_refused(ops.kv_write, args, "row map")
 
 
 @pytest.mark.parametrize(("begin", "fits"), [(4, True), (8, True), (0, False), (1, False), (3, False)])

@@ -84,6 +84,18 @@ def test_positions(write, case):
         torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
 
 
+def test_rows_of_others(write):
+    operator, device = write
+    new = [torch.randn(4, 3, width, device=device) for width in (8, 5)]
+    caches = [torch.zeros(2, 3, 6, width, device=device) for width in (8, 5)]
+    row_map, position = (torch.tensor(each, device=device) for each in ([1, 0, 1, 1], [0, 2, 5, 9]))
+    operator(*new, *caches, position, row_map)
+    for cache, part in zip(caches, new, strict=True):
+        wanted = torch.zeros_like(cache)
+        wanted[1, :, 0], wanted[0, :, 2], wanted[1, :, 5] = part[0], part[1], part[2]
+        assert torch.equal(cache, wanted)
+
+
 def test_a_position_of_any_shape_and_one_source_for_all_rows(write):
     operator, device = write
     keys = torch.randn(1, 2, 4, device=device).expand(3, 2, 4)

@@ -68,6 +68,16 @@ struct OfRows {
   int64_t operator[](int64_t row) const { return data[row * stride]; }
 };
 
+// Which of `stored` rows each of `rows` means: a copy, as what is used must be what has been checked.
+inline std::vector<int64_t> row_map_of(const char* name, const Tensor& row_map, int64_t rows, int64_t stored) {
+  const auto* first = checked<const int64_t>(row_map, {rows}, name, ": the row map must be int64, [", rows, "]");
+  std::vector<int64_t> found(first, first + rows);
+  for (const int64_t row : found) {
+    STD_TORCH_CHECK(row >= 0 && row < stored, name, ": the row map names row ", row, " of ", stored);
+  }
+  return found;
+}
+
 // a / b rounded up, for sizes: b is above zero.
 inline int64_t quotient(int64_t a, int64_t b) { return a / b + (a % b > 0); }
 

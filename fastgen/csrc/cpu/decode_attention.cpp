@@ -137,17 +137,6 @@ const int32_t* bounds(const char* name, const std::optional<Tensor>& given, int6
   return checked<const int32_t>(*given, {batch}, "decode_attention: ", name, " must be int32, [", batch, "]");
 }
 
-// A copy: the kernel uses what has been checked.
-std::vector<int64_t> row_map_of(const Tensor& row_map, int64_t rows, int64_t stored) {
-  const auto* first =
-      checked<const int64_t>(row_map, {rows}, "decode_attention: the row map must be int64, [", rows, "]");
-  const std::vector<int64_t> found(first, first + rows);
-  for (const int64_t row : found) {
-    STD_TORCH_CHECK(row >= 0 && row < stored, "decode_attention: the row map names row ", row, " of ", stored);
-  }
-  return found;
-}
-
 void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tensor prefix_values,
                           std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
                           std::optional<Tensor> mask, std::optional<double> scale, std::optional<Tensor> starts,
@@ -235,7 +224,7 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   problem.per_input = stored / batch;
   problem.stored = stored;
   if (row_map) {
-    cache_rows = row_map_of(*row_map, rows, stored);
+    cache_rows = row_map_of("decode_attention", *row_map, rows, stored);
     problem.row_map = cache_rows.data();
     problem.copies = problem.per_input;
     problem.batch = rows;

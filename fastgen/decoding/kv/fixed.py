@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen.decoding import host_memory
 from fastgen.decoding.kv.cache import KVCache, Pair
 from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.kv.rows import RaggedState, StepState
+from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.streams import StreamKVView
 from fastgen.decoding.kv.view import CannotBeCaptured, KVView, Parts
 from fastgen.ops.attention import decode_attention
@@ -218,13 +218,8 @@ class FixedKV(KVCache):
         """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""
         state, suffix = self._state, self.suffix
         assert suffix is not None, "the keys of the encoder's output are not written in a step"
-        if isinstance(state, RaggedState):
-            heads, capacity = suffix[0].shape[1:3]
-            key_cache, value_cache = (_in_one_row(part, state.rows) for part in suffix)
-            kv_write(keys[:, :, 0], values[:, :, 0], key_cache, value_cache, state.flat_positions(heads * capacity))
-        else:
-            for number, position in enumerate(state.positions):
-                kv_write(keys[:, :, number], values[:, :, number], *suffix, position)
+        for number, position in enumerate(state.positions):
+            kv_write(keys[:, :, number], values[:, :, number], *suffix, position, state.row_map)
         return self.read()
 
     def read(self) -> Pair:
@@ -354,13 +349,3 @@ class FixedKV(KVCache):
         starts, ends = self._bounds()
         real = (ends > starts).view(-1, 1, 1, 1)
         return bool(torch.where(real, mask == self._counts().unsqueeze(1), True).all())
-
-
-def _in_one_row(cache: Tensor, tokens: int) -> Tensor:
-    """[tokens, heads, positions of all rows, dim]: all memory of [rows, heads, capacity, dim], from any row on.
-
-    Position t of row r is position r * heads * capacity + t here.
-    """
-    rows, heads, capacity, dim = cache.shape
-    size = (tokens, heads, ((rows - 1) * heads + 1) * capacity, dim)
-    return cache.as_strided(size, (0, capacity * dim, dim, 1))

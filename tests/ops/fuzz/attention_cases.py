@@ -111,4 +111,5 @@ def write(rng: random.Random) -> Case:
         both = torch.cat(caches, dim=3)
         caches = list(both.split(widths, dim=3))
     position = torch.randint(-2, capacity + 2, rng.choice(((), (1,), (rows,), (1, 1))))
-    return Case([*new, *caches, position])
+    row_map = torch.randint(0, len(caches[0]), (rows,)) if rng.random() < 0.3 and len(caches[0]) else None
+    return Case([*new, *caches, position, row_map])
