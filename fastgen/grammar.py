@@ -191,6 +191,14 @@ class _Form:
         matcher.consume_token(token)
         return _Form(matcher)
 
+    def allows(self, token: int) -> bool:
+        """Whether this token may come next."""
+        return token < len(self._blocked) and not self._blocked[token]
+
+    def forced(self) -> list[int]:
+        """Tokens that come next, as there is no other text that could."""
+        return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
+
     def blocked(self, size: int) -> Tensor:
         """[size], bool: which tokens may not come: none that a model has scores of beyond the tokenizer's."""
         if len(self._blocked) < size:

@@ -57,6 +57,8 @@ _COUNTS = {
     "rows": "Rows of prefills and static batches.",
     "preempted": "Requests that began again for want of room.",
     "shared_positions": "Positions of prompts that others had prefilled.",
+    "drafted_tokens": "Tokens of drafts that were verified.",
+    "accepted_tokens": "Tokens of drafts that were right.",
 }
 
 

@@ -70,6 +70,10 @@ class ServeSettings:
     )
     warm_up: bool = _option(True, "capture steps before a model is ready", action=argparse.BooleanOptionalAction)
     slots: int = _option(64, "rows of a decode step", least=1)
+    prompt_lookup_num_tokens: int = _option(
+        15, "that a model without encoder verifies at once of what a request repeats; 0 for none", least=0, metavar="N"
+    )
+    """The tokens stay the same. Rows that are free verify them, where that gives more tokens a second."""
     threads: int | None = _option(None, "of each model's process; one on each core by default", least=1)
     cache_gib: float | None = _option(
         None,

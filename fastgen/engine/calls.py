@@ -28,7 +28,7 @@ from fastgen.optimizer.transformers.encoders.stacks import way_of
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
-def call(model: Any, batch: Sequence[Request]) -> list[Any]:
+def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> list[Any]:
     """The result of each of these requests, as a call of its own returns it; nothing for a batch that returns more than
     sequences, which are those of all together.
 
@@ -37,7 +37,9 @@ def call(model: Any, batch: Sequence[Request]) -> list[Any]:
     request, options = batch[0], _until_cancelled(batch)
     with _having(model, request.adapter, len(batch)) as of_peft:
         options |= of_peft
-        return _together(model, batch, options) if len(batch) > 1 else [_by_itself(model, request, options)]
+        if len(batch) > 1:
+            return _together(model, batch, options)
+        return [_by_itself(model, request, (request.options_in_slots if enters_slots else request.options) | options)]
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 
 def _by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
-    device, options = model.device, {**request.options, **options}
+    device = model.device
     given = {name: _copied(value) for name, value in {**request.inputs, **options}.items()}
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None),

@@ -21,6 +21,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.engine import adapters
 from fastgen.engine.calls import alone_for_model, call, pads, state_of, written
+from fastgen.engine.drafts import Drafts
 from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
 from fastgen.engine.planning import Arrivals, Costs, next_batch
 from fastgen.engine.prefills import Prefills
@@ -46,7 +47,7 @@ PREFIX_BYTES = 2**28
 _MOST_DECLINED = 3
 # So often a request may meet a step that fails, or a model that has changed, and begin again: the next time it fails.
 _MOST_FAILURES = 2
-COUNTED = ("steps", "row_steps", "busy_row_steps", "batches", "rows", "tokens", "repeated", "preempted")
+COUNTED = "steps row_steps busy_row_steps batches rows tokens repeated preempted drafted_tokens accepted_tokens".split()
 DECLINED = "a call that does not enter slots"
 CHANGED = "the model has changed while the request ran: its weights, modules, adapters or training mode"
 
@@ -59,13 +60,14 @@ class ContinuousBatches:
         cache_bytes: of K and V, and states, of requests in slots, at the most; None for any number.
         max_stall: seconds that requests in slots may wait for the prefill of others; None for any number. The order
             then depends on the requests alone, and on no clock.
+        lookup: tokens that are drafted at once for a request that does not say how many.
 
     Attributes:
         counts, alone: as `Engine.stats` has them.
     """
 
     def __init__(
-        self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float | None = 1.0
+        self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float | None = 1.0, lookup: int = 0
     ) -> None:
         self.model, self._inside, self.most_rows = model, adapters.model_inside(model), most_rows
         has_encoder = bool(self._inside.config.is_encoder_decoder)
@@ -78,7 +80,7 @@ class ContinuousBatches:
         self._declined = dict[Hashable, int]()  # how many requests could not enter, by prefill group
         self._is_for_itself = False  # the latest that could not says nothing of others
         self._state: Any = None  # of the model that requests in slots have entered with
-        self._adapters = adapters.Served()
+        self._adapters, self._drafts = adapters.Served(), Drafts(lookup)
         self.reset()
 
     def reset(self) -> None:
@@ -237,18 +239,18 @@ class ContinuousBatches:
                 take, others_wait = partial(self._enter, batch), bool(self._running)
                 how = self.prefills.plan(batch, self._state, others_wait, take, self._step_between)
                 way.enter_context(entering(how))
-            outcome = self._outcome(batch)
+            outcome = self._outcome(batch, enters_slots=not is_static)
         entered = [slot for slot in self._running if slot.owner in batch]
         if entered and not isinstance(outcome, BaseException):
             return
         self._withdraw(entered, outcome)  # what failed behind that
         self._settle_call(batch, outcome, is_static)
 
-    def _outcome(self, batch: list[Request]) -> Any:
+    def _outcome(self, batch: list[Request], enters_slots: bool) -> Any:
         """What a call gives, or what it raises."""
         first, begin = batch[0], time.perf_counter()
         try:
-            results = call(self.model, batch)
+            results = call(self.model, batch, enters_slots)
         except BaseException as error:  # whatever the user's code raises: nothing ends the thread of the engine
             return error
         rows = sum(request.rows for request in batch)
@@ -303,6 +305,7 @@ class ContinuousBatches:
         if len(batch) > 1 and decoding.shared_processors is None:
             raise CannotBeCaptured("processors that are those of a call of its own")
         kind = Kind.of(decoding).beside(self._adapters.beside(batch[0].adapter))
+        kind, drafts = self._drafts.of_batch(batch, decoding, kind)
         step = next((each for each in self._in_use if each.serves(kind)), None)
         if step is None and len(self._in_use) >= MOST_IN_USE:
             raise CannotBeCaptured("steps of many kinds")
@@ -311,14 +314,15 @@ class ContinuousBatches:
             raise CannotBeCaptured("the model has changed")
         if step is None:
             repeats = self.prefills.max_stall is None and is_repeatable()
-            step = Slots(self._inside, kind, self.most_rows // batch[0].rows, repeats)
+            step = Slots(self._inside, kind, self.most_rows // batch[0].rows, self._drafts.seconds, repeats)
         self._budget.note(*decoding.prompt.bytes_per_position, decoding.prompt.bytes_of_states)
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
-        for request in batch:
+        for request, of_slot in zip(batch, drafts, strict=True):
             own, length = request.options.get("logits_processor") or (), None if is_whole else request.length
             slot = decoding.slot(request, request.new_tokens, length, request.seed, own)
             if len(batch) > 1 and request.options.get("streamer") is not None:  # the call has none
                 slot.streamer, slot.streams_prompt = request.options["streamer"], True
+            slot.drafts = of_slot
             needed = self._budget.needed(request, slot.new_tokens)
             if not self._budget.has_room(needed):
                 slot.error = ExceedsBudget(f"the request may need {needed} bytes of cache: cache_gib is less")
@@ -360,8 +364,9 @@ class ContinuousBatches:
 
     def _stepped(self, step: Slots) -> list[Slot]:
         """Those that are over behind a decode step."""
-        over = step.advance()
+        over = step.advance(partial(self._budget.drafted, self._running))
         self.counts.update(steps=1, row_steps=step.slots, busy_row_steps=step.rows)
+        self.counts.update(drafted_tokens=step.drafts.drafted, accepted_tokens=step.drafts.accepted)
         return over
 
     def _step_between(self) -> None:

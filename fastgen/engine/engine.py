@@ -40,9 +40,11 @@ class Engine:
             enters where there is room for its prompt and some tokens. Where memory gets short, the last ones begin
             again later. Their buffers may take more where requests differ in length.
         max_stall_ms: milliseconds that requests in slots may wait for a prefill: longer prompts are read in chunks.
+        prompt_lookup_num_tokens: tokens that are drafted at once for each request without beams that does not say so
+            itself: what followed the same words the last time. Tokens stay what they are, greedy or drawn. 0 for none.
 
     Raises:
-        ValueError: one of these is not a positive number.
+        ValueError: one of these is no number, or not above zero; `prompt_lookup_num_tokens` may be 0.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Engine:
         max_waiting: int = 1024,
         cache_gib: float | None = None,
         max_stall_ms: float = 1000.0,
+        prompt_lookup_num_tokens: int = 0,
     ) -> None:
         rows = ROWS if slots == "auto" else slots
         whole: dict[str, Any] = {"slots": rows, "max_waiting": max_waiting}
@@ -62,7 +65,10 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}: give a positive number")
         self._model, self._rows = model, int(rows)
         cache_bytes = None if cache_gib is None else int(cache_gib * 2**30)
-        self._executor = ContinuousBatches(model, self._rows, cache_bytes, max_stall_ms / 1000)
+        lookup = prompt_lookup_num_tokens
+        if not isinstance(lookup, int) or lookup < 0:
+            raise ValueError(f"prompt_lookup_num_tokens is {lookup!r}: give a number of tokens, or 0")
+        self._executor = ContinuousBatches(model, self._rows, cache_bytes, max_stall_ms / 1000, lookup)
         openmp.end_team()  # of who has loaded the model; requests may come from another thread
         self._waiting = Waiting(max_waiting, self._executor)
         # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
@@ -207,7 +213,8 @@ class Engine:
             "kv_bytes": the most K and V, and states, of requests in slots at a time; "preempted": requests that have
             begun again for want of room; "shared_positions": positions of prompts that others had prefilled;
             "shared_sources": sources that others had, and which were not encoded again; "chunks": parts of prefills
-            after which the others went on.
+            after which the others went on; "drafted_tokens": of drafts that were verified; "accepted_tokens": those of
+            them that were right.
         """
         waiting = self._waiting
         now = {

@@ -51,6 +51,14 @@ class KVBudget:
         """Bytes that the next decode step stores of these."""
         return sum(slot.owner.rows for slot in slots) * self._own
 
+    def drafted(self, slots: Collection[Slot]) -> int | None:
+        """Tokens of drafts that the next decode step of these may store besides: no request leaves for a draft. None
+        for any number.
+        """
+        if self.most_bytes is None or not self._own:
+            return None
+        return max(self.most_bytes - self.stored(slots) - self.of_a_step(slots), 0) // self._own
+
     def needed(self, request: Request, new_tokens: int) -> int:
         """Bytes with so many new tokens of each row, or as many as it may have."""
         prompt, source = (1, request.length) if self._has_encoder else (request.prompt_positions, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -19,6 +20,7 @@ from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
 # Options of `generate` that are code of the user's.
 _USER_CODE = (*user_code.ARGUMENTS, "custom_generate")
+_LOOKUP = "prompt_lookup_num_tokens"
 
 
 class EngineFull(RuntimeError):
@@ -127,6 +129,26 @@ class Request:
     def search(self) -> Hashable:
         """Those with equal ones are likely to be in one step: greedy requests and such that sample may be."""
         return self.rows, getattr(self.config, "num_beams", None)
+
+    @property
+    def lookup(self) -> int | None:
+        """Tokens that it asks to be looked up at once; None where it does not say. Its tokens are the same without: the
+        library draws others than without, so that what is drawn with the option is left to a call of its own.
+        """
+        asked: int | None = None if self.config is None else self.config.prompt_lookup_num_tokens
+        return None if asked and self.config.do_sample else asked
+
+    @property
+    def options_in_slots(self) -> dict[str, Any]:
+        """Its options where rows that are free verify what is looked up: a call of the plain search."""
+        config = self.options.get("generation_config")
+        if self.lookup is None or (config is None and _LOOKUP not in self.options):
+            return self.options
+        found = {name: value for name, value in self.options.items() if name != _LOOKUP}
+        if config is not None:
+            found["generation_config"] = config = copy.copy(config)
+            setattr(config, _LOOKUP, None)
+        return found
 
     @property
     def runs_user_code(self) -> bool:

@@ -76,6 +76,8 @@ class GenerationWorker:
             slots=settings.slots,
             max_waiting=2**20,
             cache_gib=None if math.isinf(cache_gib) else cache_gib,
+            # What translators and the like read is another text than what they write.
+            prompt_lookup_num_tokens=0 if self._config.is_encoder_decoder else settings.prompt_lookup_num_tokens,
         )
         generation = self._model.generation_config
         self.info = ModelInfo(

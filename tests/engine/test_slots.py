@@ -334,7 +334,7 @@ def test_how_many_places_are_computed_depends_on_no_clock_if_all_is_captured(
 ) -> None:
     """Nor on what others have left: the number of rows decides about the bits of products."""
     found, advance = list[int](), Slots.advance
-    monkeypatch.setattr(Slots, "advance", lambda step: (advance(step), found.append(step.slots))[0])
+    monkeypatch.setattr(Slots, "advance", lambda step, *given: (advance(step, *given), found.append(step.slots))[0])
     made = []
     with fastgen.settings.changed(captured_step="always"):
         for seconds in (0.0, 1000.0, 0.0):
@@ -371,7 +371,7 @@ def test_a_step_is_not_recorded_for_each_kind_that_widens_it(
 def test_places_that_were_computed_before_are_again_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that these inputs have waited for is used whenever it fits, if all is captured."""
     found, advance = list[int](), Slots.advance
-    monkeypatch.setattr(Slots, "advance", lambda step: (advance(step), found.append(step.slots))[0])
+    monkeypatch.setattr(Slots, "advance", lambda step, *given: (advance(step, *given), found.append(step.slots))[0])
 
     def requests_of(*counts: int) -> list[Any]:
         options = [{"max_new_tokens": count, "eos_token_id": None} for count in counts]
@@ -397,7 +397,7 @@ def test_a_program_waits_until_it_is_known_what_a_step_takes(llama: Any, monkeyp
     monkeypatch.setattr(Ledger, "_repaid_by", lambda self, rows, specializes: 0)
     monkeypatch.setattr(Ledger, "specializing", 1000.0)
     found, advance = list[int](), Slots.advance
-    monkeypatch.setattr(Slots, "advance", lambda step: (advance(step), found.append(step.slots))[0])
+    monkeypatch.setattr(Slots, "advance", lambda step, *given: (advance(step, *given), found.append(step.slots))[0])
     for count in (8, 5):
         found.clear()
         requests = [make(llama, PROMPTS[0], None, {"max_new_tokens": 9}, None, 8) for _ in range(count)]

@@ -246,6 +246,28 @@ class Search:
         self._is_real[inputs] = False
         self.limit[inputs] = self.length[inputs]
 
+    def fork(self, source: int, inputs: slice, draft: Tensor) -> None:
+        """Has inputs go on where another one is, of one sequence, each one token of the draft behind the one before.
+
+        Args:
+            draft: as many tokens as these are inputs, int64.
+        """
+        count, length = len(draft), int(self.length[source])
+        self._copy(source, inputs)
+        behind = torch.where(torch.ones(count, count, dtype=torch.bool).tril(), draft, self._fill[source])
+        self.running_sequences[inputs, 0, length : length + count] = behind
+        self.length[inputs, 0] += torch.arange(1, count + 1)
+        self.tokens[inputs] = draft
+
+    def join(self, row: int, target: int) -> None:
+        """The input that another one was forked from goes on where that one is."""
+        self._copy(row, slice(target, target + 1))
+
+    def _copy(self, source: int, inputs: slice) -> None:
+        for name, buffer in vars(self).items():
+            if isinstance(buffer, Tensor) and buffer.dim() and name not in self._shared:
+                self._by_input(buffer)[inputs] = self._by_input(buffer)[source]
+
     def _ends(self, tokens: Tensor, stops: Tensor | None) -> Tensor:
         """Which tokens end a sequence, in the shape of `tokens`."""
         ends = (tokens.unsqueeze(-1) == self._eos).any(dim=-1)

@@ -129,6 +129,9 @@ class StepState(Rows):
         suffix_lengths: [rows], int64: positions of the suffix that attention reads, this step's included.
         ancestry: [rows, capacity], int32: position t of row r lies in row `ancestry[r, t]`; None for one row per input.
         row_map: [rows], int64: the row of the cache that each row reads and writes; None: its own.
+
+    Args:
+        maps_rows: rows may read and write what is another row's. Of one row per input.
     """
 
     row_map: Tensor | None = None
@@ -141,6 +144,7 @@ class StepState(Rows):
         device: torch.device,
         width: int = 1,
         growing: Growing | None = None,
+        maps_rows: bool = False,
     ) -> None:
         super().__init__(batch, per_input, device)
         self.capacity, self.width = capacity, width
@@ -149,6 +153,8 @@ class StepState(Rows):
         self._columns = torch.arange(capacity, device=device)
         self._own_row = self._own(1)
         self.ancestry = self._own(capacity) if per_input > 1 else None
+        if maps_rows:
+            self.row_map = torch.arange(self.rows, device=device)
         self._max_before = 0  # before rows went back
         self._growing = growing
         if growing is not None and self.ancestry is not None:
@@ -208,6 +214,19 @@ class StepState(Rows):
             self._max_before = 0
         if self.ancestry is not None:
             self.ancestry[rows] = self._own_row[rows]
+        if self.row_map is not None:
+            self.row_map[rows] = self._own_row[rows, 0].long()
+
+    def fork(self, source: int, rows: slice) -> None:
+        """Has rows go on where another one is, each one position behind the one before, in what is stored of that."""
+        assert self.row_map is not None, "rows of this step read what is their own"
+        self.row_map[rows] = source
+        ahead = torch.arange(1, rows.stop - rows.start + 1, device=self._device)
+        self.position_table[:, rows] = self.position_table[:, source : source + 1] + ahead
+
+    def join(self, row: int, target: int) -> None:
+        """The row that another one was forked from goes on where that one is."""
+        self.position_table[:, target] = self.position_table[:, row]
 
     def insert(self, other: StepState, source: Tensor | slice, target: slice) -> None:
         """Has inputs go on at `target` that are `source` in `other`, of no larger capacity."""
@@ -254,7 +273,6 @@ class RaggedState(StepState):
         super().__init__(tokens, 1, rows.capacity, device)
         self._of = rows
         self.row_map, self.offsets = torch.zeros(2, tokens, dtype=torch.int64, device=device).unbind()
-        self._flat_positions: dict[int, Tensor] = {}
 
     def spread(self, counts: Sequence[int]) -> None:
         """Says how many tokens each row has. Those that are left over are the first one once more, which does no harm.
@@ -272,10 +290,3 @@ class RaggedState(StepState):
     def locate(self) -> None:
         """Finds the positions. To be called at the beginning of a step, as a part of it."""
         self.position_table.copy_(self._of.position.index_select(0, self.row_map) + self.offsets + self._first)
-        self._flat_positions = {}
-
-    def flat_positions(self, size: int) -> Tensor:
-        """[tokens]: where each token is stored if a row has so many positions and all rows are one."""
-        if size not in self._flat_positions:
-            self._flat_positions[size] = self.row_map * size + self.position
-        return self._flat_positions[size]

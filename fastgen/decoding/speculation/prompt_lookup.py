@@ -43,8 +43,12 @@ class PromptLookup:
 
     def propose(self, row: int, most: int) -> list[int]:
         """A draft of what follows, of `most` tokens at the most; empty if the last token occurs nowhere else."""
-        tokens = self._rows[row].followed(self._max_ngram, min(most, self._most))
-        return list(itertools.takewhile(lambda token: token not in self._ends, tokens))
+        return self.propose_behind(row, most)[0]
+
+    def propose_behind(self, row: int, most: int) -> tuple[list[int], int]:
+        """The same, and how many tokens in front of it have occurred before; 0 if the last one has not."""
+        tokens, size = self._rows[row].followed(self._max_ngram, min(most, self._most))
+        return list(itertools.takewhile(lambda token: token not in self._ends, tokens)), size
 
 
 # Larger n-grams are looked for among the positions of those: each size that is indexed takes memory for every token.
@@ -87,12 +91,12 @@ class _Row:
                 found += 1
         return found
 
-    def followed(self, max_ngram: int, most: int) -> list[int]:
-        """What followed the longest n-gram that has occurred before, the last time that it did: `most` tokens."""
+    def followed(self, max_ngram: int, most: int) -> tuple[list[int], int]:
+        """`most` tokens that followed the longest n-gram that has occurred before, the last time; and n."""
         known = self._tokens
         for size in range(self._longest(min(max_ngram, len(known) - 1)), 0, -1) if most > 0 else ():
             positions = self._positions_of(size)
             if len(positions) > 1:  # the last one is the end itself
                 found = known[positions[-2] : positions[-2] + most]
-                return (found * -(-most // len(found)))[:most]
-        return []
+                return (found * -(-most // len(found)))[:most], size
+        return [], 0

@@ -125,10 +125,10 @@ def test_a_step_that_fails_for_one_of_its_records(
     expected.write_text("".join(line for line, row in rows.items() if row is not bad))
     tokens, advance = tiny.tokenizer(encoder_decoder=False)(bad["input"])["input_ids"], Slots.advance
 
-    def fails(step: Slots) -> list[Any]:
+    def fails(step: Slots, *given: Any) -> list[Any]:
         if any(slot.owner.token_list == tokens and slot.entered + 3 < step._steps for slot in step.taken.values()):
             raise error
-        return advance(step)
+        return advance(step, *given)
 
     monkeypatch.setattr(Slots, "advance", fails)
     report = run(gpt2, inputs, output, generation=generation)
@@ -145,10 +145,10 @@ def test_a_step_that_memory_runs_out_for_has_fewer_records(
     expected, output, advance, said = tmp_path / "expected.jsonl", tmp_path / "out.jsonl", Slots.advance, list[int]()
     run(gpt2, inputs, expected, generation=UNEVEN)
 
-    def fails(step: Slots) -> list[Any]:
+    def fails(step: Slots, *given: Any) -> list[Any]:
         if len(step.taken) > 2:
             raise RuntimeError("can't allocate memory")
-        return advance(step)
+        return advance(step, *given)
 
     monkeypatch.setattr(Slots, "advance", fails)
     monkeypatch.setattr(Progress, "add", lambda self, count=1, rate="": said.append(count))

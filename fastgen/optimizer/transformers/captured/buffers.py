@@ -45,7 +45,8 @@ class StepBuffers:
         self._key, self.sizes = key, sizes
         self.device = device = prompt.tokens.device
         self.growing = growing = Growing() if key.sizes.new == 0 else None
-        self.position = StepState(key.batch, key.per_input, sizes.new + key.width - 1, device, key.width, growing)
+        capacity = sizes.new + key.width - 1
+        self.position = StepState(key.batch, key.per_input, capacity, device, key.width, growing, key.maps_rows)
         self.own = [
             FixedKV(*kv, self.position, sizes.cached, has_suffix=True, window=window, growing=growing)
             for kv, window in zip(prompt.own, key.windows, strict=True)
@@ -298,11 +299,39 @@ class StepBuffers:
             kv.leave(inputs)
         for states in self.states:
             states.leave(inputs)
+        self._empty(inputs)
+
+    def _empty(self, inputs: slice) -> None:
         self.position.begin(inputs)
         for buffer in self.inputs.values():
             buffer.view(self._key.batch, self._key.per_input, -1)[inputs] = 0
         self._measure()
         self._mark()
+
+    # ---- rows that verify what is drafted behind others
+
+    def fork(self, source: int, rows: slice) -> None:
+        """Has rows without an input go on where another one is, each one position behind the one before."""
+        count, first = rows.stop - rows.start, self.sizes.cached + int(self.position.position[source])
+        self.position.fork(source, rows)
+        for name, buffer in self.inputs.items():
+            buffer[rows] = buffer[source]
+            if name in POSITIONS:
+                buffer[rows] += torch.arange(1, count + 1).unsqueeze(1)
+            elif self._key.is_sequences_mask(name):
+                marked = buffer[rows, first : first + count + 1]
+                marked.copy_(torch.ones(count, count + 1).tril(1)[:, : marked.shape[1]])
+        self._measure()
+
+    def join(self, row: int, target: int) -> None:
+        """The row that another one was forked from goes on where that one is."""
+        self.position.join(row, target)
+        for buffer in self.inputs.values():
+            buffer[target] = buffer[row]
+
+    def end_forks(self, rows: slice) -> None:
+        """These rows are without an input again."""
+        self._empty(rows)
 
     def clear(self) -> None:
         """K and V of the last call are of no use any more. On a CPU they take no memory then."""

@@ -97,7 +97,7 @@ class Compaction:
             step.move(source, target)
             self._order[target] = self._order[source]
         for place in range(left, len(goes_on)):
-            step.leave(place)
+            step.leave(slice(place, place + 1))
         del self._order[left:]
         self.refresh(step)
         self._lost = 0.0

@@ -22,6 +22,12 @@ class Form(Protocol):
     def behind(self, token: int) -> Form:
         """Where it is behind a token."""
 
+    def allows(self, token: int) -> bool:
+        """Whether this token may come next."""
+
+    def forced(self) -> list[int]:
+        """Tokens that come next, as there is no other text that could."""
+
     def blocked(self, size: int) -> Tensor:
         """[size], bool, on the CPU: which tokens may not come."""
 
@@ -57,6 +63,29 @@ class FormProcessor(LogitsProcessor):
         self._longest = max(self._longest, length)
         self._forms = {key: self._form(key, row) for key, row in dict(zip(rows, tokens, strict=True)).items()}
         return torch.stack([self._forms[key].blocked(size) for key in rows])
+
+    def forced(self, tokens: Tensor) -> list[int]:
+        """What comes next behind one of the sequences of the latest step, [length], as far as there is no choice."""
+        return self._forms[tokens.numpy().tobytes()].forced()
+
+    def drafted(self, tokens: Tensor, draft: Sequence[int]) -> list[Form]:
+        """Where one of the sequences of the latest step, [length], is behind each token of a draft, up to the first
+        that may not come. The next step may be behind any of them.
+        """
+        key, found = tokens.numpy().tobytes(), list[Form]()
+        form = self._forms[key]
+        for token in draft:
+            if not form.allows(token):
+                break
+            try:
+                form = form.behind(token)
+            except ValueError:  # the form cannot be followed there, which counts where the sequence itself gets there
+                break
+            found.append(form)
+            key += torch.tensor(token, dtype=tokens.dtype).numpy().tobytes()
+            self._forms[key] = form
+        self._longest = max(self._longest, len(tokens) + len(found))
+        return found
 
     def _knows(self, rows: list[bytes], itemsize: int) -> bool:
         """Whether these go on from the prompts of the call."""
@@ -111,6 +140,12 @@ class FormMask(CapturedProcessor):
         """What may not come of an input, whose sequences are `tokens` [rows, length]."""
         rows = self._of(target)
         rows.copy_(form.blocked(tokens, rows.shape[1]))
+
+    def block_behind(self, forms: Sequence[Form], first: int) -> None:
+        """What may not come of the inputs from the first on, each of which is at one of these places in its form."""
+        for target, form in enumerate(forms, first):
+            rows = self._of(target)
+            rows.copy_(form.blocked(rows.shape[1]))
 
     def put(self, numbers: Sequence[float], target: int | None = None) -> None:
         (self._blocked if target is None else self._of(target)).fill_(False)

@@ -69,6 +69,7 @@ class Key:
     slots: bool = False  # inputs come and go while others go on: each row has a length of its own
     adapters: Adapters = ACTIVE  # that rows may have
     forms: tuple[LayerForm, ...] = ()  # of each layer, where some keep something else than K and V
+    maps_rows: bool = False  # rows may verify what is drafted behind others, whose K and V they share
 
     @property
     def rows(self) -> int:

@@ -6,10 +6,11 @@ number, a draw that a greedy row does not take, a copy of scores that nobody kee
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
@@ -25,6 +26,9 @@ from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters, in_ord
 MOST_ALIKE = 4
 # Adapters that a step serves, at the most: it computes for all rows what each of them adds.
 MOST_ADAPTERS = 8
+
+# Models that compute attention in a way in which rows cannot share K and V.
+without_drafts: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Kind(NamedTuple):
@@ -59,6 +63,16 @@ class Kind(NamedTuple):
             key = replace(key, processors=None)
         key = replace(decoding.of_any_sizes(key), batch=1, slots=True)
         return cls(key, shared, decoding.prompt.eos, decoding.fill())
+
+    def may_draft(self, model: Any) -> bool:
+        """Whether rows could verify what is drafted: of one sequence, which no code on the host looks at."""
+        key = self.key
+        is_one = key.per_input == 1 and key.early_stopping is None
+        return is_one and not (key.forms or key.waits_for_host or model in without_drafts)
+
+    def drafting(self) -> Kind:
+        """The kind of a step whose rows may verify what is drafted for inputs of this one."""
+        return self._replace(key=replace(self.key, maps_rows=True))
 
     def beside(self, adapters: Adapters) -> Kind:
         """The kind of a step that serves these adapters, too."""
@@ -105,6 +119,7 @@ class Kind(NamedTuple):
             kept=tuple(name for name in RECORDS if name in (*self.key.kept, *other.key.kept)),
             processors=None if made is None else tuple(each.signature for each in made),
             adapters=in_order(*self.key.adapters, *other.key.adapters),
+            maps_rows=self.key.maps_rows or other.key.maps_rows,
         )
         return self._replace(key=key, processors=made)
 
@@ -116,6 +131,7 @@ class Kind(NamedTuple):
         """All that inputs must agree in. Beams are drawn, or they are not: that is another search."""
         samples = self.key.samples and self.key.early_stopping is not None
         key = replace(self.key, samples=samples, has_criteria=False, kept=(), processors=None, adapters=ACTIVE)
+        key = replace(key, maps_rows=False)
         return self._replace(key=key, processors=None)
 
 

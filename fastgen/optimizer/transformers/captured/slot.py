@@ -12,6 +12,7 @@ from torch import Tensor
 from fastgen.decoding.captured.search import Search
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.host import Host
+from fastgen.optimizer.transformers.captured.slot_drafts import SlotDrafts
 
 
 @dataclass(eq=False)
@@ -35,6 +36,9 @@ class Slot:
         positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
         has_streamed: its streamer has got the prompt here.
         is_over: it has come to its end.
+        drafts: what may come next, for rows that are free to verify; None for none.
+        undrawn: noise of tokens to come, which rows have had that verified drafts.
+        taken: tokens that it has got in the latest step.
     """
 
     owner: Any
@@ -55,9 +59,16 @@ class Slot:
     source: int = field(default=0, init=False)
     has_streamed: bool = field(default=False, init=False)
     is_over: bool = field(default=False, init=False)
+    drafts: SlotDrafts | None = field(default=None, init=False)
+    undrawn: list[Tensor] = field(default_factory=list, init=False)
+    taken: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.host = None if self.host is None else self._protected(self.host)
+
+    def noise(self, size: int) -> Tensor:
+        """What the next token of its rows is drawn with, [rows * vocabulary]."""
+        return self.undrawn.pop(0) if self.undrawn else torch.empty(size).exponential_(generator=self.generator)
 
     def _protected(self, host: Host) -> Host:
         """The same, where an exception is noted, and ends this input alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,25 +21,26 @@ from fastgen import memory
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
+from fastgen.decoding.speculation.verify_rows import StepSeconds
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, fast_layers
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.choice import Choice
+from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS, DraftRows
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.forms import FormMask
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.kind import Kind
-from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, Ledger, is_repeatable
+from fastgen.optimizer.transformers.captured.kind import Kind, without_drafts
+from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
+from fastgen.optimizer.transformers.captured.places import Places
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
 # Seconds that steps wait for captured steps of other threads.
 PATIENCE = 10.0
-# Numbers of places that steps compute something of, between a power of two and the next.
-_STEPS_OF_PLACES = 8
 
 
 class TooLong(OfThisCall):
@@ -67,24 +68,25 @@ class Slots:
         model: whose step it is.
         kind: of the first inputs that are to enter.
         most: places, at the most.
+        seconds: what steps of this model have taken so far.
         repeats: inputs come in an order that depends on no clock, and nothing else is to.
 
     Attributes:
         taken: by place.
+        drafts: what rows that are free verify.
         is_widened: it does more than some of them ask for, so that why it fails may be no matter of theirs.
         failure: why it must not go on; None as long as it may.
     """
 
-    def __init__(self, model: Any, kind: Kind, most: int, repeats: bool = False) -> None:
+    def __init__(self, model: Any, kind: Kind, most: int, seconds: StepSeconds, repeats: bool = False) -> None:
         self._model, self._kind, self._most, self._repeats = model, kind, most, repeats
         self._key = kind.key
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
         self._is_changing = True  # with the input that has come last, and more are about to come
         self._is_recorded = False  # what serves any number of inputs, the last time that somebody asked
-        self._places, self._seconds = 0, 0.0  # that the last step has computed, and what it took
-        self._paid: set[int] = set()  # numbers of places that steps have computed something of
-        self._lost = 0.0  # steps in which idle rows have cost as much, for want of a program for fewer
+        self._programs, self._places = Places(model, repeats), 0  # that the last step has computed
+        self.drafts = DraftRows(None if repeats else seconds)
         self.taken: dict[int, Slot] = {}
         self.is_widened = False
         self.failure: Exception | None = None
@@ -161,10 +163,13 @@ class Slots:
         turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
         if isinstance(slot.error, CannotBeCaptured):  # the call goes on with the library's loop
-            step.leave(place)
+            step.leave(slice(place, place + 1))
             raise slot.error
         step.enter(place, search, choice)
         slot.positions, slot.source = prompt.cached, prompt.sizes.source
+        slot.taken = 1
+        if slot.drafts is not None:
+            slot.drafts.append(prompt.tokens[0].tolist())
         slot.place, self.taken[place] = place, slot
 
     def _free_place(self) -> int:
@@ -179,10 +184,9 @@ class Slots:
         except Exception as error:
             if memory.is_out(error) or isinstance(error, OfThisCall):
                 raise
-            graph_cache.refuse(self._model, step.key, str(error))
-            raise CannotBeCaptured(str(error)) from error
+            raise self._refused(step, error) from error
         finally:
-            step.leave(place)
+            step.leave(slice(place, place + 1))
 
     def _check_window(self, step: DecodeStep, decoding: EnteringDecoding, needed: Sizes) -> None:
         """Masks of a sliding window that are read are those of the longest row: no row may lose a position by that.
@@ -212,7 +216,8 @@ class Slots:
 
     def _with_room(self, decoding: EnteringDecoding, inputs: int, needed: Sizes) -> DecodeStep:
         """The step, with room for so many inputs, where there is such, and for what they need."""
-        batch = min(max(power_of_two(inputs), self._key.batch if self._step is not None else 1), self._most)
+        rows = max(inputs, MOST_ROWS) if self._kind.key.maps_rows else inputs
+        batch = min(max(power_of_two(rows), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
             self._step = self._taken(decoding, batch, self._rounded(decoding, needed), self._kind)
             self._step.open(self._kind.eos)
@@ -289,12 +294,16 @@ class Slots:
     def is_captured(self) -> bool:
         return self._step is not None and self._step.is_captured
 
-    def advance(self) -> list[Slot]:
-        """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`."""
+    def advance(self, most_drafted: Callable[[], int | None] = lambda: None) -> list[Slot]:
+        """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`.
+
+        `most_drafted` gives how many tokens of drafts it may verify; None for any number.
+        """
         step = self._step
         assert step is not None, "somebody is there"
         if self.failure is not None:
             raise self.failure
+        self.drafts.drafted = self.drafts.accepted = 0
         if len(self._over(step)) < len(self.taken):
             # What comes next may be of another kind still, for which this recording would not do.
             captures = self._steps >= self._captures_from and (self._repeats or not self._is_changing)
@@ -305,46 +314,49 @@ class Slots:
                 self._draw(step, slot)
                 if not slot.is_over:
                     self._block(slot, step.choice, step.search, slot.place)
+                slot.taken = int(not slot.is_over)
             turns = self._turns(step) if self._key.waits_for_host else []
-            self._verify(step, turns, captures)
+            self._verify(step, turns, captures, self._put_drafts(step, max(self.taken) + 1, most_drafted))
             self._steps += 1
+            self.drafts.take(step)
             self._check_numbers(step)
             for slot in self.taken.values():
-                slot.positions += self._key.per_input * (not slot.is_over)
+                slot.positions += self._key.per_input * slot.taken
                 self._stream(step, slot)
         return self._over(step)
 
-    def _verify(self, step: DecodeStep, turns: list[Turn], captures: bool) -> None:
+    def _put_drafts(self, step: DecodeStep, count: int, most_drafted: Callable[[], int | None]) -> int:
+        """Has rows that are free verify what is drafted. How many places the step has to compute."""
+        if not (self._key.maps_rows and step.is_captured):
+            return count
+        going_on = [slot for slot in self.taken.values() if not slot.is_over]
+        return self.drafts.put(step, going_on, count, most_drafted(), partial(self._programs.sizes, step, count))
+
+    def _verify(self, step: DecodeStep, turns: list[Turn], captures: bool, count: int) -> None:
+        was_captured, has_drafts = step.is_captured, count > max(self.taken) + 1
         try:
-            self._places = self._specialize(step) if captures or step.is_captured else step.key.batch
+            specializes = captures or step.is_captured
+            self._places = self._programs.specialize(step, count, has_drafts) if specializes else step.key.batch
             with contextlib.nullcontext() if step.is_captured else fast_layers(self._model):
                 begin = time.perf_counter()
                 step.verify(self._model, turns, captures)
-                self._seconds = time.perf_counter() - begin
+                seconds = self._programs.seconds = time.perf_counter() - begin
+            if was_captured:
+                self.drafts.note(self._places, seconds)
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error) or isinstance(error, OfThisCall)):
-                graph_cache.refuse(self._model, step.key, str(error))
+                refused = self._refused(step, error)
+                if isinstance(error, CannotBeCaptured):  # what this says of others counts, too
+                    raise refused from error
             raise
 
-    def _specialize(self, step: DecodeStep) -> int:
-        """Has as few places computed as pays; how many.
-
-        A program for fewer places takes time once: there is one once idle rows have cost as much.
-        """
-        batch, count = step.key.batch, max(self.taken) + 1
-        every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
-        wanted, there = min(-(-count // every) * every, batch), step.parts[1].smallest(count)
-        needed = self._ledger.steps_of_specializing(self._seconds)
-        if self._repeats:  # programs that others have left do not count
-            there = min((places for places in self._paid if places >= count), default=None)
-            needed = STEPS_OF_SPECIALIZING
-        if there is None or there > wanted:
-            self._lost += 0 if there is None else 1 - wanted / there
-            if there is None or self._lost >= needed:
-                there, self._lost = wanted, 0.0
-        places = there if any_batch.specialize(self._model, step, there) else batch
-        self._paid.add(places)
-        return places
+    def _refused(self, step: DecodeStep, error: Exception) -> CannotBeCaptured:
+        """Notes that steps of this key cannot be captured. It says no more of others where this one maps rows."""
+        graph_cache.refuse(self._model, step.key, str(error))
+        if not step.key.maps_rows:
+            return CannotBeCaptured(str(error))
+        without_drafts.add(self._model)
+        return OfThisCall(str(error))
 
     def _close_ranks(self, step: DecodeStep) -> None:
         """Has inputs take the first places: of those behind, nothing is computed."""
@@ -383,7 +395,7 @@ class Slots:
         """The noise of an input's next step."""
         if slot.generator is not None and not slot.is_over:
             rows = step.search.noise.view(self._key.batch, -1)[slot.place]
-            rows.exponential_(generator=slot.generator)
+            rows.copy_(slot.noise(len(rows)))
 
     def _block(self, slot: Slot, choice: Choice, search: Search, place: int) -> None:
         """What may not come next of an input whose result has a form."""
@@ -396,8 +408,17 @@ class Slots:
         slot.catch(partial(mask.block, slot.form, tokens, place))
 
     def _stream(self, step: DecodeStep, slot: Slot) -> None:
-        if slot.streamer is not None and not slot.is_over:
-            slot.catch(partial(slot.streamer.put, step.search.tokens[slot.place : slot.place + 1].clone()))
+        """Passes the tokens of the latest step on to who waits for them."""
+        if slot.is_over or (slot.streamer is None and slot.drafts is None):
+            return
+        tokens = step.search.tokens[slot.place : slot.place + 1]
+        if slot.taken > 1:
+            end = int(step.search.length[slot.place, 0])
+            tokens = step.search.running_tokens[slot.place, end - slot.taken : end]
+        if slot.drafts is not None:
+            slot.drafts.append(tokens.tolist())
+        for token in tokens.clone().split(1) if slot.streamer is not None else ():
+            slot.catch(partial(slot.streamer.put, token))
 
     # ---- inputs that leave
 
@@ -417,7 +438,7 @@ class Slots:
         step = self._step
         if step is not None and self.taken.get(slot.place) is slot:
             del self.taken[slot.place]
-            step.leave(slot.place)
+            step.leave(slice(slot.place, slot.place + 1))
         if step is not None and not self.taken:
             if step.forward.is_watched and self.failure is None:
                 graph_cache.give_back(self._model, step)

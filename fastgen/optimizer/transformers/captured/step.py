@@ -280,8 +280,7 @@ class DecodeStep:
         """Begins with no input. Tokens of `eos` end the sequences of all that come."""
         self.search.put_ends(eos)
         self.buffers.present = self.key.batch
-        for place in range(self.key.batch):
-            self.leave(place)
+        self.leave(slice(self.key.batch))
         self.choice.prepare()
         self.flag.reset()
 
@@ -313,16 +312,15 @@ class DecodeStep:
         self._take_choice(choice, 0, place)
         self.flag.reset()
 
-    def leave(self, place: int) -> None:
-        """An input is over: nothing is computed of it that counts, until another one takes its place."""
-        inputs = slice(place, place + 1)
+    def leave(self, inputs: slice) -> None:
+        """Inputs are over: nothing is computed of them that counts, until others take their places."""
         self.search.leave(inputs)
         self.buffers.leave(inputs)
 
     def move(self, source: int, target: int) -> None:
         """Has an input go on at another place, which is free."""
         self.move_in(self, source, target)
-        self.leave(source)
+        self.leave(slice(source, source + 1))
 
     def move_in(
         self, other: DecodeStep, source: int, target: int, numbers: Sequence[Sequence[float] | int] | None = None

@@ -1,0 +1,48 @@
+"""What is drafted for requests in slots, and what the engine has learned of drafts and of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastgen.decoding.speculation.prompt_lookup import BOUNDARY
+from fastgen.decoding.speculation.verify_rows import StepSeconds
+from fastgen.engine.requests import Request
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
+from fastgen.optimizer.transformers.captured.kind import Kind
+from fastgen.optimizer.transformers.captured.slot_drafts import Chances, SlotDrafts
+
+# Tokens that must have occurred before, at the most, where a request does not say.
+_NGRAM = 3
+
+
+class Drafts:
+    """The drafts of an engine.
+
+    Args:
+        lookup: tokens that are looked up at once for a request that does not say how many.
+
+    Attributes:
+        seconds: what steps of its model take.
+    """
+
+    def __init__(self, lookup: int) -> None:
+        self._lookup, self._chances, self.seconds = lookup, Chances(), StepSeconds()
+
+    def of_batch(
+        self, batch: Sequence[Request], decoding: EnteringDecoding, kind: Kind
+    ) -> tuple[Kind, list[SlotDrafts | None]]:
+        """The kind of a step that verifies the drafts of these requests, if there are any; and what drafts for each."""
+        if not kind.may_draft(decoding.model):
+            return kind, [None] * len(batch)
+        found = [self._of(request, decoding) for request in batch]
+        return kind.drafting() if any(found) else kind, found
+
+    def _of(self, request: Request, decoding: EnteringDecoding) -> SlotDrafts | None:
+        most = self._lookup if request.lookup is None else request.lookup
+        if not most:
+            return None
+        source, vocabulary = list[int](), decoding.prompt.logits.shape[-1]
+        if decoding.model.config.is_encoder_decoder:  # which may read tokens that it does not write
+            source = [token if token < vocabulary else BOUNDARY for token in request.token_list]
+        max_ngram = request.config.max_matching_ngram_size or _NGRAM
+        return SlotDrafts(most, max_ngram, source, decoding.prompt.eos, self._chances)

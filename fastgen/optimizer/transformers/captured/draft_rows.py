@@ -1,0 +1,157 @@
+"""Speculative decoding in slots: rows that are free verify what is drafted for inputs that are there.
+
+Each of them is a copy of an input, one drafted token behind the one before, and shares its K and V. So it is a row of
+the step like any other: its processors and its draw are those that the input would have behind these tokens, and what
+it chooses is what the input would choose. Those tokens of a draft are kept that the rows in front have chosen: greedy
+or drawn, the tokens are those of a step without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.speculation.verify_rows import Chance, StepSeconds, counts
+from fastgen.optimizer.transformers.captured.forms import FormMask
+from fastgen.optimizer.transformers.captured.slot import Slot
+from fastgen.optimizer.transformers.captured.step import DecodeStep
+
+# Rows of a step with drafts, at the most: beyond these a step takes longer by as much as it has more rows.
+MOST_ROWS = 16
+
+
+class Draft(NamedTuple):
+    """Tokens that may come behind the sequence of an input, and how likely each is to be right."""
+
+    slot: Slot
+    tokens: list[int]
+    chance: Chance
+
+
+class _Verified(NamedTuple):
+    draft: Draft
+    rows: range
+    noise: list[Tensor]  # of each of the rows, where tokens are drawn
+
+
+class DraftRows:
+    """The drafts of a step. Nothing of them is left between two steps.
+
+    Args:
+        seconds: what steps of the model take; None where nothing may depend on a clock.
+
+    Attributes:
+        drafted, accepted: tokens of the latest step.
+    """
+
+    def __init__(self, seconds: StepSeconds | None) -> None:
+        self._is_timed, self._seconds = seconds is not None, StepSeconds() if seconds is None else seconds
+        self._verified: list[_Verified] = []
+        self._proposed: list[Draft] = []
+        self.drafted = self.accepted = 0
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A replayed step of so many rows took so long."""
+        if self._is_timed:
+            self._seconds.note(rows, seconds)
+
+    def put(
+        self, step: DecodeStep, slots: Iterable[Slot], taken: int, most: int | None, places: Callable[[], Sequence[int]]
+    ) -> int:
+        """Drafts for these inputs, behind the places that are taken; how many places there are then.
+
+        Args:
+            most: tokens; None for any number.
+            places: gives the numbers of places that steps compute something of, in order.
+        """
+        room = min(step.key.batch, MOST_ROWS, MOST_ROWS if most is None else taken + most)
+        if taken >= room:
+            return taken
+        proposed = (self._propose(step, slot) for slot in slots if slot.drafts is not None and slot.error is None)
+        self._proposed = [draft for draft in proposed if draft.tokens]
+        if not self._proposed:
+            return taken
+        chances = [[each.chance.value] * len(each.tokens) for each in self._proposed]
+        chosen = counts(chances, taken, room, self._seconds, places())
+        for draft, count in zip(self._proposed, chosen, strict=True):
+            if count:
+                taken += self._fork(step, draft._replace(tokens=draft.tokens[:count]), taken)
+        return taken
+
+    def _propose(self, step: DecodeStep, slot: Slot) -> Draft:
+        assert slot.drafts is not None, "as who calls has made sure"
+        tokens = None if slot.form is None else _tokens(step, slot.place)
+        found, chance = slot.catch(partial(slot.drafts.propose, slot.form, tokens), ([], None))
+        if found:  # the last row may choose the last token
+            found = found[: int(step.search.limit[slot.place, 0]) - int(step.search.length[slot.place, 0]) - 1]
+        return Draft(slot, found, chance)
+
+    def _fork(self, step: DecodeStep, draft: Draft, first: int) -> int:
+        """Rows from the first on verify a draft; how many."""
+        slot, tokens = draft.slot, draft.tokens
+        if slot.form is not None:
+            forms = slot.catch(partial(slot.form.drafted, _tokens(step, slot.place), tokens), [])
+            tokens = tokens[: len(forms)]
+        rows = range(first, first + len(tokens))
+        if not rows:
+            return 0
+        where = slice(rows.start, rows.stop)
+        step.search.fork(slot.place, where, torch.tensor(tokens))
+        step.buffers.fork(slot.place, where)
+        for processor in step.processors or ():
+            for row in rows:
+                processor.insert(processor, slot.place, row)
+            if slot.form is not None and isinstance(processor, FormMask) and processor.are_banned == slot.are_banned:
+                processor.block_behind(forms, first)
+        noise = [] if slot.generator is None else [slot.noise(step.choice.vocabulary) for _ in rows]
+        for row, drawn in zip(rows, noise, strict=False):
+            step.search.noise[row] = drawn
+        self._verified.append(_Verified(draft._replace(tokens=tokens), rows, noise))
+        return len(rows)
+
+    def take(self, step: DecodeStep) -> None:
+        """Behind the step: the inputs go on behind what is right of their drafts. Notes in `taken` how many tokens each
+        of them has got.
+        """
+        if not self._proposed:
+            return
+        chosen = step.search.tokens.tolist()
+        for each in self._verified:
+            self._keep_right(step, each, chosen)
+        if self._verified:
+            forks = slice(self._verified[0].rows.start, self._verified[-1].rows.stop)
+            step.search.leave(forks)
+            step.buffers.end_forks(forks)
+        verified = {each.draft.slot for each in self._verified}
+        for draft in self._proposed:
+            if draft.slot not in verified:  # what it would have been worth
+                draft.chance.note(1, int(chosen[draft.slot.place] == draft.tokens[0]))
+        self._verified, self._proposed = [], []
+
+    def _keep_right(self, step: DecodeStep, verified: _Verified, chosen: list[int]) -> None:
+        """An input goes on behind those tokens of its draft that the rows in front of them have `chosen`."""
+        draft, rows, noise = verified
+        slot, right = draft.slot, 0
+        in_front = slot.place, *rows
+        while right < len(rows) and chosen[in_front[right]] == draft.tokens[right]:
+            right += 1
+        if right:
+            failed = step.search.nan_inputs[[*in_front[: right + 1]]].any()
+            step.search.join(rows[right - 1], slot.place)
+            step.search.nan_inputs[slot.place] = failed
+            step.buffers.join(rows[right - 1], slot.place)
+        slot.undrawn[:0] = noise[right:]
+        slot.taken += right
+        draft.chance.note(len(rows), right)
+        self.drafted += len(rows)
+        self.accepted += right
+
+
+def _tokens(step: DecodeStep, place: int) -> Tensor:
+    """The sequence of an input."""
+    search = step.search
+    return search.running_tokens[place, int(search.start[place, 0]) : int(search.length[place, 0])]
