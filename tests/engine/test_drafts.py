@@ -20,6 +20,7 @@ from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.kind import without_drafts
+from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.conftest import ROOT
@@ -342,3 +343,16 @@ def test_a_form_that_cannot_be_followed_behind_a_draft() -> None:
     processor, tokens = FormProcessor(_Form()), torch.tensor([3, 4])
     processor.blocked(tokens.unsqueeze(0), 12)
     assert len(processor.drafted(tokens, [5, 9, 6])) == 1
+
+
+def test_what_tokens_are_drawn_with_has_a_type_of_its_own() -> None:
+    """While another thread loads a model, torch's default type is that model's."""
+    found = []
+    for default in (torch.float32, torch.bfloat16):
+        slot = Slot(None, 1, 0, lambda search, inputs: None, generator=torch.Generator().manual_seed(3))
+        torch.set_default_dtype(default)
+        try:
+            found.append(slot.noise(9))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*found)

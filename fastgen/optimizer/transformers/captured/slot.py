@@ -67,8 +67,12 @@ class Slot:
         self.host = None if self.host is None else self._protected(self.host)
 
     def noise(self, size: int) -> Tensor:
-        """What the next token of its rows is drawn with, [rows * vocabulary]."""
-        return self.undrawn.pop(0) if self.undrawn else torch.empty(size).exponential_(generator=self.generator)
+        """What the next token of its rows is drawn with, [rows * vocabulary], whatever torch's default type is: a model
+        that another thread loads changes it.
+        """
+        if self.undrawn:
+            return self.undrawn.pop(0)
+        return torch.empty(size, dtype=torch.float32).exponential_(generator=self.generator)
 
     def _protected(self, host: Host) -> Host:
         """The same, where an exception is noted, and ends this input alone."""

@@ -155,7 +155,7 @@ class Slots:
         search, choice = step.arrival(prompt, kind.fill, numbers, **options)
         search.draws.fill_(slot.generator is not None)
         if self._key.samples:
-            search.noise = noise = torch.ones(self._key.per_input, prompt.logits.shape[-1])
+            search.noise = noise = torch.ones(self._key.per_input, prompt.logits.shape[-1], dtype=torch.float32)
             if slot.generator is not None:
                 noise.exponential_(generator=slot.generator)
         start, end = int(search.start[0, 0]), search.prompt_capacity
@@ -259,7 +259,7 @@ class Slots:
             step.state = graph_cache.state(self._model)
         step.make_room(room)
         if key.samples and step.search.noise is None:
-            step.search.noise = torch.ones(key.rows, vocabulary)
+            step.search.noise = torch.ones(key.rows, vocabulary, dtype=torch.float32)
         return step
 
     def _rounded(self, decoding: EnteringDecoding, needed: Sizes) -> Sizes:

@@ -222,7 +222,7 @@ class DecodeStep:
         step = DecodeStep(replace(self.key, batch=batch), prompt, processors, sizes)
         step.choice.take_over(self.choice)
         if self.search.noise is not None:
-            step.search.noise = torch.ones(step.key.rows, prompt.logits.shape[-1])
+            step.search.noise = torch.ones(step.key.rows, prompt.logits.shape[-1], dtype=torch.float32)
         step.forward.is_watched = True
         step.buffers.like(buffers)
         return step
