@@ -24,7 +24,7 @@ from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.conftest import ROOT
-from tests.engine.conftest import PROMPTS, alone, assert_as_alone, both_kinds, run
+from tests.engine.conftest import PROMPTS, StopsAt, alone, assert_as_alone, both_kinds, run
 from tests.equivalence.models import BY_NAME
 
 REPEATING = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7], [20, 21, 22] * 6, [7] * 9, [40], *PROMPTS[3:5]]
@@ -356,3 +356,15 @@ def test_what_tokens_are_drawn_with_has_a_type_of_its_own() -> None:
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(*found)
+
+
+def test_a_model_whose_attention_cannot_share_beside_code_of_the_users() -> None:
+    """The request that finds it out ends none that must not begin again."""
+    model = BY_NAME["llama"].build()
+    model = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="eager").eval()
+    executor, options = ContinuousBatches(model, 32, lookup=6), {"max_new_tokens": 40, "eos_token_id": None}
+    own = make(model, REPEATING[0], None, {**options, "stopping_criteria": [StopsAt(99)]}, None, 32)
+    requests = requests_for(model, REPEATING[1:4], eos_token_id=None)
+    run(executor, [own, *requests])
+    assert_as_alone(model, [own, *requests], REPEATING[:4])
+    assert not executor.counts["repeated"] and model in without_drafts

@@ -29,6 +29,8 @@ MOST_ADAPTERS = 8
 
 # Models that compute attention in a way in which rows cannot share K and V.
 without_drafts: weakref.WeakSet[Any] = weakref.WeakSet()
+# Those of which a step has shown that rows can.
+with_drafts: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Kind(NamedTuple):

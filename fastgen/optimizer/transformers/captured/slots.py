@@ -32,7 +32,7 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.forms import FormMask
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.kind import Kind, without_drafts
+from fastgen.optimizer.transformers.captured.kind import Kind, with_drafts, without_drafts
 from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.places import Places
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -114,6 +114,9 @@ class Slots:
         wider = self._kind.with_inputs_of(kind)
         if wider is None or wider == self._kind:
             return wider is not None
+        # Whether rows can share K and V is to be found out in a step of its own: code of the user's must not run twice.
+        if wider.key.maps_rows and not self._kind.key.maps_rows and self._model not in with_drafts:
+            return False
         batches = {*(1 << n for n in range(self._most.bit_length())), self._most}
         return not any(graph_cache.is_refused(self._model, replace(wider.key, batch=n)) for n in batches)
 
@@ -135,6 +138,8 @@ class Slots:
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
         if not step.forward.is_watched:  # before code of the user's sees a token
             self._try(step, prompts[0])
+        if step.key.maps_rows:
+            with_drafts.add(self._model)
         self._check_window(step, decoding, needed)
         for slot, prompt in zip(entering, prompts, strict=True):
             slot.certain_tokens, slot.entered = decoding.certain_tokens, self._steps
