@@ -49,9 +49,8 @@ class TooLong(OfThisCall):
 
 @contextlib.contextmanager
 def running(device: torch.device) -> Iterator[None]:
-    """The context in which steps run. It waits for calls of other threads that have captured steps.
-
-    What the steps write may be written to outside of inference mode, too.
+    """The context in which steps run. It waits for calls of other threads that have captured steps. What they write may
+    be written to outside of inference mode, too.
 
     Raises:
         CannotBeCaptured: another call did not end. It may wait for who would run here.
@@ -109,13 +108,11 @@ class Slots:
 
     def serves(self, kind: Kind) -> bool:
         """Whether inputs of this kind can be in it, with those that are there, as far as is known."""
-        if self.failure is not None:
-            return False
-        wider = self._kind.with_inputs_of(kind)
+        wider = None if self.failure is not None else self._kind.with_inputs_of(kind)
         if wider is None or wider == self._kind:
             return wider is not None
         # Whether rows can share K and V is to be found out in a step of its own: code of the user's must not run twice.
-        if wider.key.maps_rows and not self._kind.key.maps_rows and self._model not in with_drafts:
+        if wider.key.maps_rows > self._kind.key.maps_rows and self._model not in with_drafts:
             return False
         batches = {*(1 << n for n in range(self._most.bit_length())), self._most}
         return not any(graph_cache.is_refused(self._model, replace(wider.key, batch=n)) for n in batches)
@@ -171,8 +168,7 @@ class Slots:
             step.leave(slice(place, place + 1))
             raise slot.error
         step.enter(place, search, choice)
-        slot.positions, slot.source = prompt.cached, prompt.sizes.source
-        slot.taken = 1
+        slot.positions, slot.source, slot.taken = prompt.cached, prompt.sizes.source, 1
         if slot.drafts is not None:
             slot.drafts.append(prompt.tokens[0].tolist())
         slot.place, self.taken[place] = place, slot
@@ -300,9 +296,8 @@ class Slots:
         return self._step is not None and self._step.is_captured
 
     def advance(self, most_drafted: Callable[[], int | None] = lambda: None) -> list[Slot]:
-        """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`.
-
-        `most_drafted` gives how many tokens of drafts it may verify; None for any number.
+        """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`. It
+        may verify as many tokens of drafts as `most_drafted` gives; None for any number.
         """
         step = self._step
         assert step is not None, "somebody is there"
