@@ -16,11 +16,10 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers.captured import any_batch
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache
 from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.kind import without_drafts
-from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.conftest import ROOT
@@ -345,16 +344,18 @@ def test_a_form_that_cannot_be_followed_behind_a_draft() -> None:
     assert len(processor.drafted(tokens, [5, 9, 6])) == 1
 
 
-def test_what_tokens_are_drawn_with_has_a_type_of_its_own() -> None:
+def test_what_tokens_are_drawn_with_has_a_type_of_its_own(llama: Any) -> None:
     """While another thread loads a model, torch's default type is that model's."""
-    found = []
+    found, options = [], {"do_sample": True, "temperature": 0.5}
     for default in (torch.float32, torch.bfloat16):
-        slot = Slot(None, 1, 0, lambda search, inputs: None, generator=torch.Generator().manual_seed(3))
+        requests = requests_for(llama, REPEATING, **options)
         torch.set_default_dtype(default)
         try:
-            found.append(slot.noise(9))
+            run(ContinuousBatches(llama, 32, lookup=6), requests, at_once=2)
         finally:
             torch.set_default_dtype(torch.float32)
+        graph_cache.drop_all()
+        found.append(torch.cat([request.future.result(0)[0] for request in requests]))
     assert torch.equal(*found)
 
 

@@ -210,6 +210,10 @@ class Search:
         """A step's choice from the scores, which are those of `propose`."""
         self.take(self.propose(scores, normalise))
 
+    def sequences_of(self, place: int) -> Tensor:
+        """Those of one input so far, [per_input, length of the first]: a view. Waits for the device."""
+        return self.running_sequences[place, :, int(self.start[place, 0]) : int(self.length[place, 0])]
+
     def results(self, inputs: slice, count: int) -> Tensor:
         """The `count` best sequences of each of these inputs, [inputs * count, length of the longest], filled up.
 
@@ -253,20 +257,11 @@ class Search:
             draft: as many tokens as these are inputs, int64.
         """
         count, length = len(draft), int(self.length[source])
-        self._copy(source, inputs)
+        self.insert(self, slice(source, source + 1), inputs)
         behind = torch.where(torch.ones(count, count, dtype=torch.bool).tril(), draft, self._fill[source])
         self.running_sequences[inputs, 0, length : length + count] = behind
         self.length[inputs, 0] += torch.arange(1, count + 1)
         self.tokens[inputs] = draft
-
-    def join(self, row: int, target: int) -> None:
-        """The input that another one was forked from goes on where that one is."""
-        self._copy(row, slice(target, target + 1))
-
-    def _copy(self, source: int, inputs: slice) -> None:
-        for name, buffer in vars(self).items():
-            if isinstance(buffer, Tensor) and buffer.dim() and name not in self._shared:
-                self._by_input(buffer)[inputs] = self._by_input(buffer)[source]
 
     def _ends(self, tokens: Tensor, stops: Tensor | None) -> Tensor:
         """Which tokens end a sequence, in the shape of `tokens`."""

@@ -220,13 +220,9 @@ class StepState(Rows):
     def fork(self, source: int, rows: slice) -> None:
         """Has rows go on where another one is, each one position behind the one before, in what is stored of that."""
         assert self.row_map is not None, "rows of this step read what is their own"
+        self.insert(self, slice(source, source + 1), rows)
         self.row_map[rows] = source
-        ahead = torch.arange(1, rows.stop - rows.start + 1, device=self._device)
-        self.position_table[:, rows] = self.position_table[:, source : source + 1] + ahead
-
-    def join(self, row: int, target: int) -> None:
-        """The row that another one was forked from goes on where that one is."""
-        self.position_table[:, target] = self.position_table[:, row]
+        self.position_table[:, rows] += torch.arange(1, rows.stop - rows.start + 1, device=self._device)
 
     def insert(self, other: StepState, source: Tensor | slice, target: slice) -> None:
         """Has inputs go on at `target` that are `source` in `other`, of no larger capacity."""

@@ -284,14 +284,17 @@ class StepBuffers:
         for states, others in zip(self.states, other.states, strict=True):
             states.insert(others, source, target)
         self.position.insert(other.position, source, target)
-        for name, buffer in self.inputs.items():
-            part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
-            part[target] = 0
-            part[target, :, : given.shape[2]] = given[source]
+        self._insert_inputs(other, source, target)
         self._measure()
         self._mark()
         self._most_new = max(self._most_new, other._most_new)
         return self._move_bounds()
+
+    def _insert_inputs(self, other: StepBuffers, source: Tensor | slice, target: slice) -> None:
+        for name, buffer in self.inputs.items():
+            part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
+            part[target] = 0
+            part[target, :, : given.shape[2]] = given[source]
 
     def leave(self, inputs: slice) -> None:
         """These inputs are over: attention reads nothing of them, and the model gets what any position has."""
@@ -299,9 +302,10 @@ class StepBuffers:
             kv.leave(inputs)
         for states in self.states:
             states.leave(inputs)
-        self._empty(inputs)
+        self.empty(inputs)
 
-    def _empty(self, inputs: slice) -> None:
+    def empty(self, inputs: slice) -> None:
+        """The same where nothing is stored of them, as of those that have verified what is drafted behind others."""
         self.position.begin(inputs)
         for buffer in self.inputs.values():
             buffer.view(self._key.batch, self._key.per_input, -1)[inputs] = 0
@@ -314,8 +318,8 @@ class StepBuffers:
         """Has rows without an input go on where another one is, each one position behind the one before."""
         count, first = rows.stop - rows.start, self.sizes.cached + int(self.position.position[source])
         self.position.fork(source, rows)
+        self._insert_inputs(self, slice(source, source + 1), rows)
         for name, buffer in self.inputs.items():
-            buffer[rows] = buffer[source]
             if name in POSITIONS:
                 buffer[rows] += torch.arange(1, count + 1).unsqueeze(1)
             elif self._key.is_sequences_mask(name):
@@ -323,15 +327,10 @@ class StepBuffers:
                 marked.copy_(torch.ones(count, count + 1).tril(1)[:, : marked.shape[1]])
         self._measure()
 
-    def join(self, row: int, target: int) -> None:
-        """The row that another one was forked from goes on where that one is."""
-        self.position.join(row, target)
-        for buffer in self.inputs.values():
-            buffer[target] = buffer[row]
-
-    def end_forks(self, rows: slice) -> None:
-        """These rows are without an input again."""
-        self._empty(rows)
+    def join(self, row: slice, target: slice) -> None:
+        """The row that another one was forked from goes on where that one is: what is stored is its own."""
+        self.position.insert(self.position, row, target)
+        self._insert_inputs(self, row, target)
 
     def clear(self) -> None:
         """K and V of the last call are of no use any more. On a CPU they take no memory then."""

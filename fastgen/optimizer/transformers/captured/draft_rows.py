@@ -13,10 +13,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fastgen.decoding.speculation.verify_rows import Chance, StepSeconds, counts
-from fastgen.optimizer.transformers.captured.forms import FormMask
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
@@ -35,7 +33,6 @@ class Draft(NamedTuple):
 class _Verified(NamedTuple):
     draft: Draft
     rows: range
-    noise: list[Tensor]  # of each of the rows, where tokens are drawn
 
 
 class DraftRows:
@@ -84,7 +81,7 @@ class DraftRows:
 
     def _propose(self, step: DecodeStep, slot: Slot) -> Draft:
         assert slot.drafts is not None, "as who calls has made sure"
-        tokens = None if slot.form is None else _tokens(step, slot.place)
+        tokens = None if slot.form is None else step.search.sequences_of(slot.place)[0]
         found, chance = slot.catch(partial(slot.drafts.propose, slot.form, tokens), ([], None))
         if found:  # the last row may choose the last token
             found = found[: int(step.search.limit[slot.place, 0]) - int(step.search.length[slot.place, 0]) - 1]
@@ -94,7 +91,7 @@ class DraftRows:
         """Rows from the first on verify a draft; how many."""
         slot, tokens = draft.slot, draft.tokens
         if slot.form is not None:
-            forms = slot.catch(partial(slot.form.drafted, _tokens(step, slot.place), tokens), [])
+            forms = slot.catch(partial(slot.form.drafted, step.search.sequences_of(slot.place)[0], tokens), [])
             tokens = tokens[: len(forms)]
         rows = range(first, first + len(tokens))
         if not rows:
@@ -105,12 +102,11 @@ class DraftRows:
         for processor in step.processors or ():
             for row in rows:
                 processor.insert(processor, slot.place, row)
-            if slot.form is not None and isinstance(processor, FormMask) and processor.are_banned == slot.are_banned:
-                processor.block_behind(forms, first)
-        noise = [] if slot.generator is None else [slot.noise(step.choice.vocabulary) for _ in rows]
-        for row, drawn in zip(rows, noise, strict=False):
-            step.search.noise[row] = drawn
-        self._verified.append(_Verified(draft._replace(tokens=tokens), rows, noise))
+        if slot.form is not None:
+            slot.mask(step.processors).block_behind(forms, first)
+        for row in rows if slot.generator is not None else ():
+            slot.draw(step.search.noise[row])
+        self._verified.append(_Verified(draft._replace(tokens=tokens), rows))
         return len(rows)
 
     def take(self, step: DecodeStep) -> None:
@@ -125,7 +121,7 @@ class DraftRows:
         if self._verified:
             forks = slice(self._verified[0].rows.start, self._verified[-1].rows.stop)
             step.search.leave(forks)
-            step.buffers.end_forks(forks)
+            step.buffers.empty(forks)
         verified = {each.draft.slot for each in self._verified}
         for draft in self._proposed:
             if draft.slot not in verified:  # what it would have been worth
@@ -134,24 +130,20 @@ class DraftRows:
 
     def _keep_right(self, step: DecodeStep, verified: _Verified, chosen: list[int]) -> None:
         """An input goes on behind those tokens of its draft that the rows in front of them have `chosen`."""
-        draft, rows, noise = verified
+        draft, rows = verified
         slot, right = draft.slot, 0
         in_front = slot.place, *rows
         while right < len(rows) and chosen[in_front[right]] == draft.tokens[right]:
             right += 1
         if right:
             failed = step.search.nan_inputs[[*in_front[: right + 1]]].any()
-            step.search.join(rows[right - 1], slot.place)
-            step.search.nan_inputs[slot.place] = failed
-            step.buffers.join(rows[right - 1], slot.place)
-        slot.undrawn[:0] = noise[right:]
+            last, own = (slice(place, place + 1) for place in (rows[right - 1], slot.place))
+            step.search.insert(step.search, last, own)
+            step.search.nan_inputs[own] = failed
+            step.buffers.join(last, own)
+        if slot.generator is not None:
+            slot.undrawn[:0] = [step.search.noise[row].clone() for row in rows[right:]]
         slot.taken += right
         draft.chance.note(len(rows), right)
         self.drafted += len(rows)
         self.accepted += right
-
-
-def _tokens(step: DecodeStep, place: int) -> Tensor:
-    """The sequence of an input."""
-    search = step.search
-    return search.running_tokens[place, int(search.start[place, 0]) : int(search.length[place, 0])]

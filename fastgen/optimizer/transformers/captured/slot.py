@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
-from fastgen.optimizer.transformers.captured.forms import FormProcessor
+from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
 from fastgen.optimizer.transformers.captured.host import Host
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.slot_drafts import SlotDrafts
 
 
@@ -37,7 +38,7 @@ class Slot:
         has_streamed: its streamer has got the prompt here.
         is_over: it has come to its end.
         drafts: what may come next, for rows that are free to verify; None for none.
-        undrawn: noise of tokens to come, which rows have had that verified drafts.
+        undrawn: noise of tokens to come, each [vocabulary], which rows have had that verified drafts.
         taken: tokens that it has got in the latest step.
     """
 
@@ -66,13 +67,17 @@ class Slot:
     def __post_init__(self) -> None:
         self.host = None if self.host is None else self._protected(self.host)
 
-    def noise(self, size: int) -> Tensor:
-        """What the next token of its rows is drawn with, [rows * vocabulary], whatever torch's default type is: a model
-        that another thread loads changes it.
-        """
+    def draw(self, noise: Tensor) -> None:
+        """Puts there what the next token of its rows is drawn with, [rows * vocabulary], where it is drawn at all."""
         if self.undrawn:
-            return self.undrawn.pop(0)
-        return torch.empty(size, dtype=torch.float32).exponential_(generator=self.generator)
+            noise.copy_(self.undrawn.pop(0))
+        elif self.generator is not None:
+            noise.exponential_(generator=self.generator)
+
+    def mask(self, made: Sequence[CapturedProcessor] | None) -> FormMask:
+        """That of its form among the processors of a step."""
+        masks = (each for each in made or () if isinstance(each, FormMask))
+        return next(each for each in masks if each.are_banned == self.are_banned)
 
     def _protected(self, host: Host) -> Host:
         """The same, where an exception is noted, and ends this input alone."""

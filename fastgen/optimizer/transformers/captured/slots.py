@@ -29,7 +29,6 @@ from fastgen.optimizer.transformers.captured import any_batch, graph_cache, proc
 from fastgen.optimizer.transformers.captured.choice import Choice
 from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS, DraftRows
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.forms import FormMask
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.kind import Kind, with_drafts, without_drafts
@@ -157,9 +156,8 @@ class Slots:
         search, choice = step.arrival(prompt, kind.fill, numbers, **options)
         search.draws.fill_(slot.generator is not None)
         if self._key.samples:
-            search.noise = noise = torch.ones(self._key.per_input, prompt.logits.shape[-1], dtype=torch.float32)
-            if slot.generator is not None:
-                noise.exponential_(generator=slot.generator)
+            search.noise = torch.ones(self._key.per_input, prompt.logits.shape[-1], dtype=torch.float32)
+            slot.draw(search.noise.view(-1))
         start, end = int(search.start[0, 0]), search.prompt_capacity
         self._block(slot, choice, search, 0)
         turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
@@ -311,10 +309,10 @@ class Slots:
             if (captures or step.is_captured) and any_batch.is_symbolic(step.key):
                 self._close_ranks(step)
             for slot in self.taken.values():
-                self._draw(step, slot)
-                if not slot.is_over:
-                    self._block(slot, step.choice, step.search, slot.place)
                 slot.taken = int(not slot.is_over)
+                if not slot.is_over:
+                    self._draw(step, slot)
+                    self._block(slot, step.choice, step.search, slot.place)
             turns = self._turns(step) if self._key.waits_for_host else []
             self._verify(step, turns, captures, self._put_drafts(step, max(self.taken) + 1, most_drafted))
             self._steps += 1
@@ -393,19 +391,15 @@ class Slots:
 
     def _draw(self, step: DecodeStep, slot: Slot) -> None:
         """The noise of an input's next step."""
-        if slot.generator is not None and not slot.is_over:
-            rows = step.search.noise.view(self._key.batch, -1)[slot.place]
-            rows.copy_(slot.noise(len(rows)))
+        if slot.generator is not None:
+            slot.draw(step.search.noise.view(self._key.batch, -1)[slot.place])
 
     def _block(self, slot: Slot, choice: Choice, search: Search, place: int) -> None:
         """What may not come next of an input whose result has a form."""
         if slot.form is None or slot.error is not None:
             return
-        masks = (each for each in choice.processors or () if isinstance(each, FormMask))
-        mask = next(each for each in masks if each.are_banned == slot.are_banned)
-        start, end = int(search.start[place, 0]), int(search.length[place, 0])
-        tokens = search.running_sequences[place, :, start:end]
-        slot.catch(partial(mask.block, slot.form, tokens, place))
+        mask = slot.mask(choice.processors)
+        slot.catch(partial(mask.block, slot.form, search.sequences_of(place), place))
 
     def _stream(self, step: DecodeStep, slot: Slot) -> None:
         """Passes the tokens of the latest step on to who waits for them."""
