@@ -323,10 +323,10 @@ def test_an_interrupted_and_a_killed_command_are_resumed_to_the_same_file(bart, 
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
     assert {path.read_text() for path in (out, errors, report)} == {'{"line": "old"}'}
-    done = partial.read_bytes().count(b'{"batch"')
-    assert 6 <= done < 200
+    assert 6 <= partial.read_bytes().count(b'{"batch"') < 200
+    done = partial.read_bytes().count(b'{"position"')
     assert call(*words, "--resume") == 1
-    assert json.loads(report.read_text())["resumed_samples"] == 4 * done + 2
+    assert json.loads(report.read_text())["resumed_samples"] == done
     assert call(bart, source, tmp_path / "whole.jsonl", *options, "0") == 1
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert errors.read_bytes() == (tmp_path / "whole.jsonl.errors.jsonl").read_bytes()
