@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding.captured import part, program, symbolic_batch
+from fastgen.decoding.captured import graph, part, program, symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
 from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, pays, sizes
 from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
@@ -293,3 +293,19 @@ def test_nobody_leaves_who_is_seen(seen: str, inputs_of_programs: list[int]) -> 
 
     near_ties.check(call)
     assert captures() == 1 and set(inputs_of_programs) <= {6}, reasons()
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_calls_of_other_sizes_share_the_recording_that_inputs_have_left_by(
+    way: dict[str, Any], inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call is recorded for itself. What is made of the shared one for all inputs of a call is kept."""
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    monkeypatch.setattr(Ledger, "with_more_rows", lambda *given: None)
+    recorded = noted(monkeypatch, graph, "new")
+    made = noted(monkeypatch, CapturedPart, "specialize", lambda part, inputs, *given: inputs)
+    for inputs in (6, 9, 9):
+        check(model, family.make_inputs(inputs, LONG), {**LEAVING, **way})
+    assert captures() == 3 and len(recorded) == 1, reasons()
+    assert made.count(9) == 1

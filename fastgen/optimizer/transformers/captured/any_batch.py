@@ -32,7 +32,7 @@ from fastgen.decoding.captured.symbolic_batch import (
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.pays import Ledger
+from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
@@ -46,15 +46,16 @@ def is_symbolic(key: Key) -> bool:
     return key.draft is None and key.width == 1
 
 
-def is_recorded(model: Any, key: Key, room: Sizes) -> bool:
-    """Whether there is such a recording, for steps of this key with buffers of these sizes."""
-    return is_symbolic(key) and graph_cache.has_symbolic(model, *(each for each, _ in _kinds(key, room)))
+def is_recorded(model: Any, key: Key, room: Sizes, inputs: int) -> bool:
+    """Whether there is such a recording for so many, for steps of this key with buffers of these sizes."""
+    return is_symbolic(key) and graph_cache.has_symbolic(model, inputs, *(each for each, _ in _kinds(key, room)))
 
 
 def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
     """Has a plain step run a program for its first inputs, made from what is recorded for any number of them.
 
-    Without one it is recorded for itself. So is a step without slots, as long as all of its inputs go on.
+    Without one it is recorded for itself. So is a step without slots all of whose inputs go on, where none is there
+    yet: such a recording takes as long as several.
 
     Args:
         inputs: those of which something is to be computed; None for all.
@@ -66,8 +67,10 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
     inputs = inputs or batch
     if not is_symbolic(step.key) or part.use(inputs):
         return is_symbolic(step.key)
-    if inputs == batch and not part.is_specialized and (part.is_captured or not step.key.slots):
-        return False
+    if inputs == batch and not part.is_specialized:
+        has_one = step.key.slots or (not is_repeatable() and is_recorded(model, step.key, step.sizes, inputs))
+        if part.is_captured or not has_one:
+            return False
     if not part.is_declined(inputs):
         try:
             programs = _programs(model, step, inputs)

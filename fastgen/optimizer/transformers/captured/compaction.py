@@ -81,7 +81,7 @@ class Compaction:
         if is_repeatable():
             cost += STEPS_OF_SPECIALIZING
         elif self._lost >= cost and step.parts[1].smallest(left) != left:
-            is_recorded = any_batch.is_recorded(self._model, step.key, step.sizes)
+            is_recorded = any_batch.is_recorded(self._model, step.key, step.sizes, left)
             cost += self._ledger.steps_of_specializing(seconds, is_recorded)
         if self._lost >= cost:
             self._compact(step, goes_on)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -127,10 +129,12 @@ class Decoding(PrefilledCall):
         if not self._must_pay or graph_cache.kept(self.model, self._key) is not None:
             return first
         asked = self.certain_tokens, self.prompt.new_tokens
-        steps = self._ledger.starts_at(self._key, *asked)
+        specializes = any_batch.is_recorded(self.model, self._key, self._sizes(), self._key.batch)
+        steps = self._ledger.starts_at(self._key, *asked, specializes)
         if self._rows_may_idle:
             others = graph_cache.others(self.model, self._key)
-            larger = self._ledger.with_more_rows(self._key, others, *asked, records=steps == 0)
+            making = self._ledger.making(specializes) if steps == 0 else None
+            larger = self._ledger.with_more_rows(self._key, others, *asked, making)
             if larger is not None:
                 self._key = larger
                 return first
@@ -172,23 +176,25 @@ class Decoding(PrefilledCall):
         step.choose_first(prompt.logits, self.host)
         self._current = step
         self._stream(step)
-        done, replays, begun = 1, 0, None
+        done, replays = 1, 0
+        ends: list[float] | None = None  # of the replays, and of what was before them
         compaction = self._compaction()
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
                 if compaction is not None:
                     compaction.refresh(step)
-                begun = None
+                ends = None
             captures, was_kept = done > self._eager_steps, step.is_captured
             start = time.perf_counter()
             self._start(step, partial(self._verify, step, done, captures, compaction))
             seconds = time.perf_counter() - start
             self._stream(step)
-            if begun is None:
-                begun = self._first_steps(step, was_kept, seconds, replays)
+            if ends is None:
+                ends = self._first_steps(step, was_kept, seconds)
             else:
                 replays += 1
+                ends.append(time.perf_counter())
             # Also behind the first step of larger buffers: others may have left such, and then they are not exchanged.
             if compaction is not None and step.is_captured:
                 compaction.after(step, seconds)
@@ -197,9 +203,9 @@ class Decoding(PrefilledCall):
                 self.release()
             done += 1
         self._compacted = compaction if compaction is not None and compaction.has_begun else None
-        is_whole = begun is not None and self._compacted is None
-        if begun is not None and is_whole and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
-            step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
+        if ends is not None and self._compacted is None and not self._key.waits_for_host and len(ends) > _ENOUGH_STEPS:
+            # Other work may have had the processors for a part of the call.
+            step.seconds_of_calls.append(median(end - begin for begin, end in pairwise(ends)))
             self._ledger.replayed[step.key.rows] = min(step.seconds_of_calls)
         self._note(done, done - 1 - replays)
         return step
@@ -233,8 +239,8 @@ class Decoding(PrefilledCall):
         given = self.model, self._key, self._ledger, self.prompt.inputs, self._count, self.fill()
         return Compaction(*given, self._refresh)
 
-    def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float, replays: int) -> tuple[int, float] | None:
-        """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
+    def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float) -> list[float] | None:
+        """Takes what one of the first steps took; if all that follow are replays, the time.
 
         What the host does in a step, such as the user's code, says nothing of the next call's.
         """
@@ -245,9 +251,9 @@ class Decoding(PrefilledCall):
             return None
         if not (step.key.sizes.new or step.parts.follows):
             graph_cache.bind(self.model, step)
-        if not was_kept and is_measured:
+        if not (was_kept or step.parts[1].is_specialized) and is_measured:
             self._ledger.recording = seconds
-        return replays, time.perf_counter()
+        return [time.perf_counter()]
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""

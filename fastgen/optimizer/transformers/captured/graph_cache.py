@@ -193,12 +193,16 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
     return made
 
 
-def has_symbolic(model: Any, *keys: Key) -> bool:
-    """Whether there is something recorded for keys like one of these of any number of inputs."""
+def has_symbolic(model: Any, inputs: int, *keys: Key) -> bool:
+    """Whether there is something recorded for keys like one of these of any number of inputs, so many among them."""
+
+    def is_in(cached: _OfModel) -> bool:
+        found = (cached.symbolic.get(_of_any_batch(key)) for key in keys)
+        return any(recorded is not None and inputs <= recorded.most for recorded in found)
+
     with _lock:
-        wanted = set(map(_of_any_batch, keys))
         try:  # what has changed in the model is looked for only where there is a reason to
-            return any(map(_known(model).symbolic.get, wanted)) and any(map(_of(model).symbolic.get, wanted))
+            return is_in(_known(model)) and is_in(_of(model))
         except CannotBeCaptured:
             return False
 

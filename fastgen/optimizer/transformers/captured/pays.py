@@ -31,8 +31,11 @@ STEPS, LEAST_STEPS = 24, 6
 # number of inputs takes the time of so many for one number.
 PART_OF_SPECIALIZING, _RECORDINGS = 0.25, 2
 STEPS_OF_SPECIALIZING = PART_OF_SPECIALIZING * STEPS
-# At the most: a measurement may have been disturbed, and another recording brings another one.
+# At the most.
 MOST_STEPS = 16 * STEPS
+# The part of a step that a replay saves in most models. Half of what is expected is this, the other half what was
+# measured: other work may have disturbed that, and without another recording nobody would find out.
+SAVED = 0.4
 # A call that may end at any token is expected to go on once it has so many of them.
 TOKENS_SEEN = 16
 # Short calls have been many when their steps would have repaid so many recordings.
@@ -139,23 +142,25 @@ class Ledger:
         """Tokens of a call that may end at any of them."""
         return min(most, self._tokens) if self._tokens is not None else 0
 
-    def with_more_rows(self, key: Key, others: Iterable[Key], certain: int, most: int, *, records: bool) -> Key | None:
+    def with_more_rows(
+        self, key: Key, others: Iterable[Key], certain: int, most: int, making: float | None
+    ) -> Key | None:
         """The key among these whose step does for a call of `key`: with the fewest rows that idle.
 
         Args:
             others: of steps that are there, and differ in nothing but the number of inputs.
             certain, most: as of `starts_at`.
-            records: a step of `key` would be recorded at once otherwise.
+            making: seconds that a step of `key` would take to make; None where it would not be made at once.
         """
         larger = min(
             (other for other in others if other.batch > key.batch), key=lambda other: other.batch, default=None
         )
         if larger is None or larger.rows not in self.replayed or self.recording is None:
             return None
-        if records:
+        if making is not None:
             steps = max(certain, self._expected(most))
             lost = self._of_key(key).lost + steps * self._idle(key.rows, larger.rows)
-            return larger if lost < self.recording else None
+            return larger if lost < making else None
         eager = self.eager.get(min(self.eager, key=lambda rows: abs(rows - key.rows), default=0))
         return larger if eager is not None and self.replayed[larger.rows] < eager else None
 
@@ -175,6 +180,10 @@ class Ledger:
         known = max(fewer, default=None)
         alone = self.replayed[larger] * rows / larger if known is None else self.replayed[known]
         return max(self.replayed[larger] - alone, 0.0)
+
+    def making(self, specializes: bool) -> float:
+        """Seconds that a step takes to make: to record, or to specialize where one was recorded for any number."""
+        return self.specializing if specializes else self.recording or 0.0
 
     @property
     def specializing(self) -> float:
@@ -235,7 +244,7 @@ class Ledger:
         known = self.eager.keys() & self.replayed.keys()
         if self.recording is None or not known:
             return STEPS_OF_SPECIALIZING if specializes else STEPS
-        seconds = self.specializing if specializes else self.recording
         nearest = min(known, key=lambda other: abs(other - rows))
-        saved = self.eager[nearest] - self.replayed[nearest]
-        return min(max(seconds / saved, LEAST_STEPS), MOST_STEPS) if saved > 0 else MOST_STEPS
+        measured = max(1 - self.replayed[nearest] / self.eager[nearest], 0.0)
+        saved = self.eager[nearest] * (measured + SAVED) / 2
+        return min(max(self.making(specializes) / saved, LEAST_STEPS), MOST_STEPS)

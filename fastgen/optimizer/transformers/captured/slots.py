@@ -206,7 +206,7 @@ class Slots:
         if self._captures_from <= self._steps:  # as the next step will be, whatever this input asks for
             return
         room = Sizes(0, 0, 0, 0) if self._step is None else self._step.sizes
-        self._is_recorded = self._is_recorded or any_batch.is_recorded(self._model, self._key, room)
+        self._is_recorded = self._is_recorded or any_batch.is_recorded(self._model, self._key, room, 1)
         done = self._steps - slot.entered
         asked = max(slot.certain_tokens - done, 0), slot.new_tokens - done
         starts = self._ledger.starts_at(self._key, *asked, self._is_recorded)
