@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import inspect
 import statistics
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from fastgen import counters, patching
+from fastgen import counters, memory, patching
 from fastgen.counters import CAPTURED_STEP, DRAFTS, GENERATE, Drafts
 from fastgen.decoding.captured import graph
 from fastgen.decoding.randomness import RandomState
@@ -327,11 +326,11 @@ def _peak_memory(device: torch.device) -> Callable[[], int | None]:
         return lambda: torch.cuda.max_memory_allocated(device) - allocated
     try:
         # What earlier calls freed goes back to the system first, or it would hide what this one needs.
-        ctypes.CDLL(None).malloc_trim(0)
+        memory.give_back_free()
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
         resident = psutil.Process().memory_info().rss
-    except (OSError, AttributeError):
-        return lambda: None  # not Linux with glibc
+    except OSError:
+        return lambda: None  # not Linux
 
     def since() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()  # psutil does not tell it on Linux

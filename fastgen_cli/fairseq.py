@@ -245,25 +245,12 @@ def _generate(cfg: Any, own: argparse.Namespace) -> None:
 
 
 def _interact(cfg: Any, own: argparse.Namespace) -> None:
-    from fairseq.distributed import utils as distributed
-
     check_stream("stdin", cfg.interactive.input == "-")
     check_stream("stdout", True)
-    from fastgen import settings
-
-    # With several GPUs this starts a process for each, which knows nothing of this one but what it is given.
-    given = {"workers": own.postprocess_workers, "plain": own.no_fastgen, "now": dict(vars(settings.current()))}
-    distributed.call_main(cfg, _interact_here, **given)
-
-
-def _interact_here(cfg: Any, workers: int | None, plain: bool, now: dict[str, Any]) -> None:
-    import fastgen
-    from fastgen import settings
     from fastgen.pipeline import fairseq
 
-    with settings.changed(**now), fastgen.disabled() if plain else contextlib.nullcontext():
-        _summary(cfg, fairseq.interact(cfg, workers, begins=allow_interrupts))
-        _say_whether_accelerated(cfg)
+    _summary(cfg, fairseq.interact(cfg, own.postprocess_workers, begins=allow_interrupts))
+    _say_whether_accelerated(cfg)
 
 
 @contextlib.contextmanager

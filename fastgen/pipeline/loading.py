@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import re
 import sys
 from abc import ABC, abstractmethod
@@ -128,7 +129,7 @@ def base_of(model: str) -> str:
             adapters, of it or beside it, that are not loaded.
     """
     values = _adapters_in(model)
-    if values is None or _part_of(model, "config.json"):
+    if values is None or file_of(model, "config.json"):
         return model
     check_installed("peft", f"model {model}: it has adapters alone, and", "pip install peft")
     if values.get("alora_invocation_tokens"):  # which only peft's own models look for
@@ -150,7 +151,7 @@ def _adapters_in(model: str) -> dict[str, Any] | None:
     Raises:
         SetupError: they are for Megatron: peft would import the module that the file names. Or the file is damaged.
     """
-    path = _part_of(model, _ADAPTERS)
+    path = file_of(model, _ADAPTERS)
     if path is None:
         return None
     values = read_json_object(path, "the configuration of the adapters")
@@ -159,14 +160,15 @@ def _adapters_in(model: str) -> dict[str, Any] | None:
     return values
 
 
-def _part_of(model: str, name: str) -> Path | None:
-    """A file of a model: in its folder, or of a hub name, for which it is downloaded."""
-    path = Path(model, name)
-    if Path(model).exists():
-        return path if path.is_file() else None
+def file_of(model: str, name: str, folder: str = "") -> Path | None:
+    """A file of a model: in its directory, or of a hub name, for which it is downloaded; None where it has none."""
+    if os.path.exists(model):  # which says no to a name that cannot be one
+        path = Path(model, folder, name)
+        return path if os.path.isfile(path) else None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    name = f"{folder}/{name}" if folder else name
     try:
         known = try_to_load_from_cache(model, name)
         if known is None and model not in _out_of_reach:
@@ -191,7 +193,7 @@ def weights_of_adapters(model: str) -> dict[str, tuple[int, ...]]:
     from safetensors import safe_open
 
     found: dict[str, tuple[int, ...]] = {}
-    path = next(filter(None, (_part_of(model, name) for name in _ADAPTER_WEIGHTS)), None)
+    path = next(filter(None, (file_of(model, name) for name in _ADAPTER_WEIGHTS)), None)
     with explained(f"the weights of the adapters in {model} cannot be read"):
         if path is not None and path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as weights:
@@ -217,7 +219,7 @@ def both_of(model: str, base: str) -> str:
 def source_of(model: str, file: str) -> str:
     """Where a file of a model is: beside its adapters, or else with the model that they were trained for."""
     base = base_of(model)
-    return model if base == model or _part_of(model, file) else base
+    return model if base == model or file_of(model, file) else base
 
 
 def tokenizer_of(model: str) -> str:
@@ -228,13 +230,13 @@ def tokenizer_of(model: str) -> str:
 def processor_of(model: str) -> str | None:
     """Where the files are of what makes a model's inputs of more than text; None where there are none."""
     places = dict.fromkeys((model, base_of(model)))
-    return next((place for place in places if any(_part_of(place, name) for name in _PROCESSOR_FILES)), None)
+    return next((place for place in places if any(file_of(place, name) for name in _PROCESSOR_FILES)), None)
 
 
 def processor_files_of(model: str) -> list[Path]:
     """The files that describe what makes a model's inputs of more than text."""
     place = processor_of(model)
-    parts = [] if place is None else [_part_of(place, name) for name in _PARTS_OF_PROCESSOR]
+    parts = [] if place is None else [file_of(place, name) for name in _PARTS_OF_PROCESSOR]
     return [part for part in parts if part is not None]
 
 
@@ -312,16 +314,6 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
     has_file = is_gguf(name) or any(file_of(name, file) for file in known)
     if not ordinary or (named and not has_file):
         raise _without_tokenizer(name)
-
-
-def file_of(model: str, name: str) -> Path | None:
-    """A file of a model, in its directory or where the library keeps what it has downloaded."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if is_gguf(model):  # which holds all that there is
-        return None
-    path = Path(model, name) if Path(model).is_dir() else try_to_load_from_cache(model, name)
-    return Path(path) if isinstance(path, str | Path) and Path(path).exists() else None
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:

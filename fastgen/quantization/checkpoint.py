@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # What is to be done about any of these errors.
 ADVICE = "the file is damaged or of another format; fetch it again"
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastgen.quantization.checkpoint import (
     ADVICE,
-    FLOATS,
     Format,
     bits_of,
     expect,
@@ -24,7 +23,7 @@ from fastgen.quantization.checkpoint import (
     whole_groups,
     zeros_of,
 )
-from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
+from fastgen.quantization.quantized_tensor import BITS, FLOATS, QuantizedTensor
 
 if sys.byteorder != "little":  # the bytes of an int32 are read in memory's order
     raise ImportError("low-bit weights are read on little-endian processors only")

@@ -12,7 +12,7 @@ from fastgen.ops.linear.grouped import SuperBlockScales
 
 # Of formats that pack values into int32; blocks of GGUF have others, too.
 BITS = (4, 8)
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class QuantizedTensor(NamedTuple):
@@ -66,9 +66,9 @@ def check(weight: QuantizedTensor) -> None:
     if zeros is not None and mins is not None:
         raise ValueError("a weight has zeros or mins, not both")
     for name, part, dtypes in (
-        ("scales", scales, _SCALE_DTYPES),
+        ("scales", scales, FLOATS),
         ("zeros", zeros, (torch.uint8,)),
-        ("mins", mins, _SCALE_DTYPES),
+        ("mins", mins, FLOATS),
     ):
         if part is not None and (part.shape != (n, groups) or part.dtype not in dtypes):
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

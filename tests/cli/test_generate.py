@@ -92,25 +92,6 @@ def test_usage_errors_are_one_line(words, message, one_line, monkeypatch, tmp_pa
     assert message in one_line()
 
 
-def test_setup_errors_are_one_line(bart, inputs, tmp_path, one_line):
-    out = tmp_path / "out.txt"
-    (tmp_path / "g.json").write_text("{")
-    (tmp_path / "taken.txt").write_text("old")
-    for words, message in (
-        ([tmp_path / "none", inputs, out], "no such directory"),
-        ([bart, inputs, tmp_path / "none" / "out.txt"], "does not exist"),
-        ([bart, inputs, tmp_path / "taken.txt"], "exists already"),
-        ([bart, inputs, out, "--generation-config", tmp_path / "g.json"], "not valid JSON"),
-        ([bart, inputs, out, "--score-path", tmp_path / "none" / "s.json", "--reference", inputs], "cannot write"),
-        ([bart, inputs, out, "--num-beams", "0"], "num_beams is 0: it must be at least 1"),
-        ([bart, inputs, inputs, "--overwrite"], "same file"),
-    ):
-        assert call(*words, "--quiet", "--device", "cpu") == 2, words
-        assert message in one_line()
-    assert not out.exists()
-    assert (tmp_path / "taken.txt").read_text() == "old"
-
-
 def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, one_line):
     source, out = tmp_path / "some.txt", tmp_path / "out.txt"
     source.write_text("let there be light\n\nthe earth\n")

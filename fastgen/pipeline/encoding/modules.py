@@ -7,16 +7,15 @@ looked up here and never imported, and weights are tensors.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastgen.pipeline.encoding.fields import Fields, check_shapes, is_folder, short
+from fastgen.pipeline.encoding.fields import Fields, is_folder, short
 from fastgen.pipeline.encoding.options import POOLINGS, EmbedOptions
 from fastgen.pipeline.errors import SetupError, explained
-from fastgen.pipeline.loading import read_json_object
+from fastgen.pipeline.loading import file_of, read_json_object
 
 # Older files have a truth value for each kind of pooling, in whose order vectors are joined.
 _POOLING_FLAGS = {
@@ -130,7 +129,7 @@ def read_modules(name: str, settings: EmbedOptions) -> SentenceModules:
     Raises `SetupError` where they ask for a module that is not known here, are damaged, or lack the prompt.
     """
     found = SentenceModules()
-    if listed := _file(name, "modules.json"):
+    if listed := file_of(name, "modules.json"):
         found.said = True
         _read_list(name, listed, found, settings.pooling)
     found.prompt = _prompt(settings, _fields(name, _PROMPTS))
@@ -148,7 +147,7 @@ def _read_list(name: str, listed: Path, found: SentenceModules, asked: str | Non
     found.folder = entries[0][1]
     for file in _SETTINGS:
         if fields := _fields(name, file, found.folder):
-            found.max_length, found.lower_case = fields.size("max_seq_length"), fields.flag("do_lower_case")
+            found.max_length, found.lower_case = fields.size("max_seq_length"), fields.get("do_lower_case", bool, False)
             break
     pooled = False
     for kind, folder in entries[1:]:
@@ -157,8 +156,8 @@ def _read_list(name: str, listed: Path, found: SentenceModules, asked: str | Non
             _read_pooling(found, fields, listed, folder, asked)
             pooled = True
         elif kind in _STEPS and pooled:
-            if fields.text("module_input_name", _VECTOR) != _VECTOR or (
-                fields.text("module_output_name", _VECTOR) != _VECTOR
+            if fields.get("module_input_name", str, _VECTOR) != _VECTOR or (
+                fields.get("module_output_name", str, _VECTOR) != _VECTOR
             ):
                 raise SetupError(f"{listed}: module {folder} is not one of the text's vector, which is not supported")
             found.steps.append(_STEPS[kind](name, folder, fields))
@@ -191,7 +190,7 @@ def _entries(listed: Path) -> list[tuple[str, str]]:
 
 def _read_pooling(found: SentenceModules, fields: Fields, listed: Path, folder: str, asked: str | None) -> None:
     """What the configuration of the Pooling module says, unless a pooling is asked for."""
-    found.include_prompt = fields.flag("include_prompt", True)
+    found.include_prompt = fields.get("include_prompt", bool, True)
     if asked is not None:
         return
     if not fields:
@@ -206,7 +205,7 @@ def _read_pooling(found: SentenceModules, fields: Fields, listed: Path, folder: 
 def _poolings(fields: Fields) -> tuple[str, ...]:
     asked = fields.values.get("pooling_mode")
     if asked is None:
-        flags = {kind: fields.flag(flag) for flag, kind in _POOLING_FLAGS.items()}
+        flags = {kind: fields.get(flag, bool, False) for flag, kind in _POOLING_FLAGS.items()}
         # The library's own default, where the file has none of them.
         is_said = any(fields.values.get(flag) is not None for flag in _POOLING_FLAGS)
         asked = [kind for kind, is_set in flags.items() if is_set] if is_said else ["mean"]
@@ -231,7 +230,7 @@ def read_prompts(name: str) -> dict[str, str]:
 def _prompt(settings: EmbedOptions, fields: Fields) -> str:
     if settings.prompt is not None:
         return settings.prompt
-    name = settings.prompt_name or fields.text("default_prompt_name")
+    name = settings.prompt_name or fields.get("default_prompt_name", str)
     if name is None:
         return ""
     known = fields.texts("prompts")
@@ -252,42 +251,34 @@ def _dense_step(name: str, folder: str, fields: Fields) -> Step:
     """A linear layer with an activation, and perhaps what went in added to what comes out."""
     import torch
 
-    file, weights = _weights(name, folder)
-    path = fields.text("activation_function", "torch.nn.modules.activation.Tanh") or ""
+    path = fields.get("activation_function", str, "torch.nn.modules.activation.Tanh")
     activation = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or activation not in _ACTIVATIONS:
         raise SetupError(f"{fields.path}: activation_function {short(path)} is not supported")
     act = getattr(torch.nn, activation)()
     out, into = fields.needed("out_features"), fields.needed("in_features")
-    has_bias, adds = fields.flag("bias", True), fields.flag("use_residual")
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (out, into)}
-    shapes |= {"linear.bias": (out,)} if has_bias else {}
-    shapes |= {"residual.weight": (out, into)} if adds and out != into else {}
-    check_shapes(str(file), weights, shapes)
-    weight, bias, residual = (weights.get(part) for part in ("linear.weight", "linear.bias", "residual.weight"))
+    has_bias, adds = fields.get("bias", bool, True), fields.get("use_residual", bool, False)
+    kinds: dict[str, Callable[[], Any]] = {"linear": lambda: torch.nn.Linear(into, out, has_bias)}
+    if adds and out != into:
+        kinds["residual"] = lambda: torch.nn.Linear(into, out, False)
+    layers, about = _loaded(name, folder, fields, kinds)
 
     def step(vectors: Any) -> Any:
-        linear = torch.nn.functional.linear
-        made = act(linear(vectors, _on(weight, vectors), _on(bias, vectors)))
+        own = layers.to(vectors.device)
+        made = act(own["linear"](vectors))
         if not adds:
             return made
-        return made + (vectors if residual is None else linear(vectors, _on(residual, vectors)))
+        return made + (own["residual"](vectors) if "residual" in own else vectors)
 
-    return Step(step, {"weights": _sums(weights)}, (str(fields.path), into, out))
+    return Step(step, about, (str(fields.path), into, out))
 
 
 def _norm_step(name: str, folder: str, fields: Fields) -> Step:
     import torch
 
-    file, weights = _weights(name, folder)
     size = fields.needed("dimension")
-    check_shapes(str(file), weights, {"norm.weight": (size,), "norm.bias": (size,)})
-    weight, bias = weights["norm.weight"], weights["norm.bias"]
-
-    def step(vectors: Any) -> Any:
-        return torch.nn.functional.layer_norm(vectors, (size,), _on(weight, vectors), _on(bias, vectors))
-
-    return Step(step, {"weights": _sums(weights)}, (str(fields.path), size, size))
+    layers, about = _loaded(name, folder, fields, {"norm": lambda: torch.nn.LayerNorm(size)})
+    return Step(lambda vectors: layers.to(vectors.device)["norm"](vectors), about, (str(fields.path), size, size))
 
 
 _STEPS: dict[str, Callable[[str, str, Fields], Step]] = {
@@ -297,20 +288,30 @@ _STEPS: dict[str, Callable[[str, str, Fields], Step]] = {
 }
 
 
-def _on(tensor: Any, other: Any) -> Any:
-    return None if tensor is None else tensor.to(other.device)
+def _loaded(
+    name: str, folder: str, fields: Fields, kinds: Mapping[str, Callable[[], Any]]
+) -> tuple[Any, dict[str, Any]]:
+    """Layers with the tensors of a module's file, by their names in it, and what the journal keeps of these."""
+    import torch
+
+    file, weights = _weights(name, folder)
+    with torch.device("meta"):
+        layers = torch.nn.ModuleDict({part: make() for part, make in kinds.items()})
+    with explained(f"{file} does not fit {fields.path}"):
+        layers.load_state_dict(weights, assign=True)
+    return layers.requires_grad_(False), {"weights": _sums(weights)}
 
 
 def _weights(name: str, folder: str) -> tuple[Path, dict[str, Any]]:
     """The file of a module's tensors, and these in float32. Nothing in the file is run."""
     import torch
 
-    if path := _file(name, "model.safetensors", folder):
+    if path := file_of(name, "model.safetensors", folder):
         from safetensors.torch import load_file
 
         with explained(f"cannot read {path}"):
             return path, {key: value.float() for key, value in load_file(path).items()}
-    if path := _file(name, "pytorch_model.bin", folder):
+    if path := file_of(name, "pytorch_model.bin", folder):
         with explained(f"cannot read {path}"):
             found = torch.load(path, map_location="cpu", weights_only=True)
             if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
@@ -325,21 +326,6 @@ def _sums(weights: Mapping[str, Any]) -> dict[str, list[float]]:
             for key, value in sorted(weights.items())}  # fmt: skip
 
 
-def _file(name: str, file: str, folder: str = "") -> Path | None:
-    """A file of a model, in its directory or from the hub; None where it has none."""
-    if not name:
-        return None
-    if os.path.isdir(name):  # which says no to a name that cannot be one
-        path = Path(name, folder, file)
-        return path if os.path.isfile(path) else None
-    from transformers.utils import cached_file
-
-    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with explained(f"model {name} cannot be loaded"):
-        found = cached_file(name, file, subfolder=folder, **options)
-    return Path(found) if found else None
-
-
 def _fields(name: str, file: str, folder: str = "") -> Fields:
-    path = _file(name, file, folder)
+    path = file_of(name, file, folder)
     return Fields(path, read_json_object(path, "the model's file")) if path else Fields(Path(name, folder, file), None)

@@ -23,7 +23,7 @@ from fastgen.pipeline.quantizing import evaluation
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.saving import load_model, save, stands_for_conv1d, weight_bytes
 from fastgen.pipeline.quantizing.texts import PlainTexts, Text, Texts, samples
-from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, report_text, saving
+from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, own_text, saving
 
 if TYPE_CHECKING:
     from fastgen.quantization.blocks import Block, Carried, Forward
@@ -266,5 +266,5 @@ def _write(report: Report, work: Work) -> None:
 
     values = dataclasses.asdict(report) | {"identity": work.identity}
     with saving(work.model / REPORT):
-        (work.model / REPORT).write_text(report_text(values), encoding="utf-8")
+        (work.model / REPORT).write_text(own_text(values), encoding="utf-8")
         (work.model / PICTURE).write_bytes(png(report))

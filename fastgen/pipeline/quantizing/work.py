@@ -21,7 +21,7 @@ from fastgen.pipeline.errors import RESUMABLE, PipelineError, SetupError, one_li
 from fastgen.pipeline.journal import check_same, lock, sync
 from fastgen.pipeline.layouts import read_back
 from fastgen.pipeline.quantizing.options import QuantizeOptions
-from fastgen.pipeline.writers import check_writable, placed
+from fastgen.pipeline.writers import check_absent, check_writable, placed
 
 REPORT = "report.json"
 _RUN = "run.json"
@@ -43,12 +43,11 @@ def check_output(options: QuantizeOptions) -> None:
         return
     if left is not None:
         raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
-    if os.path.lexists(out):
-        raise SetupError(f"{out} exists already (--overwrite replaces it)")
+    check_absent(out)
 
 
-def report_text(values: Mapping[str, Any]) -> str:
-    """A report that says that FastGen has written the directory."""
+def own_text(values: Mapping[str, Any]) -> str:
+    """A report, or a run.json, which says that the directory is FastGen's."""
     return json.dumps({_KEY: _VERSION, **values}, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -125,9 +124,8 @@ class Work:
     def keep(self, measured: Mapping[str, Any]) -> None:
         """Writes what was measured before, with the identity of the run."""
         self.measured = dict(measured)
-        values = {_KEY: _VERSION, "identity": self.identity, "measured": self.measured}
         with self.placed(_RUN) as path:
-            path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(own_text({"identity": self.identity, "measured": self.measured}), encoding="utf-8")
 
     def block(self, number: int) -> Path:
         """Where the layers of a block are kept, once it is finished."""

@@ -16,7 +16,7 @@ from fastgen.decoding import layers
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
 from fastgen_cli import fairseq as commands
-from tests.fairseq.commands.world import ROOT, command_of_fairseq, one_line, run
+from tests.fairseq.commands.world import ROOT, command_of_fairseq, run
 
 
 @pytest.fixture
@@ -61,12 +61,6 @@ def test_eval_lm_with_kernels_of_fastgens(language, evaluated, monkeypatch):
     assert commands.eval_lm(words) == 0
     original, ours = (float(result["loss"]) for result in evaluated)
     assert products and 1 < ours == pytest.approx(original, rel=1e-5)
-
-
-def test_eval_lm_with_a_text_for_a_model_is_one_line(language, tmp_path, capsys):
-    (tmp_path / "text.pt").write_text("a text\n")
-    assert commands.eval_lm([str(language.data), "--path", str(tmp_path / "text.pt"), "--cpu"]) == 2
-    assert "text.pt is nothing that torch has saved" in one_line(capsys, commands.EVAL_LM)
 
 
 @pytest.mark.long

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from fairseq.data.encoders import gpt2_bpe_utils
 from fairseq_cli import generate as original_generate
 
 import fastgen
@@ -24,11 +22,9 @@ from tests.fairseq.commands.world import (
     TINY,
     World,
     both,
-    both_interactive,
     command_of_fairseq,
     configuration,
     lines,
-    references_of,
     run,
     train_language_model,
 )
@@ -131,51 +127,6 @@ def test_unknown_words_replaced_by_those_of_the_text(world, tmp_path):
     original, ours = both(moved, *words)
     assert ours == original
     assert not any("<unk>" in line for line in ours if line[:2] in ("S-", "T-"))
-
-
-def test_subwords_of_sentencepiece(world, tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    model = tmp_path / "pieces.model"
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(world.folder / "train.en"), model_prefix=str(model.with_suffix("")), vocab_size=300
-    )
-    original, ours = both(
-        world, "--bpe", "sentencepiece", "--sentencepiece-model", model, "--remove-bpe", "sentencepiece"
-    )
-    assert ours == original
-
-
-def test_byte_pairs_of_gpt2(world, tmp_path):
-    """Both ways: an interactive user's text becomes the numbers that the dictionary has, outputs become text."""
-    merges = ["t h", "\u0120 th", "\u0120th e", "a n", "an d"]
-    names = [*gpt2_bpe_utils.bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
-    (tmp_path / "encoder.json").write_text(json.dumps({name: number for number, name in enumerate(names)}))
-    (tmp_path / "vocab.bpe").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    encode = gpt2_bpe_utils.get_encoder(tmp_path / "encoder.json", tmp_path / "vocab.bpe").encode
-    for part, count in (("train", 60), ("test", 5)):
-        for side in ("de", "en"):
-            texts = (world.folder / f"{part}.{side}").read_text().replace("@@ ", "").splitlines()[:count]
-            numbers = [" ".join(map(str, encode(text[:30]))) for text in texts]
-            (tmp_path / f"{part}.{side}").write_text("\n".join(numbers) + "\n")
-    made = World(tmp_path)
-    command_of_fairseq(
-        "preprocess", "--source-lang", "de", "--target-lang", "en", "--destdir", made.data, "--joined-dictionary",
-        "--trainpref", tmp_path / "train", "--validpref", tmp_path / "test", "--testpref", tmp_path / "test",
-    )  # fmt: skip
-    command_of_fairseq(
-        "train", made.data, "--save-dir", made.model.parent, "--max-epoch", 3, "--share-all-embeddings",
-        "--arch", "transformer_iwslt_de_en", *TINY,
-    )  # fmt: skip
-    files = ["--gpt2-encoder-json", tmp_path / "encoder.json", "--gpt2-vocab-bpe", tmp_path / "vocab.bpe"]
-    original, ours = both(made, "--bpe", "gpt2", *files, "--scoring", "sacrebleu")
-    assert ours == original
-    texts = [line.split("\t")[1] for line in ours if line[0] == "T"]
-    assert sorted(texts) == sorted(text[:30] for text in references_of(world, 5))
-    source = tmp_path / "source"
-    source.write_text("And the man said\nthe lord\n")
-    original, ours = both_interactive(made, source, "--bpe", "gpt2", *files)
-    assert ours == original
-    assert [line.split("\t")[1] for line in ours if line[0] == "S"][1] == " ".join(map(str, encode("the lord")))
 
 
 def test_steps_of_a_model_that_refines(world, tmp_path):

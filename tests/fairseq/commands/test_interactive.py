@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
 import subprocess
 import threading
 
 import pytest
-import torch
 
-from fastgen import patching, settings
-from fastgen.pipeline import RunReport
 from fastgen.pipeline import fairseq as pipeline
-from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import ROOT, both_interactive, configuration, printed
 
 
@@ -79,37 +73,3 @@ def test_an_interactive_user_is_answered_before_the_next_question(world, program
         process.stdin.close()
         assert process.wait(timeout=300) == 0
         watch.cancel()
-
-
-@pytest.mark.parametrize("options", ["", "--no-fastgen", "--weight-dtype bf16"])
-def test_processes_of_several_gpus_keep_the_options(world, monkeypatch, options):
-    """FairSeq starts one for each. Here a thread stands for it, which knows nothing of this one's settings either."""
-    seen = {}
-
-    def interact(cfg, workers, begins):
-        seen.update(
-            active=patching.is_active(),
-            dtype=settings.current().weight_dtype,
-            disabled=os.environ.get("FASTGEN_DISABLE"),
-        )
-        return RunReport(seconds=dict.fromkeys(("load", "generate", "finish"), 0.0))
-
-    def spawn(fn, args, nprocs, join):
-        main, cfg, kwargs = pickle.loads(pickle.dumps(args))
-        del kwargs["start_rank"]
-        process = threading.Thread(target=main, args=(cfg,), kwargs=kwargs)
-        process.start()
-        process.join()
-
-    monkeypatch.setattr(pipeline, "interact", interact)
-    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("FASTGEN_DISABLE", "1")
-    words = [world.data, "--path", world.model, "--distributed-world-size", 2, *options.split()]
-    assert commands.interactive([str(word) for word in words]) == 0
-    assert seen == {
-        "active": "--no-fastgen" not in options,
-        "dtype": "bf16" if "bf16" in options else "fp32",
-        "disabled": None,
-    }
-    assert os.environ["FASTGEN_DISABLE"] == "1"

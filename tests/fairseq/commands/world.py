@@ -128,11 +128,6 @@ def both_interactive(world: World, source: Path, *options: object) -> tuple[list
         return lines_of(original_interactive.main), lines_of(lambda cfg: pipeline.interact(cfg, 1))
 
 
-def references_of(world: World, count: int) -> list[str]:
-    """The first references as a reader has them."""
-    return (world.folder / "test.en").read_text().replace("@@ ", "").splitlines()[:count]
-
-
 def train_language_model(data: Path, folder: Path) -> None:
     """Trains one for four steps."""
     command_of_fairseq(

@@ -215,7 +215,6 @@ PROMPTS = "config_sentence_transformers.json"
         ("2_Dense/config.json", {"activation_function": ["torch.nn.Tanh"]}, "activation_function is "),
         ("2_Dense/config.json", {"module_input_name": 3}, "module_input_name is 3"),
         (PROMPTS, {"prompts": {"query": 5}}, r"prompts\['query'\] is 5"),
-        (PROMPTS, {"prompts": {"query": "\ud800"}}, r"prompts\['query'\] is "),
         (PROMPTS, {"prompts": {}}, f"default_prompt_name of .*{PROMPTS}"),
         (PROMPTS, {"default_prompt_name": ["query"]}, "default_prompt_name is "),
         (PROMPTS, {"default_prompt_name": "q" * 5000}, "no prompt 'qqq"),
@@ -236,9 +235,7 @@ def test_an_error_names_the_file_and_the_field(fresh, file, changed, message) ->
     assert "\n" not in found and len(found) < len(str(fresh)) * 2 + 250
 
 
-@pytest.mark.parametrize(
-    "path", ["../other", "/etc", "a/../../b", 5, "x" * 256, "a/" + "é" * 200, "a\0b", "\ud800", ["1_Pooling"], None]
-)
+@pytest.mark.parametrize("path", ["../other", "/etc", "a/../../b", "a\\b", 5, "a\0b", ["1_Pooling"], None])
 def test_paths_that_cannot_be_of_a_folder_of_the_model(fresh, path) -> None:
     tiny.sentence_files(fresh, ("Pooling", {}))
     listed = json.loads((fresh / "modules.json").read_text())
@@ -272,7 +269,7 @@ def test_tensors_of_other_shapes_are_refused(fresh, name, shape) -> None:
         {key: value for key, value in weights.items() if key != name or shape is not None},
         fresh / "2_Dense" / "model.safetensors",
     )
-    with pytest.raises(SetupError, match=rf"2_Dense/model\.safetensors.* '?{name}"):
+    with pytest.raises(SetupError, match=rf"2_Dense/model\.safetensors does not fit .*{name}"):
         read_modules(str(fresh), asked())
 
 
@@ -283,7 +280,7 @@ def test_norms_of_other_shapes_are_refused(fresh, weight, bias) -> None:
     tiny.sentence_files(fresh, ("Pooling", {}), ("LayerNorm", {"dimension": 32}))
     tensors = {"norm.weight": torch.ones(weight), "norm.bias": torch.ones(bias)}
     save_file(tensors, fresh / "2_LayerNorm" / "model.safetensors")
-    with pytest.raises(SetupError, match=r"norm\.\w+ is of shape"):
+    with pytest.raises(SetupError, match=r"size mismatch for norm\.\w+"):
         read_modules(str(fresh), asked())
 
 

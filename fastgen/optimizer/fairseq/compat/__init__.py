@@ -5,7 +5,6 @@ This does not concern speed: it applies with and without acceleration.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,6 @@ def _running() -> list[Patch]:
     repairs = f"{__name__}.repairs"
     numpy = f"{repairs}:OldNumpy"
     layers = "fairseq.modules.transformer_layer"
-    data = "fairseq.data.indexed_dataset"
     mbart = "fairseq.tasks.translation_from_pretrained_bart"
     return [
         HashableConfigs(),
@@ -49,11 +47,8 @@ def _running() -> list[Patch]:
         ModuleGlobal("fairseq.data.language_pair_dataset", "np", numpy, numpy_lacks("compat")),
         ModuleGlobal("fairseq.data.token_block_dataset", "np", numpy, numpy_lacks("compat")),
         ModuleGlobal("fairseq.modules.dynamic_crf_layer", "np", numpy, numpy_lacks("float")),
-        ModuleGlobal("fairseq", "libnat", f"{__name__}.libnat:make", libnat_is_missing),
         Patch(layers, "TransformerEncoderLayerBase._load_from_state_dict", f"{repairs}:load_from_state_dict"),
-        Patch(data, "MMapIndexedDataset._do_init", f"{repairs}:open_data"),
-        Patch(data, "MMapIndexedDataset.__del__", f"{repairs}:close"),
-        Patch(data, "MMapIndexedDataset.Index.__del__", f"{repairs}:close"),
+        Patch("fairseq.data.indexed_dataset", "MMapIndexedDataset._do_init", f"{repairs}:open_data"),
         Patch(mbart, "TranslationFromPretrainedBARTTask.__init__", f"{repairs}:keep_arguments"),
     ]
 
@@ -89,8 +84,3 @@ def numpy_lacks(name: str) -> Condition:
         return f"numpy has {name}" if hasattr(original, name) else None
 
     return check
-
-
-def libnat_is_missing(original: Any) -> str | None:
-    """The condition that FairSeq's extension `libnat` has not been built."""
-    return "fairseq.libnat is built" if importlib.util.find_spec("fairseq.libnat") is not None else None

@@ -12,10 +12,10 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import wrapt
@@ -62,7 +62,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 class RefusedValue(ValueError):
-    """A text of a configuration that is more than a value written out; the message names the field and the text."""
+    """A text of a configuration that is more than a value written out; the message shows the text."""
 
 
 def evaluate(text: Any) -> Any:
@@ -83,8 +83,8 @@ def evaluate(text: Any) -> Any:
     except (SyntaxError, ValueError, TypeError, OverflowError, MemoryError, RecursionError):
         shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
         raise RefusedValue(
-            f"{_field(text, sys._getframe(1))} is {shown}; FairSeq would run that as Python code, so only a value "
-            "written out is accepted: numbers, strings, lists, tuples and dictionaries, with +, - and *"
+            f"a value of the configuration is {shown}; FairSeq would run that as Python code, so only a value written "
+            "out is accepted: numbers, strings, lists, tuples and dictionaries, with +, - and *"
         ) from None
 
 
@@ -210,29 +210,3 @@ def _combined(op: type, left: Any, left_items: int, right: Any, right_items: int
 def _require(condition: bool) -> None:
     if not condition:
         raise ValueError("not a value, or a very large one")
-
-
-def _field(text: str, frame: FrameType | None) -> str:
-    """The name that a configuration has for `text`: looked for in what the calling functions hold. For a message."""
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("fairseq", "fairseq_cli"):
-        for holder in list(frame.f_locals.values()):
-            for name, value in _entries(holder):
-                if isinstance(value, str) and value == text:
-                    return str(name)
-        frame = frame.f_back
-    return "a value of the configuration"
-
-
-def _entries(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """The names and values of a configuration, or of one that an object keeps as `cfg` or `args`."""
-    if isinstance(holder, Mapping):
-        # A DictConfig resolves what it is asked for, which may fail.
-        entries = getattr(holder, "_content", holder)
-        if isinstance(entries, Mapping):
-            yield from ((name, getattr(value, "_val", value)) for name, value in entries.items())
-    else:
-        known = getattr(holder, "__dict__", {})
-        yield from list(known.items())
-        for name in ("cfg", "args"):
-            if name in known:
-                yield from _entries(known[name])

@@ -5,7 +5,6 @@ Some come with current releases of Python, torch and NumPy; others let a file of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import struct
 import tarfile
@@ -15,15 +14,6 @@ from typing import Any
 import numpy
 import torch
 import wrapt
-
-
-def close(wrapped: Any, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `MMapIndexedDataset.__del__` and of that of its index, which have nothing to close if opening failed.
-
-    Python would print a second error after the one that matters.
-    """
-    with contextlib.suppress(AttributeError):
-        wrapped(*args, **kwargs)
 
 
 def open_data(wrapped: Any, data: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -21,14 +21,10 @@ class Declined(Exception):
     """This call needs its padding; the message says why."""
 
 
-class Unknown(Declined):
-    """A result has something in it of which nobody knows whether it holds tensors; the message says what."""
-
-
 def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[type, ...] = _WITHOUT) -> Any:
-    """A result like this one with `function` of each tensor in the tensor's place. Raises Unknown.
+    """A result like this one with `function` of each tensor in the tensor's place.
 
-    Parts of the types in `without` hold no tensor, and stay.
+    Parts of the types in `without` hold no tensor, and stay. Raises Declined for a part that may hold some.
     """
     if isinstance(result, Tensor):
         return function(result)
@@ -39,4 +35,4 @@ def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[typ
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     if isinstance(result, dict) and all(isinstance(name, str) for name in result):
         return type(result)(**{name: mapped(part, function, without) for name, part in result.items()})
-    raise Unknown(f"a result of type {type(result).__name__}")
+    raise Declined(f"a result of type {type(result).__name__}")
