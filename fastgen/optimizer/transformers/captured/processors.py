@@ -26,7 +26,6 @@ from fastgen.optimizer.transformers.captured import rewritten_processors as rewr
 from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
-from fastgen.optimizer.transformers.captured.sizes import round_up
 
 # Room for so many tokens, at least, where there may be any number of them.
 _TOKENS = 4
@@ -185,14 +184,6 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return tuple(sorted({int(token) for token in value.flatten().tolist() if token >= 0}))
 
 
-def _encoder_tokens(processor: Any) -> tuple[Tensor, int]:
-    """The encoder's tokens, and the width of a buffer for them."""
-    tokens = rewritten.encoder_tokens(processor)
-    if tokens.amin() < 0:
-        raise Unknown
-    return tokens, power_of_two(max(tokens.shape[1], _ENCODER_TOKENS))
-
-
 def _room(tokens: tuple[int, ...], least: int = _TOKENS) -> int:
     return power_of_two(max(len(tokens), least))
 
@@ -236,25 +227,14 @@ def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored:
     return Signed((rewritten.RepetitionPenalty, ignored), (of_rows,), (_of_type(penalty, float),))
 
 
-def _encoder_repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, tokens: Any) -> Signed:
-    found, width = _encoder_tokens(processor)
-    all_rows = releases.encoder_penalty_is_for_all_beams()
-    return Signed((rewritten.EncoderRepetitionPenalty, width, all_rows), (found,), (_of_type(penalty, float),))
-
-
-def _length_penalty(processor: Any, lengths: Lengths, start: Any, factor: Any, ends: Any) -> Signed:
-    steps = round_up(max(lengths.most - _of_type(start, int), 1))
-    try:
-        pow(_of_type(factor, float), steps)
-    except OverflowError as error:  # which the library raises once it comes so far
-        raise Unknown from error
-    found, keeps_bans = _token_ids(ends), releases.length_penalty_keeps_bans()
-    return Signed((rewritten.LengthPenalty, _room(found), steps, keeps_bans), (found, start - lengths.prompt, factor))
-
-
 def _encoder_no_repeat_ngram(processor: Any, lengths: Lengths, n: Any, *others: Any) -> Signed:
-    found, width = _encoder_tokens(processor)
-    return Signed((rewritten.EncoderNoRepeatNGram, width, _of_type(n, int)), (found,))
+    tokens = getattr(processor, logits.ENCODER_TOKENS, None)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise Unknown
+    if tokens.amin() < 0:
+        raise Unknown
+    width = power_of_two(max(tokens.shape[1], _ENCODER_TOKENS))
+    return Signed((rewritten.EncoderNoRepeatNGram, width, _of_type(n, int)), (tokens,))
 
 
 def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> Signed:
@@ -266,12 +246,6 @@ def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> Signed:
         return Signed((rewritten.SequenceBias, tuple(items), 1))
     groups = list(dict.fromkeys(len(sequence) for sequence, _ in items))
     return Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: groups.index(len(item[0])))), 0))
-
-
-def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep: Any) -> Signed:
-    if not isinstance(epsilon, Tensor) or epsilon.dim() or epsilon.dtype is not torch.float32:
-        raise Unknown
-    return Signed((of_scores.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
 
 
 def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> Signed:
@@ -321,10 +295,6 @@ _READERS_BY_NAME = {
     "RepetitionPenaltyLogitsProcessor": _Reader(
         _repetition_penalty, ("penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q")
     ),
-    "EncoderRepetitionPenaltyLogitsProcessor": _Reader(_encoder_repetition_penalty, ("penalty", "encoder_input_ids")),
-    "ExponentialDecayLengthPenalty": _Reader(
-        _length_penalty, ("regulation_start", "regulation_factor", "eos_token_id")
-    ),
     "NoRepeatNGramLogitsProcessor": _Reader(
         lambda processor, lengths, n: Signed((rewritten.NoRepeatNGram, _of_type(n, int))), ("ngram_size",)
     ),
@@ -339,7 +309,6 @@ _READERS_BY_NAME = {
     "MinPLogitsWarper": _library("min_p", *_KEPT),
     "TypicalLogitsWarper": _library("mass", *_KEPT),
     "EpsilonLogitsWarper": _library("epsilon", *_KEPT),
-    "EtaLogitsWarper": _Reader(_eta, ("epsilon", *_KEPT)),
     "InfNanRemoveLogitsProcessor": _library(),
     "LogitNormalization": _library(),
 }
@@ -367,7 +336,6 @@ _RANKS: dict[tuple[Any, Any], int] = {
             (of_scores.Library, getattr(library, "MinPLogitsWarper", None)),
             (of_scores.Library, getattr(library, "TypicalLogitsWarper", None)),
             (of_scores.Library, getattr(library, "EpsilonLogitsWarper", None)),
-            (of_scores.Eta, None),
         )
     )
 }

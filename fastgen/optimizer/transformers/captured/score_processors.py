@@ -82,22 +82,3 @@ class TopP(_OfScores):
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         kept = self._filter_value, self._least
         return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)
-
-
-class Eta(_OfScores):
-    """Hewitt et al., "Truncation Sampling as Language Model Desmoothing" (2022), section 3."""
-
-    def __init__(self, bucket: Bucket, filter_value: float, keep: int) -> None:
-        self._epsilon = torch.zeros((), device=bucket.device)
-        self._filter_value, self._keep = filter_value, keep
-
-    def refresh(self, epsilon: Tensor | float) -> bool:
-        self._epsilon.copy_(torch.as_tensor(epsilon))
-        return True
-
-    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        # The library's distribution validates its arguments, which waits for the device.
-        entropy = torch.distributions.Categorical(logits=scores, validate_args=False).entropy()
-        eta = torch.min(self._epsilon, self._epsilon.sqrt() * torch.exp(-entropy)).unsqueeze(1)
-        kept = scores.topk(min(self._keep, scores.shape[1])).values[:, -1:]
-        return scores.masked_fill((scores.softmax(dim=-1) < eta) & (scores < kept), self._filter_value)
