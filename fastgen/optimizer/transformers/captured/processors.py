@@ -23,7 +23,6 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits, user_code
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
-from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
 
@@ -72,7 +71,7 @@ class Signed(NamedTuple):
         None if its capturable form does not do the same for rows of any number, each of a length of its own.
         """
         kind, *frozen = self.signature
-        leaves_out = kind is rewritten.RepetitionPenalty and frozen != [None]
+        leaves_out = kind is rewritten.RepetitionPenalty and frozen != [False]
         if not kind.is_of_any_rows or leaves_out:
             return None
         return Signed(self.signature, tuple(x.tolist() if isinstance(x, Tensor) else x for x in self.data))
@@ -81,8 +80,8 @@ class Signed(NamedTuple):
     def neutral(self) -> tuple[float, ...] | None:
         """Numbers with which it changes no bit of a row; None if there are none such."""
         kind, *_, last = self.signature
-        if kind is of_scores.Library:
-            known = of_scores.Library.NEUTRAL
+        if kind is rewritten.Library:
+            known = rewritten.Library.NEUTRAL
             return tuple(known[name] for name in last) if last and known.keys() >= set(last) else None
         if kind in (rewritten.Ban, rewritten.Force):
             return None if last is None else (_NEVER[last.compare],)
@@ -94,7 +93,7 @@ class Signed(NamedTuple):
         """Where the library has such a processor among those that options make."""
         kind, *frozen = self.signature
         has_when = kind in (rewritten.Ban, rewritten.Force)
-        which = frozen[0] if kind is of_scores.Library else frozen[-1] if has_when else None
+        which = frozen[0] if kind is rewritten.Library else frozen[-1] if has_when else None
         return _RANKS.get((kind, which), len(_RANKS))
 
 
@@ -217,14 +216,11 @@ def _suppressed(processor: Any, lengths: Lengths, tokens: Any) -> Signed:
 def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored: Any, *unused: Any) -> Signed:
     if any(value is not None for value in unused):
         raise Unknown
-    of_rows = None
-    if isinstance(ignored, Tensor):
-        if ignored.dim() != 1 or ignored.is_floating_point():
-            raise Unknown
-        ignored, of_rows = rewritten.RepetitionPenalty.ROWS, ignored
-    elif ignored is not None:
-        ignored = _of_type(ignored, int) - lengths.prompt
-    return Signed((rewritten.RepetitionPenalty, ignored), (of_rows,), (_of_type(penalty, float),))
+    if ignored is not None and not (
+        isinstance(ignored, Tensor) and ignored.dim() == 1 and not ignored.is_floating_point()
+    ):
+        raise Unknown
+    return Signed((rewritten.RepetitionPenalty, ignored is not None), (ignored,), (_of_type(penalty, float),))
 
 
 def _encoder_no_repeat_ngram(processor: Any, lengths: Lengths, n: Any, *others: Any) -> Signed:
@@ -251,7 +247,7 @@ def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> Signed:
 def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> Signed:
     most = min(_of_type(kept, int), _MOST_BY_TOP_K)
     room = power_of_two(max(most, _KEPT_BY_TOP_K))
-    return Signed((of_scores.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
+    return Signed((rewritten.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
 
 
 def _library(number: str | None = None, *names: str) -> _Reader:
@@ -262,7 +258,7 @@ def _library(number: str | None = None, *names: str) -> _Reader:
         known = {name: _of_type(value, int, float) for name, value in zip((*given_names, *names), values, strict=True)}
         given = tuple(name for name in given_names if not lengths.freezes)
         frozen = tuple((name, value) for name, value in known.items() if name not in given)
-        return Signed((of_scores.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given))
+        return Signed((rewritten.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given))
 
     return _Reader(sign, (*given_names, *names))
 
@@ -271,7 +267,7 @@ def _top_p(processor: Any, lengths: Lengths, share: Any, filter_value: Any, leas
     if lengths.freezes:
         return _library("top_p", *_KEPT).sign(processor, lengths, share, filter_value, least)
     frozen = _of_type(filter_value, int, float), _of_type(least, int)
-    return Signed((of_scores.TopP, *frozen), numbers=(_of_type(share, int, float),))
+    return Signed((rewritten.TopP, *frozen), numbers=(_of_type(share, int, float),))
 
 
 _BIASES = _Reader(
@@ -327,15 +323,15 @@ _RANKS: dict[tuple[Any, Any], int] = {
             (rewritten.Ban, rewritten.When(torch.lt, "prompt")),
             (rewritten.Force, rewritten.When(torch.eq, "start")),
             (rewritten.Force, rewritten.When(torch.eq, "limit")),
-            (of_scores.Library, getattr(library, "InfNanRemoveLogitsProcessor", None)),
+            (rewritten.Library, getattr(library, "InfNanRemoveLogitsProcessor", None)),
             (rewritten.Ban, None),
             (rewritten.Ban, rewritten.When(torch.eq, "prompt")),
-            (of_scores.Library, getattr(library, "TemperatureLogitsWarper", None)),
-            (of_scores.TopK, None),
-            (of_scores.TopP, None),
-            (of_scores.Library, getattr(library, "MinPLogitsWarper", None)),
-            (of_scores.Library, getattr(library, "TypicalLogitsWarper", None)),
-            (of_scores.Library, getattr(library, "EpsilonLogitsWarper", None)),
+            (rewritten.Library, getattr(library, "TemperatureLogitsWarper", None)),
+            (rewritten.TopK, None),
+            (rewritten.TopP, None),
+            (rewritten.Library, getattr(library, "MinPLogitsWarper", None)),
+            (rewritten.Library, getattr(library, "TypicalLogitsWarper", None)),
+            (rewritten.Library, getattr(library, "EpsilonLogitsWarper", None)),
         )
     )
 }

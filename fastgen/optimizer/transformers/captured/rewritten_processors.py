@@ -1,4 +1,4 @@
-"""Logits processors of the library, rewritten for a step in a CUDA graph.
+"""Logits processors of the library for a step in a CUDA graph: rewritten, or its own where they look at scores alone.
 
 In a captured step the tokens are in a buffer of a fixed size, and where they begin and end is on the device. Each class
 gives the result of the library's own for such a buffer, bit for bit in float32. Nothing here waits for the device,
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.ops.top_p import EVERYTHING, top_p_
 from fastgen.optimizer.transformers.captured.processor_data import Bucket, Buffer, Number
 
 
@@ -179,24 +180,20 @@ def _penalise(scores: Tensor, tokens: Tensor, penalty: Number) -> Tensor:
 
 
 class RepetitionPenalty(CapturedProcessor):
-    """Keskar et al., "CTRL" (2019), section 4.1."""
-
-    ROWS = "rows"  # how much of the prompt is left out is a number of each row
+    """Keskar et al., "CTRL" (2019), section 4.1. With `leaves_out`, each row has a number of positions of padding."""
 
     reads_tokens = is_of_any_rows = True
     neutral = (1.0,)
 
-    def __init__(self, bucket: Bucket, ignored: int | str | None) -> None:
-        self._penalty, self._ignored = Number(bucket), ignored
+    def __init__(self, bucket: Bucket, leaves_out: bool) -> None:
+        self._penalty, self._leaves_out = Number(bucket), leaves_out
         self._ignored_rows = Buffer(bucket, bucket.per_input, fill=0)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = step.tokens
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         counts = positions < step.length  # those in front hold no tokens
-        if isinstance(self._ignored, int):
-            counts &= positions - step.prompt >= self._ignored
-        elif self._ignored == self.ROWS:
+        if self._leaves_out:
             ignored = self._ignored_rows.tensor
             if len(ignored) != len(tokens):
                 raise ValueError(f"prompt_ignore_length has {len(ignored)} elements for {len(tokens)} rows")
@@ -301,3 +298,74 @@ class SequenceBias(CapturedProcessor):
         last = step.tokens.gather(1, positions.clamp(min=0).expand(len(step.tokens), -1)).unsqueeze(1)
         equal = ((last == self._prefixes) | self._is_any).all(dim=2)
         return equal & (step.length - step.start >= self._least)
+
+
+# Scores alone ---------------------------------------------------------------------------------------------------
+
+
+class _OfScores(CapturedProcessor):
+    reads_scores_alone = is_of_any_rows = True
+
+
+class Library(_OfScores):
+    """The library's own processor: it looks at nothing but the scores, and its operations can be captured.
+
+    Args:
+        frozen: its attributes.
+        names: of attributes that are numbers of each call.
+    """
+
+    # Not the mass of typical sampling: that sorts the whole vocabulary of each row, which takes longer than a row's
+    # share of a step.
+    NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0}
+
+    def __init__(self, bucket: Bucket, kind: type, frozen: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> None:
+        self._processor: Any = object.__new__(kind)
+        self._processor.__dict__.update(frozen, **{name: Number(bucket) for name in names})
+        self._names = names
+
+    @property
+    def numbers(self) -> list[Number]:
+        return [self._processor.__dict__[name] for name in self._names]
+
+    def of_batch(self, batch: int) -> CapturedProcessor:
+        other = copy.copy(self)
+        other._processor = copy.copy(self._processor)
+        numbers = zip(self._names, self.numbers, strict=True)
+        other._processor.__dict__.update({name: number.of_batch(batch) for name, number in numbers})
+        return other
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        return self._processor(step.tokens, scores)
+
+
+class TopK(_OfScores):
+    """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1: a number of tokens up to `room`."""
+
+    ALL = 0  # in the place of the number
+    neutral = (ALL,)
+
+    def __init__(self, bucket: Bucket, room: int, filter_value: float) -> None:
+        self._room, self._filter_value = room, filter_value
+        self._kept = Number(bucket, torch.int64)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        best = scores.topk(min(self._room, scores.shape[1])).values
+        kept = self._kept.values
+        last = (kept - 1).clamp(0, best.shape[1] - 1).expand(len(scores), 1)
+        goes = (scores < best.gather(1, last)) & (kept != self.ALL)
+        return scores.masked_fill(goes, self._filter_value)
+
+
+class TopP(_OfScores):
+    """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On the CPU."""
+
+    neutral = (EVERYTHING,)
+
+    def __init__(self, bucket: Bucket, filter_value: float, least: int) -> None:
+        self._share = Number(bucket)
+        self._filter_value, self._least, self._orders_as_torch = filter_value, least, bucket.is_float32
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        kept = self._filter_value, self._least
+        return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)
