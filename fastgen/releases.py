@@ -179,15 +179,6 @@ def keeps_states_in_cache() -> bool:
 
 # ---- generate
 
-# Where the outputs of a class hold what it hands on to the next step besides the K/V cache: of the paths, a release has
-# one. Rows of an input are next to each other there.
-HANDED_ON = {
-    "transformers.models.idefics.modeling_idefics.IdeficsForVisionText2Text": (
-        ("image_outputs", "last_hidden_state"),  # from 5.24 on
-        ("image_hidden_states",),
-    ),
-}
-
 # What encoders have made of pictures, among the inputs of a model.
 ENCODED = "mm_encoder_outputs"
 
