@@ -131,8 +131,7 @@ class _AtSomePositions(CapturedProcessor):
         self._bound = Number(bucket, torch.int64)
 
     def refresh(self, tokens: tuple[int, ...]) -> bool:
-        limit = math.inf if self._vocabulary is None else self._vocabulary
-        known = tokens[: bisect_left(tokens, limit)]
+        known = tokens[: bisect_left(tokens, self._vocabulary)]
         if len(tokens) > len(self._columns) or (len(known) < len(tokens) and not self.skips):
             return False
         filled = known + known[:1] * (len(self._columns) - len(known)) if known else (0,) * len(self._columns)

@@ -107,8 +107,9 @@ else:
     PROCESSORS["repetition_padded"] = lambda call: library.RepetitionPenaltyLogitsProcessor(1.3, call.padding())
 
 
-def _bucket() -> Bucket:
-    return Bucket(CPU, vocabulary=VOCABULARY)
+def _bucket(call: Call | None = None) -> Bucket:
+    call = call or FIRST
+    return Bucket(CPU, call.inputs, call.beams, VOCABULARY)
 
 
 def known(processor: Any, lengths: Lengths) -> Signed:
@@ -191,7 +192,7 @@ def _check_every_length(made: Any, processor: Any, call: Call, step: Step) -> No
 def test_every_length(name: str) -> None:
     for call in CALLS:
         processor = PROCESSORS[name](call)
-        made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
+        made = captured(processor, _bucket(call), Lengths(call.prompt, call.limit))
         _check_every_length(made, processor, call, Step(call.rows))
 
 
@@ -215,7 +216,7 @@ def test_a_graph_serves_other_calls(name: str) -> None:
 def test_nothing_waits(name: str) -> None:
     """A recording refuses what a GPU could not capture."""
     call = Call(start=5)
-    made = captured(PROCESSORS[name](call), _bucket(), Lengths(call.prompt, call.limit))
+    made = captured(PROCESSORS[name](call), _bucket(call), Lengths(call.prompt, call.limit))
     step, scores = Step(call.rows).set(call, 6), _scores(call.rows, seed=1)
     record(capturable(lambda: made(scores, step)))
 
@@ -224,7 +225,7 @@ def test_nothing_waits(name: str) -> None:
 def test_constants_are_on_the_device(name: str) -> None:
     """On a device without values, where whatever needs one raises, and so do operands from elsewhere."""
     call, meta = Call(start=5), torch.device("meta")
-    made = captured(PROCESSORS[name](call), Bucket(meta, vocabulary=VOCABULARY), Lengths(call.prompt, call.limit))
+    made = captured(PROCESSORS[name](call), _bucket(call)._replace(device=meta), Lengths(call.prompt, call.limit))
     step = StepTokens(*(tensor.to(meta) for tensor in Step(call.rows).set(call, 6)))
     result = made(_scores(call.rows, seed=1).to(meta), step)
     assert result.device == meta and result.shape == (call.rows, VOCABULARY)
@@ -345,7 +346,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     call = FIRST
     make = PROCESSORS["encoder_no_repeat_2"]
     processor = make(call)
-    made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
+    made = captured(processor, _bucket(call), Lengths(call.prompt, call.limit))
     assert not refresh(made, make(call._replace(inputs=call.inputs + 1)), Lengths(call.prompt, call.limit))
     _check_every_length(made, processor, call, Step(call.rows))
 
