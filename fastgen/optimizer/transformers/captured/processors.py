@@ -105,11 +105,13 @@ class Lengths(NamedTuple):
         most: `max_length`, which is `StepTokens.limit`.
         freezes: numbers of the library's own processors are frozen: on a GPU, torch computes with one on the device a
             little differently than with one of Python's.
+        rows: of the call, as long as all are there.
     """
 
     prompt: int
     most: int
     freezes: bool = False
+    rows: int | None = None
 
 
 class _Reader(NamedTuple):
@@ -220,6 +222,8 @@ def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored:
         isinstance(ignored, Tensor) and ignored.dim() == 1 and not ignored.is_floating_point()
     ):
         raise Unknown
+    if ignored is not None and lengths.rows not in (None, len(ignored)):
+        raise Unknown  # the library refuses it
     return Signed((rewritten.RepetitionPenalty, ignored is not None), (ignored,), (_of_type(penalty, float),))
 
 

@@ -193,10 +193,7 @@ class RepetitionPenalty(CapturedProcessor):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         counts = positions < step.length  # those in front hold no tokens
         if self._leaves_out:
-            ignored = self._ignored_rows.tensor
-            if len(ignored) != len(tokens):
-                raise ValueError(f"prompt_ignore_length has {len(ignored)} elements for {len(tokens)} rows")
-            counts = counts & (positions - step.start >= ignored.unsqueeze(1))
+            counts = counts & (positions - step.start >= self._ignored_rows.tensor.unsqueeze(1))
         return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
 
     def refresh(self, ignored: Tensor | None) -> bool:

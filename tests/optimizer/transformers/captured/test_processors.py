@@ -446,6 +446,13 @@ def test_others_are_not_captured(processor: Any) -> None:
     assert signed(processor, Lengths(3, 12)) is None
 
 
+def test_a_penalty_for_other_rows_is_for_the_library_to_refuse() -> None:
+    if "repetition_padded" in PROCESSORS:
+        processor = PROCESSORS["repetition_padded"](FIRST)
+        assert signed(processor, Lengths(3, 12, rows=FIRST.rows)) is not None
+        assert signed(processor, Lengths(3, 12, rows=FIRST.rows + 1)) is None
+
+
 def test_processors_of_one_signature_differ_in_their_data() -> None:
     """What is captured of one does what another one does once it has that one's data."""
     lengths = Lengths(FIRST.prompt, FIRST.limit)
