@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 import sys
 import warnings
@@ -180,15 +179,6 @@ def keeps_states_in_cache() -> bool:
 
 # ---- generate
 
-# Where the outputs of a class hold what it hands on to the next step besides the K/V cache: of the paths, a release has
-# one. Rows of an input are next to each other there.
-HANDED_ON = {
-    "transformers.models.idefics.modeling_idefics.IdeficsForVisionText2Text": (
-        ("image_outputs", "last_hidden_state"),  # from 5.24 on
-        ("image_hidden_states",),
-    ),
-}
-
 # What encoders have made of pictures, among the inputs of a model.
 ENCODED = "mm_encoder_outputs"
 
@@ -253,27 +243,6 @@ def sorts_drawn_candidates() -> bool:
     from transformers.generation.utils import GenerationMixin
 
     return "sort" in patching.names_in(GenerationMixin._get_top_k_continuations)
-
-
-@functools.cache
-def encoder_penalty_is_for_all_beams() -> bool:
-    """Whether beams share the encoder's tokens of their input, or only as many rows as there are inputs get some."""
-    import torch
-    from transformers.generation import logits_process
-
-    tokens: Any = torch.tensor([[0]])  # which the library calls a LongTensor
-    processor: Any = logits_process.EncoderRepetitionPenaltyLogitsProcessor(2.0, tokens)
-    return processor(torch.tensor([[0], [0]]), torch.ones(2, 1))[1, 0].item() != 1
-
-
-@functools.cache
-def length_penalty_keeps_bans() -> bool:
-    """Whether an end that is banned stays so under a length penalty, or becomes NaN."""
-    import torch
-    from transformers.generation import logits_process
-
-    processor: Any = logits_process.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
-    return not processor(torch.tensor([[0]]), torch.tensor([[-math.inf]])).isnan().item()
 
 
 # ---- releases that are not tested

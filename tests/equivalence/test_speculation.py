@@ -188,7 +188,6 @@ def test_rows_together_where_a_length_of_each_cannot_be(any_lengths: None, monke
         {"no_repeat_ngram_size": 2},
         {"bad_words_ids": [[7], [9, 11]]},
         {"suppress_tokens": [5, 6], "begin_suppress_tokens": [8]},
-        {"exponential_decay_length_penalty": (5, 1.2)},
         {"max_new_tokens": 9},
         {"max_new_tokens": 80},
         {"eos_token_id": list(range(2, 30))},

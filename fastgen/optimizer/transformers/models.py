@@ -324,14 +324,10 @@ def _runs_with_static_cache(part: Any) -> bool:
     return getattr(part, "_can_compile_fullgraph", False)
 
 
-def handed_on(model: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Where the outputs hold what the model hands on to the next step besides the K/V cache (`releases.HANDED_ON`);
-    None where that is not known.
-    """
-    kind, method = type(model), "_update_model_kwargs_for_generation"
-    if inspect.getattr_static(kind, method, None) is vars(GenerationMixin).get(method):
-        return ()
-    return releases.HANDED_ON.get(_class_of(model))
+def hands_on_more(model: Any) -> bool:
+    """Whether a model may hand on more to the next step than the K/V cache, of which nobody knows the rows."""
+    name = "_update_model_kwargs_for_generation"
+    return inspect.getattr_static(type(model), name, None) is not vars(GenerationMixin).get(name)
 
 
 def positions_of_step(model: Any) -> int:

@@ -23,7 +23,7 @@ from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
-from fastgen.optimizer.transformers.models import axis_of_rows, handed_on, parts_that_decode, takes_more_than_text
+from fastgen.optimizer.transformers.models import axis_of_rows, hands_on_more, parts_that_decode, takes_more_than_text
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -93,7 +93,7 @@ def _prefill(
         return run(input_ids, model_kwargs)
     batch = one_row_ids.shape[0]
     store.expand(Beams(batch, per_input))
-    _repeat_outputs(call.model, outputs, batch, per_input)
+    _repeat_outputs(outputs, batch, per_input)
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
@@ -118,7 +118,7 @@ def _one_row_each(
     if cache is None:
         raise NotAccelerated(releases.why_no_cache())
     per_input = max(config.num_beams, config.num_return_sequences)
-    if per_input > 1 and handed_on(call.model) is None:
+    if per_input > 1 and hands_on_more(call.model):
         raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     several = per_input > 1 and takes_more_than_text(call.model)
     if several and any(pictures.may_be_several(*each) for each in model_kwargs.items()):
@@ -194,17 +194,13 @@ def _pictures_once(model: Any, ids: torch.Tensor, encoded: Any, per_input: int) 
     return found
 
 
-def _repeat_outputs(model: Any, outputs: Any, batch: int, per_input: int) -> None:
+def _repeat_outputs(outputs: Any, batch: int, per_input: int) -> None:
     """Gives the outputs of the prefill a row for each sequence, in place."""
     # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
     outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:
             outputs[name] = _repeat(outputs[name], batch, per_input)
-    for *outer, name in (path for path in handed_on(model) or () if outputs.get(path[0]) is not None):
-        holder = outputs[outer[0]] if outer else outputs
-        # As many rows for each input, next to each other, such as one for each of its images.
-        holder[name] = _repeat(holder[name].unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)
 
 
 def _repeat(value: Any, batch: int, per_input: int) -> Any:

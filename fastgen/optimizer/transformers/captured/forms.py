@@ -129,7 +129,6 @@ class FormMask(CapturedProcessor):
     is_of_any_rows, neutral = True, ()
 
     def __init__(self, bucket: Bucket, are_banned: bool) -> None:
-        assert bucket.inputs is not None and bucket.vocabulary is not None, "slots have places"
         self._per_input, self.are_banned = bucket.per_input, are_banned
         self._blocked = torch.zeros(bucket.inputs * bucket.per_input, bucket.vocabulary, dtype=torch.bool)
 

@@ -77,9 +77,10 @@ class PrefilledCall:
         if self._enters_slots:
             self._prepare_for_slots()
         self._lengths = processors.Lengths(
-            self._input_ids.shape[1], self.config.max_length, freezes=self.model.device.type != "cpu"
+            self._input_ids.shape[1], self.config.max_length, self.model.device.type != "cpu", len(self._input_ids)
         )
         self._signed = self._sign(self._processors)
+        self._lengths = self._lengths._replace(rows=None)  # some may leave
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
         self._key = self.own_key = self._make_key()
 

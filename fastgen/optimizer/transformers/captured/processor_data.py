@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ class Bucket(NamedTuple):
     """What constants and buffers are made for."""
 
     device: torch.device  # of the scores
-    inputs: int | None = None  # by default those of the call; otherwise these come first
-    per_input: int = 1  # rows of each
-    vocabulary: int | None = None  # of the scores, where it is known
+    inputs: int  # those of the call come first
+    per_input: int  # rows of each
+    vocabulary: int  # of the scores
     slots: bool = False  # inputs come and go: each has numbers of its own
     is_float32: bool = True  # the model computes in it: of scores, few are equal
 
@@ -33,7 +33,7 @@ class Number:
     def __init__(self, bucket: Bucket, dtype: torch.dtype = torch.float64) -> None:
         self._per_input, size = bucket.per_input, list[int]()
         if bucket.slots:
-            assert bucket.inputs is not None and bucket.device.type == "cpu", "slots have places, on the CPU"
+            assert bucket.device.type == "cpu", "slots are on the CPU"
             size = [bucket.inputs * bucket.per_input, 1]
         self.values = torch.zeros(size, dtype=dtype, device=bucket.device)
         # A GPU divides by a number from the host by multiplying with its inverse.
@@ -76,27 +76,20 @@ class Number:
 
 
 class Buffer:
-    """A tensor that changes from call to call, at an address that does not. The first values make it."""
+    """A tensor that changes from call to call, at an address that does not."""
 
     def __init__(self, bucket: Bucket, per_input: int, *width: int, fill: int) -> None:
-        self._rows = None if bucket.inputs is None else bucket.inputs * per_input
-        self._per_input = per_input
-        self._device, self._width, self._fill = bucket.device, width, fill
-        self.tensor: Any = None  # until `refill`
+        self._per_input, self._fill, size = per_input, fill, (bucket.inputs * per_input, *width)
+        self.tensor = torch.full(size, fill, dtype=torch.int64, device=bucket.device)
 
     def of_batch(self, batch: int) -> Buffer:
-        """One for so many inputs, of as many values if this one has any."""
+        """One for so many inputs."""
         other = copy.copy(self)
-        other._rows = batch * self._per_input
-        if self.tensor is not None:
-            other.tensor = self.tensor.new_full((other._rows, *self.tensor.shape[1:]), self._fill)
+        other.tensor = self.tensor.new_full((batch * self._per_input, *self.tensor.shape[1:]), self._fill)
         return other
 
     def refill(self, values: Tensor) -> bool:
         """Whether `values` fit, which are then in the buffer, at its beginning."""
-        if self.tensor is None:
-            shape = (len(values) if self._rows is None else self._rows, *self._width)
-            self.tensor = torch.full(shape, self._fill, dtype=torch.int64, device=self._device)
         if any(size > capacity for size, capacity in zip(values.shape, self.tensor.shape, strict=True)):
             return False
         self.tensor.fill_(self._fill)

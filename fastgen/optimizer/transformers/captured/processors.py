@@ -23,10 +23,8 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits, user_code
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
-from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
-from fastgen.optimizer.transformers.captured.sizes import round_up
 
 # Room for so many tokens, at least, where there may be any number of them.
 _TOKENS = 4
@@ -73,7 +71,7 @@ class Signed(NamedTuple):
         None if its capturable form does not do the same for rows of any number, each of a length of its own.
         """
         kind, *frozen = self.signature
-        leaves_out = kind is rewritten.RepetitionPenalty and frozen != [None]
+        leaves_out = kind is rewritten.RepetitionPenalty and frozen != [False]
         if not kind.is_of_any_rows or leaves_out:
             return None
         return Signed(self.signature, tuple(x.tolist() if isinstance(x, Tensor) else x for x in self.data))
@@ -82,8 +80,8 @@ class Signed(NamedTuple):
     def neutral(self) -> tuple[float, ...] | None:
         """Numbers with which it changes no bit of a row; None if there are none such."""
         kind, *_, last = self.signature
-        if kind is of_scores.Library:
-            known = of_scores.Library.NEUTRAL
+        if kind is rewritten.Library:
+            known = rewritten.Library.NEUTRAL
             return tuple(known[name] for name in last) if last and known.keys() >= set(last) else None
         if kind in (rewritten.Ban, rewritten.Force):
             return None if last is None else (_NEVER[last.compare],)
@@ -95,7 +93,7 @@ class Signed(NamedTuple):
         """Where the library has such a processor among those that options make."""
         kind, *frozen = self.signature
         has_when = kind in (rewritten.Ban, rewritten.Force)
-        which = frozen[0] if kind is of_scores.Library else frozen[-1] if has_when else None
+        which = frozen[0] if kind is rewritten.Library else frozen[-1] if has_when else None
         return _RANKS.get((kind, which), len(_RANKS))
 
 
@@ -107,11 +105,13 @@ class Lengths(NamedTuple):
         most: `max_length`, which is `StepTokens.limit`.
         freezes: numbers of the library's own processors are frozen: on a GPU, torch computes with one on the device a
             little differently than with one of Python's.
+        rows: of the call, as long as all are there.
     """
 
     prompt: int
     most: int
     freezes: bool = False
+    rows: int | None = None
 
 
 class _Reader(NamedTuple):
@@ -185,14 +185,6 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return tuple(sorted({int(token) for token in value.flatten().tolist() if token >= 0}))
 
 
-def _encoder_tokens(processor: Any) -> tuple[Tensor, int]:
-    """The encoder's tokens, and the width of a buffer for them."""
-    tokens = rewritten.encoder_tokens(processor)
-    if tokens.amin() < 0:
-        raise Unknown
-    return tokens, power_of_two(max(tokens.shape[1], _ENCODER_TOKENS))
-
-
 def _room(tokens: tuple[int, ...], least: int = _TOKENS) -> int:
     return power_of_two(max(len(tokens), least))
 
@@ -226,35 +218,23 @@ def _suppressed(processor: Any, lengths: Lengths, tokens: Any) -> Signed:
 def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored: Any, *unused: Any) -> Signed:
     if any(value is not None for value in unused):
         raise Unknown
-    of_rows = None
-    if isinstance(ignored, Tensor):
-        if ignored.dim() != 1 or ignored.is_floating_point():
-            raise Unknown
-        ignored, of_rows = rewritten.RepetitionPenalty.ROWS, ignored
-    elif ignored is not None:
-        ignored = _of_type(ignored, int) - lengths.prompt
-    return Signed((rewritten.RepetitionPenalty, ignored), (of_rows,), (_of_type(penalty, float),))
-
-
-def _encoder_repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, tokens: Any) -> Signed:
-    found, width = _encoder_tokens(processor)
-    all_rows = releases.encoder_penalty_is_for_all_beams()
-    return Signed((rewritten.EncoderRepetitionPenalty, width, all_rows), (found,), (_of_type(penalty, float),))
-
-
-def _length_penalty(processor: Any, lengths: Lengths, start: Any, factor: Any, ends: Any) -> Signed:
-    steps = round_up(max(lengths.most - _of_type(start, int), 1))
-    try:
-        pow(_of_type(factor, float), steps)
-    except OverflowError as error:  # which the library raises once it comes so far
-        raise Unknown from error
-    found, keeps_bans = _token_ids(ends), releases.length_penalty_keeps_bans()
-    return Signed((rewritten.LengthPenalty, _room(found), steps, keeps_bans), (found, start - lengths.prompt, factor))
+    if ignored is not None and not (
+        isinstance(ignored, Tensor) and ignored.dim() == 1 and not ignored.is_floating_point()
+    ):
+        raise Unknown
+    if ignored is not None and lengths.rows not in (None, len(ignored)):
+        raise Unknown  # the library refuses it
+    return Signed((rewritten.RepetitionPenalty, ignored is not None), (ignored,), (_of_type(penalty, float),))
 
 
 def _encoder_no_repeat_ngram(processor: Any, lengths: Lengths, n: Any, *others: Any) -> Signed:
-    found, width = _encoder_tokens(processor)
-    return Signed((rewritten.EncoderNoRepeatNGram, width, _of_type(n, int)), (found,))
+    tokens = getattr(processor, logits.ENCODER_TOKENS, None)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise Unknown
+    if tokens.amin() < 0:
+        raise Unknown
+    width = power_of_two(max(tokens.shape[1], _ENCODER_TOKENS))
+    return Signed((rewritten.EncoderNoRepeatNGram, width, _of_type(n, int)), (tokens,))
 
 
 def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> Signed:
@@ -268,16 +248,10 @@ def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> Signed:
     return Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: groups.index(len(item[0])))), 0))
 
 
-def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep: Any) -> Signed:
-    if not isinstance(epsilon, Tensor) or epsilon.dim() or epsilon.dtype is not torch.float32:
-        raise Unknown
-    return Signed((of_scores.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
-
-
 def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> Signed:
     most = min(_of_type(kept, int), _MOST_BY_TOP_K)
     room = power_of_two(max(most, _KEPT_BY_TOP_K))
-    return Signed((of_scores.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
+    return Signed((rewritten.TopK, room, _of_type(filter_value, int, float)), numbers=(most,))
 
 
 def _library(number: str | None = None, *names: str) -> _Reader:
@@ -288,7 +262,7 @@ def _library(number: str | None = None, *names: str) -> _Reader:
         known = {name: _of_type(value, int, float) for name, value in zip((*given_names, *names), values, strict=True)}
         given = tuple(name for name in given_names if not lengths.freezes)
         frozen = tuple((name, value) for name, value in known.items() if name not in given)
-        return Signed((of_scores.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given))
+        return Signed((rewritten.Library, type(processor), frozen, given), numbers=tuple(known[name] for name in given))
 
     return _Reader(sign, (*given_names, *names))
 
@@ -297,7 +271,7 @@ def _top_p(processor: Any, lengths: Lengths, share: Any, filter_value: Any, leas
     if lengths.freezes:
         return _library("top_p", *_KEPT).sign(processor, lengths, share, filter_value, least)
     frozen = _of_type(filter_value, int, float), _of_type(least, int)
-    return Signed((of_scores.TopP, *frozen), numbers=(_of_type(share, int, float),))
+    return Signed((rewritten.TopP, *frozen), numbers=(_of_type(share, int, float),))
 
 
 _BIASES = _Reader(
@@ -321,10 +295,6 @@ _READERS_BY_NAME = {
     "RepetitionPenaltyLogitsProcessor": _Reader(
         _repetition_penalty, ("penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q")
     ),
-    "EncoderRepetitionPenaltyLogitsProcessor": _Reader(_encoder_repetition_penalty, ("penalty", "encoder_input_ids")),
-    "ExponentialDecayLengthPenalty": _Reader(
-        _length_penalty, ("regulation_start", "regulation_factor", "eos_token_id")
-    ),
     "NoRepeatNGramLogitsProcessor": _Reader(
         lambda processor, lengths, n: Signed((rewritten.NoRepeatNGram, _of_type(n, int))), ("ngram_size",)
     ),
@@ -339,7 +309,6 @@ _READERS_BY_NAME = {
     "MinPLogitsWarper": _library("min_p", *_KEPT),
     "TypicalLogitsWarper": _library("mass", *_KEPT),
     "EpsilonLogitsWarper": _library("epsilon", *_KEPT),
-    "EtaLogitsWarper": _Reader(_eta, ("epsilon", *_KEPT)),
     "InfNanRemoveLogitsProcessor": _library(),
     "LogitNormalization": _library(),
 }
@@ -358,16 +327,15 @@ _RANKS: dict[tuple[Any, Any], int] = {
             (rewritten.Ban, rewritten.When(torch.lt, "prompt")),
             (rewritten.Force, rewritten.When(torch.eq, "start")),
             (rewritten.Force, rewritten.When(torch.eq, "limit")),
-            (of_scores.Library, getattr(library, "InfNanRemoveLogitsProcessor", None)),
+            (rewritten.Library, getattr(library, "InfNanRemoveLogitsProcessor", None)),
             (rewritten.Ban, None),
             (rewritten.Ban, rewritten.When(torch.eq, "prompt")),
-            (of_scores.Library, getattr(library, "TemperatureLogitsWarper", None)),
-            (of_scores.TopK, None),
-            (of_scores.TopP, None),
-            (of_scores.Library, getattr(library, "MinPLogitsWarper", None)),
-            (of_scores.Library, getattr(library, "TypicalLogitsWarper", None)),
-            (of_scores.Library, getattr(library, "EpsilonLogitsWarper", None)),
-            (of_scores.Eta, None),
+            (rewritten.Library, getattr(library, "TemperatureLogitsWarper", None)),
+            (rewritten.TopK, None),
+            (rewritten.TopP, None),
+            (rewritten.Library, getattr(library, "MinPLogitsWarper", None)),
+            (rewritten.Library, getattr(library, "TypicalLogitsWarper", None)),
+            (rewritten.Library, getattr(library, "EpsilonLogitsWarper", None)),
         )
     )
 }

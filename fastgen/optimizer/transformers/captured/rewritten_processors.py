@@ -1,4 +1,4 @@
-"""Logits processors of the library, rewritten for a step in a CUDA graph.
+"""Logits processors of the library for a step in a CUDA graph: rewritten, or its own where they look at scores alone.
 
 In a captured step the tokens are in a buffer of a fixed size, and where they begin and end is on the device. Each class
 gives the result of the library's own for such a buffer, bit for bit in float32. Nothing here waits for the device,
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-from fastgen.optimizer.transformers import logits
+from fastgen.ops.top_p import EVERYTHING, top_p_
 from fastgen.optimizer.transformers.captured.processor_data import Bucket, Buffer, Number
 
 
@@ -110,47 +110,34 @@ class When(NamedTuple):
         return self.compare(position + 1 - step.limit if self.origin == "limit" else position, bound)
 
 
-class _OfTokens(CapturedProcessor):
-    """What processors that change the scores of some tokens have in common: the columns of these, [room], int64.
+def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> Tensor:
+    return scores.index_copy_(1, index, scores.index_select(1, index).masked_fill_(due, value))
 
-    Where there are fewer, the first is there again. `_is_any` says whether there is one in the vocabulary at all.
+
+class _AtSomePositions(CapturedProcessor):
+    """Tokens of which something is so at some positions, or, without `when`, at all of them.
+
+    In `_columns`, [room], int64, the first is there again where there are fewer. `_is_any` says whether there is one in
+    the vocabulary at all.
     """
 
+    is_of_any_rows = True
     skips = False  # tokens outside the vocabulary; otherwise such a processor is not captured
 
-    def __init__(self, bucket: Bucket, room: int) -> None:
-        self._vocabulary = bucket.vocabulary
+    def __init__(self, bucket: Bucket, room: int, when: When | None = None) -> None:
+        self._vocabulary, self._when = bucket.vocabulary, when
         self._columns = torch.zeros(room, dtype=torch.int64, device=bucket.device)
         self._is_any = torch.zeros(1, dtype=torch.bool, device=bucket.device)
+        self._bound = Number(bucket, torch.int64)
 
-    def _take(self, tokens: tuple[int, ...]) -> bool:
-        """Whether these tokens, which are in order, fit; then they are in the buffer."""
-        limit = math.inf if self._vocabulary is None else self._vocabulary
-        known = tokens[: bisect_left(tokens, limit)]
+    def refresh(self, tokens: tuple[int, ...]) -> bool:
+        known = tokens[: bisect_left(tokens, self._vocabulary)]
         if len(tokens) > len(self._columns) or (len(known) < len(tokens) and not self.skips):
             return False
         filled = known + known[:1] * (len(self._columns) - len(known)) if known else (0,) * len(self._columns)
         self._columns.copy_(torch.tensor(filled, dtype=torch.int64))
         self._is_any.fill_(bool(known))
         return True
-
-
-def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> Tensor:
-    return scores.index_copy_(1, index, scores.index_select(1, index).masked_fill_(due, value))
-
-
-class _AtSomePositions(_OfTokens):
-    """Tokens of which something is so at some positions, or, without `when`, at all of them."""
-
-    is_of_any_rows = True
-
-    def __init__(self, bucket: Bucket, room: int, when: When | None = None) -> None:
-        super().__init__(bucket, room)
-        self._when = when
-        self._bound = Number(bucket, torch.int64)
-
-    def refresh(self, tokens: tuple[int, ...]) -> bool:
-        return self._take(tokens)
 
     def _is_due(self, step: StepTokens) -> Tensor:
         return self._is_any if self._when is None else self._is_any & self._when(step, self._bound.values)
@@ -192,99 +179,25 @@ def _penalise(scores: Tensor, tokens: Tensor, penalty: Number) -> Tensor:
 
 
 class RepetitionPenalty(CapturedProcessor):
-    """Keskar et al., "CTRL" (2019), section 4.1."""
-
-    ROWS = "rows"  # how much of the prompt is left out is a number of each row
+    """Keskar et al., "CTRL" (2019), section 4.1. With `leaves_out`, each row has a number of positions of padding."""
 
     reads_tokens = is_of_any_rows = True
     neutral = (1.0,)
 
-    def __init__(self, bucket: Bucket, ignored: int | str | None) -> None:
-        self._penalty, self._ignored = Number(bucket), ignored
+    def __init__(self, bucket: Bucket, leaves_out: bool) -> None:
+        self._penalty, self._leaves_out = Number(bucket), leaves_out
         self._ignored_rows = Buffer(bucket, bucket.per_input, fill=0)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = step.tokens
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         counts = positions < step.length  # those in front hold no tokens
-        if isinstance(self._ignored, int):
-            counts &= positions - step.prompt >= self._ignored
-        elif self._ignored == self.ROWS:
-            ignored = self._ignored_rows.tensor
-            if len(ignored) != len(tokens):
-                raise ValueError(f"prompt_ignore_length has {len(ignored)} elements for {len(tokens)} rows")
-            counts = counts & (positions - step.start >= ignored.unsqueeze(1))
+        if self._leaves_out:
+            counts = counts & (positions - step.start >= self._ignored_rows.tensor.unsqueeze(1))
         return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
 
     def refresh(self, ignored: Tensor | None) -> bool:
         return ignored is None or self._ignored_rows.refill(ignored)
-
-
-def encoder_tokens(processor: Any) -> Tensor:
-    """The tokens of the encoder's input, [inputs, length], as the library or FastGen has kept them."""
-    tokens = getattr(processor, "encoder_input_ids", getattr(processor, logits.ENCODER_TOKENS, None))
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
-        raise Unknown
-    return tokens
-
-
-class _EncoderTokens(CapturedProcessor):
-    """What processors that look at the encoder's input have in common: its tokens, [inputs, length], -1 behind them."""
-
-    reads_source = True
-
-    def __init__(self, bucket: Bucket, width: int) -> None:
-        self._encoder = Buffer(bucket, 1, width, fill=-1)
-
-    def refresh(self, tokens: Tensor) -> bool:
-        return self._encoder.refill(tokens)
-
-
-class EncoderRepetitionPenalty(_EncoderTokens):
-    """With `all_rows`, all rows of an input share its tokens; otherwise row i has the tokens of input i."""
-
-    def __init__(self, bucket: Bucket, width: int, all_rows: bool) -> None:
-        super().__init__(bucket, width)
-        self._penalty, self._all_rows = Number(bucket), all_rows
-
-    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        tokens = self._encoder.tensor
-        if self._all_rows:
-            tokens = tokens.repeat_interleave(len(scores) // len(tokens), dim=0)
-        _penalise(scores[: len(tokens)], tokens, self._penalty)
-        return scores
-
-
-class LengthPenalty(_OfTokens):
-    """Scores of the end that grow exponentially, for `steps` behind a start that counts from the prompt's end.
-
-    With `finite_only`, a score of -inf stays.
-    """
-
-    def __init__(self, bucket: Bucket, room: int, steps: int, finite_only: bool) -> None:
-        super().__init__(bucket, room)
-        self._finite_only = finite_only
-        self._start = torch.zeros((), dtype=torch.int64, device=bucket.device)
-        self._factors = torch.zeros(steps, dtype=torch.float32, device=bucket.device)
-
-    def refresh(self, tokens: tuple[int, ...], start: int, factor: float) -> bool:
-        if not self._take(tokens):
-            return False
-        self._start.fill_(start)
-        # As the library has them, in double precision; a power on the device may differ in the last place.
-        factors = [pow(factor, step) - 1 for step in range(len(self._factors))]
-        self._factors.copy_(torch.tensor(factors, dtype=torch.float64))
-        return True
-
-    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        steps = step.length - step.prompt - self._start
-        factor = self._factors.index_select(0, steps.clamp(0, len(self._factors) - 1).view(-1)).unsqueeze(1)
-        found = scores.index_select(1, self._columns)
-        penalty = found.abs() * factor
-        if self._finite_only:
-            penalty = penalty.masked_fill(~found.isfinite(), 0.0)
-        due = (steps > 0) & self._is_any
-        return scores.index_copy_(1, self._columns, torch.where(due, found + penalty, found))
 
 
 # Sequences --------------------------------------------------------------------------------------------------------
@@ -301,13 +214,19 @@ class NoRepeatNGram(CapturedProcessor):
         return no_repeat_ngram_(scores, step.tokens, self._n, step.length.view(-1).expand(len(scores)))
 
 
-class EncoderNoRepeatNGram(_EncoderTokens):
-    # Nor are those behind the encoder's tokens: an n-gram that has one of them ends with one, and that is no token.
-    reads_tokens = True
+class EncoderNoRepeatNGram(CapturedProcessor):
+    """With the tokens of the encoder's input, [inputs, length], and -1 behind them.
+
+    An n-gram that has one of these ends with one, and that is no token.
+    """
+
+    reads_tokens = reads_source = True
 
     def __init__(self, bucket: Bucket, width: int, n: int) -> None:
-        super().__init__(bucket, width)
-        self._n = n
+        self._encoder, self._n = Buffer(bucket, 1, width, fill=-1), n
+
+    def refresh(self, tokens: Tensor) -> bool:
+        return self._encoder.refill(tokens)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         lengths = step.length.view(-1).expand(len(scores))
@@ -375,3 +294,74 @@ class SequenceBias(CapturedProcessor):
         last = step.tokens.gather(1, positions.clamp(min=0).expand(len(step.tokens), -1)).unsqueeze(1)
         equal = ((last == self._prefixes) | self._is_any).all(dim=2)
         return equal & (step.length - step.start >= self._least)
+
+
+# Scores alone ---------------------------------------------------------------------------------------------------
+
+
+class _OfScores(CapturedProcessor):
+    reads_scores_alone = is_of_any_rows = True
+
+
+class Library(_OfScores):
+    """The library's own processor: it looks at nothing but the scores, and its operations can be captured.
+
+    Args:
+        frozen: its attributes.
+        names: of attributes that are numbers of each call.
+    """
+
+    # Not the mass of typical sampling: that sorts the whole vocabulary of each row, which takes longer than a row's
+    # share of a step.
+    NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0}
+
+    def __init__(self, bucket: Bucket, kind: type, frozen: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> None:
+        self._processor: Any = object.__new__(kind)
+        self._processor.__dict__.update(frozen, **{name: Number(bucket) for name in names})
+        self._names = names
+
+    @property
+    def numbers(self) -> list[Number]:
+        return [self._processor.__dict__[name] for name in self._names]
+
+    def of_batch(self, batch: int) -> CapturedProcessor:
+        other = copy.copy(self)
+        other._processor = copy.copy(self._processor)
+        numbers = zip(self._names, self.numbers, strict=True)
+        other._processor.__dict__.update({name: number.of_batch(batch) for name, number in numbers})
+        return other
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        return self._processor(step.tokens, scores)
+
+
+class TopK(_OfScores):
+    """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1: a number of tokens up to `room`."""
+
+    ALL = 0  # in the place of the number
+    neutral = (ALL,)
+
+    def __init__(self, bucket: Bucket, room: int, filter_value: float) -> None:
+        self._room, self._filter_value = room, filter_value
+        self._kept = Number(bucket, torch.int64)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        best = scores.topk(min(self._room, scores.shape[1])).values
+        kept = self._kept.values
+        last = (kept - 1).clamp(0, best.shape[1] - 1).expand(len(scores), 1)
+        goes = (scores < best.gather(1, last)) & (kept != self.ALL)
+        return scores.masked_fill(goes, self._filter_value)
+
+
+class TopP(_OfScores):
+    """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On the CPU."""
+
+    neutral = (EVERYTHING,)
+
+    def __init__(self, bucket: Bucket, filter_value: float, least: int) -> None:
+        self._share = Number(bucket)
+        self._filter_value, self._least, self._orders_as_torch = filter_value, least, bucket.is_float32
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        kept = self._filter_value, self._least
+        return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)

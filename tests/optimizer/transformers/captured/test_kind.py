@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper
 
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
-from fastgen.optimizer.transformers.captured import score_processors as of_scores
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.kind import MOST_ALIKE, Kind
 from fastgen.optimizer.transformers.captured.processors import Signed
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
-PENALTY = Signed((rewritten.RepetitionPenalty, None), (None,))
-TOP_K, TOP_P = Signed((of_scores.TopK, 64, -1.0), ()), Signed((of_scores.TopP, -1.0, 1), ())
+PENALTY = Signed((rewritten.RepetitionPenalty, False), (None,))
+TOP_K, TOP_P = Signed((rewritten.TopK, 64, -1.0), ()), Signed((rewritten.TopP, -1.0, 1), ())
 NGRAM = Signed((rewritten.NoRepeatNGram, 3), ())  # never neutral
 BAN, OTHER_BAN = (Signed((rewritten.Ban, 4, rewritten.When(torch.lt, "prompt")), ((n,),)) for n in (1, 2))
 
@@ -87,7 +86,7 @@ def test_a_step_does_not_get_a_processor_of_each_request() -> None:
 
 
 TEMPERATURE, MIN_P = (
-    Signed((of_scores.Library, warper, (), (name,)), ())
+    Signed((rewritten.Library, warper, (), (name,)), ())
     for warper, name in ((TemperatureLogitsWarper, "temperature"), (MinPLogitsWarper, "min_p"))
 )
 ENDS = Signed((rewritten.Force, 1, rewritten.When(torch.eq, "limit")), ((1,),))

@@ -65,11 +65,6 @@ PROCESSORS: dict[str, Callable[[Call], Any]] = {
     "suppress_at_begin": lambda call: library.SuppressTokensAtBeginLogitsProcessor([3, 1, 40], call.prompt),
     "suppress_after_begin": lambda call: library.SuppressTokensAtBeginLogitsProcessor([3], call.prompt + 1),
     "repetition": lambda call: library.RepetitionPenaltyLogitsProcessor(1.3),
-    "repetition_of_new": lambda call: library.RepetitionPenaltyLogitsProcessor(0.7, call.prompt),
-    "repetition_of_newer": lambda call: library.RepetitionPenaltyLogitsProcessor(1.3, call.prompt + 2),
-    "encoder_repetition": lambda call: library.EncoderRepetitionPenaltyLogitsProcessor(1.7, call.encoder_tokens()),
-    "length_penalty": lambda call: library.ExponentialDecayLengthPenalty((2, 1.01), [2, 5, 2], call.prompt),
-    "length_penalty_at_once": lambda call: library.ExponentialDecayLengthPenalty((-1, 2.5), 2, call.prompt),
     "no_repeat_1": lambda call: library.NoRepeatNGramLogitsProcessor(1),
     "no_repeat_2": lambda call: library.NoRepeatNGramLogitsProcessor(2),
     "no_repeat_4": lambda call: library.NoRepeatNGramLogitsProcessor(4),
@@ -101,7 +96,6 @@ PROCESSORS: dict[str, Callable[[Call], Any]] = {
     "min_p": lambda call: library.MinPLogitsWarper(0.1, filter_value=-50.0),
     "typical": lambda call: library.TypicalLogitsWarper(0.6),
     "epsilon": lambda call: library.EpsilonLogitsWarper(0.05, min_tokens_to_keep=2),
-    "eta": lambda call: library.EtaLogitsWarper(0.2),
     "inf_nan": lambda call: library.InfNanRemoveLogitsProcessor(),
     "normalise": lambda call: library.LogitNormalization(),
 }
@@ -113,8 +107,9 @@ else:
     PROCESSORS["repetition_padded"] = lambda call: library.RepetitionPenaltyLogitsProcessor(1.3, call.padding())
 
 
-def _bucket() -> Bucket:
-    return Bucket(CPU, vocabulary=VOCABULARY)
+def _bucket(call: Call | None = None) -> Bucket:
+    call = call or FIRST
+    return Bucket(CPU, call.inputs, call.beams, VOCABULARY)
 
 
 def known(processor: Any, lengths: Lengths) -> Signed:
@@ -197,7 +192,7 @@ def _check_every_length(made: Any, processor: Any, call: Call, step: Step) -> No
 def test_every_length(name: str) -> None:
     for call in CALLS:
         processor = PROCESSORS[name](call)
-        made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
+        made = captured(processor, _bucket(call), Lengths(call.prompt, call.limit))
         _check_every_length(made, processor, call, Step(call.rows))
 
 
@@ -221,7 +216,7 @@ def test_a_graph_serves_other_calls(name: str) -> None:
 def test_nothing_waits(name: str) -> None:
     """A recording refuses what a GPU could not capture."""
     call = Call(start=5)
-    made = captured(PROCESSORS[name](call), _bucket(), Lengths(call.prompt, call.limit))
+    made = captured(PROCESSORS[name](call), _bucket(call), Lengths(call.prompt, call.limit))
     step, scores = Step(call.rows).set(call, 6), _scores(call.rows, seed=1)
     record(capturable(lambda: made(scores, step)))
 
@@ -230,7 +225,7 @@ def test_nothing_waits(name: str) -> None:
 def test_constants_are_on_the_device(name: str) -> None:
     """On a device without values, where whatever needs one raises, and so do operands from elsewhere."""
     call, meta = Call(start=5), torch.device("meta")
-    made = captured(PROCESSORS[name](call), Bucket(meta, vocabulary=VOCABULARY), Lengths(call.prompt, call.limit))
+    made = captured(PROCESSORS[name](call), _bucket(call)._replace(device=meta), Lengths(call.prompt, call.limit))
     step = StepTokens(*(tensor.to(meta) for tensor in Step(call.rows).set(call, 6)))
     result = made(_scores(call.rows, seed=1).to(meta), step)
     assert result.device == meta and result.shape == (call.rows, VOCABULARY)
@@ -239,7 +234,7 @@ def test_constants_are_on_the_device(name: str) -> None:
 def test_a_bucket_has_rows_that_no_input_has() -> None:
     call = Call(inputs=3, beams=2)
     bucket, per_input = 4, call.beams
-    for name in ("encoder_repetition", "encoder_no_repeat_2", "repetition_padded"):
+    for name in ("encoder_no_repeat_2", "repetition_padded"):
         if name not in PROCESSORS:
             continue
         processor = PROCESSORS[name](call)
@@ -323,7 +318,7 @@ def test_neutral_numbers_change_no_bit(name: str) -> None:
             torch.testing.assert_close(result[rows], expected[rows], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["suppress", "no_repeat_2", "bad_words", "eta", "inf_nan", "normalise", "typical"])
+@pytest.mark.parametrize("name", ["suppress", "no_repeat_2", "bad_words", "inf_nan", "normalise", "typical"])
 def test_some_are_never_neutral(name: str) -> None:
     assert known(PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)).neutral is None
 
@@ -333,7 +328,7 @@ def test_ranks_are_in_the_librarys_order() -> None:
         "repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "bad_words_ids": [[5]], "min_length": 5,
         "forced_bos_token_id": 3, "forced_eos_token_id": 1, "remove_invalid_values": True, "suppress_tokens": [6],
         "begin_suppress_tokens": [7], "do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1,
-        "typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "renormalize_logits": True,
+        "typical_p": 0.5, "epsilon_cutoff": 0.1, "renormalize_logits": True,
     }  # fmt: skip
     model = BY_NAME["bart"].build()
     config, _ = model._prepare_generation_config(None, **options)
@@ -349,13 +344,11 @@ def test_ranks_are_in_the_librarys_order() -> None:
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     call = FIRST
-    for name in ("encoder_repetition", "encoder_no_repeat_2"):
-        processor = PROCESSORS[name](call)
-        made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
-        assert not refresh(
-            made, PROCESSORS[name](call._replace(inputs=call.inputs + 1)), Lengths(call.prompt, call.limit)
-        )
-        _check_every_length(made, processor, call, Step(call.rows))
+    make = PROCESSORS["encoder_no_repeat_2"]
+    processor = make(call)
+    made = captured(processor, _bucket(call), Lengths(call.prompt, call.limit))
+    assert not refresh(made, make(call._replace(inputs=call.inputs + 1)), Lengths(call.prompt, call.limit))
+    _check_every_length(made, processor, call, Step(call.rows))
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "repetition", "no_repeat_2"])
@@ -442,13 +435,22 @@ def _without(processor: Any, attribute: str) -> Any:
         library.ForcedEOSTokenLogitsProcessor(None, 2),
         library.SuppressTokensLogitsProcessor([1.0]),
         _with(library.RepetitionPenaltyLogitsProcessor(1.3), logits_indices=torch.tensor([0])),
-        library.ExponentialDecayLengthPenalty((2, 1e30), 2, 3),
-        library.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.tensor([[1, -100]])),
+        library.RepetitionPenaltyLogitsProcessor(1.3, 3),
+        library.ExponentialDecayLengthPenalty((2, 1.1), 2, 3),
+        library.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.tensor([[1, 2]])),
+        library.EtaLogitsWarper(0.2),
     ],
     ids=lambda processor: type(processor).__name__,
 )
 def test_others_are_not_captured(processor: Any) -> None:
     assert signed(processor, Lengths(3, 12)) is None
+
+
+def test_a_penalty_for_other_rows_is_for_the_library_to_refuse() -> None:
+    if "repetition_padded" in PROCESSORS:
+        processor = PROCESSORS["repetition_padded"](FIRST)
+        assert signed(processor, Lengths(3, 12, rows=FIRST.rows)) is not None
+        assert signed(processor, Lengths(3, 12, rows=FIRST.rows + 1)) is None
 
 
 def test_processors_of_one_signature_differ_in_their_data() -> None:
@@ -481,7 +483,6 @@ def test_what_follows_the_lengths_of_a_call_is_data() -> None:
     [
         library.ForcedBOSTokenLogitsProcessor(VOCABULARY),
         library.ForcedEOSTokenLogitsProcessor(12, [2, VOCABULARY]),
-        library.ExponentialDecayLengthPenalty((2, 1.1), VOCABULARY, 3),
     ],
     ids=lambda processor: type(processor).__name__,
 )
