@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -86,7 +87,6 @@ class Prefills:
         self._has_looked = False
 
     def _clear(self) -> None:
-        self._contents = None
         for kept in (self.prefixes, self.sources):
             if kept is not None:
                 kept.clear()
@@ -108,9 +108,7 @@ class Prefills:
         except CannotBeCaptured:
             return False
         if guarded != self._guarded:
-            for kept in (self.prefixes, self.sources):
-                if kept is not None:
-                    kept.clear()
+            self._clear()
             self._guarded = guarded
         return True
 
@@ -161,7 +159,7 @@ class Prefills:
         """
         if self._state != state:
             self._clear()
-            self._state = state
+            self._state, self._contents = state, None
         if self._contents is None and (self.sources is not None or any(map(self._is_long, batch))):
             self._contents, self._has_looked = _contents(self._model), True
         given, find, known = (self._tokens(batch[0]), batch[0].adapter), None, 0
@@ -224,4 +222,4 @@ def _contents(model: Any) -> list[int]:
         return []
     held = chain(model.parameters(), model.buffers())
     plain = (each for each in held if type(each) in (Tensor, Parameter) and each.device.type == "cpu")
-    return [fingerprint.fingerprint(each.detach().contiguous()) for each in plain]
+    return [fingerprint.fingerprint(each.detach().contiguous()) for each in plain if each.layout == torch.strided]
