@@ -69,7 +69,7 @@ def test_what_prompts_share_is_of_the_model_as_it_is(name: str, change: Callable
 
 
 def test_a_request_behind_a_change_does_not_fail(llama: Any) -> None:
-    """What is in slots begins again. The one that comes runs on the model as it is, though code of the user's sees it."""
+    """What is in slots begins again. One that comes runs on the model as it is, though code of the user's sees it."""
     executor, seen = ContinuousBatches(llama, 8), list[Any]()
 
     class Streamer:
