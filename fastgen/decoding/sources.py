@@ -16,14 +16,16 @@ class Sources:
 
     Args:
         most_bytes: of encoder outputs, at the most.
+        are_current: whether they are those of the model as it is. It clears them where they are not.
 
     Attributes:
         kind: the class that the library has them in; whoever encodes says it.
         reused: sources that were not encoded, as they had been.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, are_current: Callable[[], bool] = lambda: True) -> None:
         self.most_bytes, self.nbytes, self.reused = most_bytes, 0, 0
+        self._are_current = are_current
         self.kind: Any = None
         self._known: OrderedDict[tuple[Hashable, ...], Tensor] = OrderedDict()  # [length, size] each
 
@@ -45,6 +47,8 @@ class Sources:
         real = mask.bool()
         keys = [(kind, *row[is_real].tolist()) for row, is_real in zip(ids, real, strict=True)]
         found = {key: self._known[key] for key in keys if key in self._known}
+        if found and not self._are_current():
+            found = {}
         new = dict.fromkeys(key for key in keys if key not in found)
         self.reused += len(keys) - len(new)
         if new:

@@ -20,10 +20,15 @@ from fastgen.decoding.modules import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of
 from fastgen.engine.requests import Request, is_form
+from fastgen.locks import forkable_lock
 from fastgen.optimizer.transformers import buckets, models, row_adapters, states
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 
+# Who draws from torch's generator for a request: it is one for all threads. A call may wait, in code of the user's, for
+# one of another engine: that goes on without it after so many seconds.
+_draws = forkable_lock()
+_PATIENCE = 10.0
 # What layers of peft, and Transformers' own interface to it, say of the adapters that a forward pass uses.
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
@@ -39,7 +44,10 @@ def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> li
         options |= of_peft
         if len(batch) > 1:
             return _together(model, batch, options)
-        return [_by_itself(model, request, (request.options_in_slots if enters_slots else request.options) | options)]
+        if enters_slots:  # with a generator of its own
+            return [_by_itself(model, request, request.options_in_slots | options)]
+        with _drawing(request):
+            return [_by_itself(model, request, request.options | options)]
 
 
 @contextlib.contextmanager
@@ -58,6 +66,18 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
                 yield {}
         else:
             yield {adapters.ADAPTER_NAMES: [adapter] * rows}
+
+
+@contextlib.contextmanager
+def _drawing(request: Request) -> Iterator[None]:
+    """A context in which no other engine draws from torch's generator, if this request may."""
+    may_draw = request.seed is not None or request.config is None or request.config.do_sample
+    has_it = may_draw and _draws.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if has_it:
+            _draws.release()
 
 
 def _by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:

@@ -72,7 +72,8 @@ class ContinuousBatches:
         self.model, self._inside, self.most_rows = model, adapters.model_inside(model), most_rows
         has_encoder = bool(self._inside.config.is_encoder_decoder)
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
-        self.prefills = Prefills(pads(model), has_encoder, max_stall, PREFIX_BYTES if max_stall is None else None)
+        prefix_bytes = PREFIX_BYTES if max_stall is None else None
+        self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall, prefix_bytes)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
         self._expected = 0  # requests that waited with the latest, and may be in one step
@@ -193,6 +194,7 @@ class ContinuousBatches:
 
     def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
         begin = time.monotonic()
+        self.prefills.begin_turn()
         while True:
             while requests:
                 self._begin(requests)
@@ -310,7 +312,9 @@ class ContinuousBatches:
         if step is None and len(self._in_use) >= MOST_IN_USE:
             raise CannotBeCaptured("steps of many kinds")
         if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
-            self._state = None
+            for each in self._in_use:  # their next steps raise it: this request is of the model as it is now
+                each.failure = each.failure or RuntimeError(CHANGED)
+            self._adapters.clear()
             raise CannotBeCaptured("the model has changed")
         if step is None:
             repeats = self.prefills.max_stall is None and is_repeatable()

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
-from fastgen.decoding.kv.cache import Pair
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
 from fastgen.decoding.kv.prefixes import BLOCK, PrefixCache
+from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.sources import Sources
 from fastgen.engine.planning import mean
 from fastgen.engine.requests import Request
 from fastgen.memory import free_host_memory
+from fastgen.ops import fingerprint
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.entering import Entering
 
@@ -32,9 +40,12 @@ SHARE_OF_STALL = 0.25
 
 
 class Prefills:
-    """Plans prefills, and keeps what they have in common.
+    """Plans prefills, and keeps what they have in common, as long as the model is the one that it is of: what `plan` is
+    told of it, what recordings take for granted (hooks, settings, functions), and the contents of its weights. Reading
+    these takes as long as a step: that is done where something is found, once in a turn.
 
     Args:
+        model: that is called.
         shares: prompts may share beginnings: K and V of a token do not depend on what follows, nor on padding.
         has_encoder: sources that have been encoded are kept.
         max_stall: seconds that requests in slots may wait for a prefill; None for any number.
@@ -45,13 +56,16 @@ class Prefills:
     """
 
     def __init__(
-        self, shares: bool, has_encoder: bool, max_stall: float | None, prefix_bytes: int | None = None
+        self, model: Any, shares: bool, has_encoder: bool, max_stall: float | None, prefix_bytes: int | None = None
     ) -> None:
-        self.max_stall, self.chunks = max_stall, 0
+        self._model, self.max_stall, self.chunks = model, max_stall, 0
         most = int(SHARE_OF_MEMORY * free_host_memory()) if prefix_bytes is None else prefix_bytes
         self.prefixes = PrefixCache(most) if shares and not has_encoder else None
-        self.sources = Sources(min(most, SOURCE_BYTES)) if has_encoder else None
+        self.sources = Sources(min(most, SOURCE_BYTES), self._has_contents) if has_encoder else None
         self._state: Any = None  # of the model that they are of
+        self._guarded: Hashable = None
+        self._contents: list[int] | None = None  # None before something is kept
+        self._has_looked = False  # at the contents, in this turn
         self._seconds: float | None = None  # of a token
 
     @property
@@ -68,12 +82,42 @@ class Prefills:
         """The model may have changed in a way that its state does not tell."""
         self._state = None
 
+    def begin_turn(self) -> None:
+        """Weights may have been written to."""
+        self._has_looked = False
+
+    def _clear(self) -> None:
+        for kept in (self.prefixes, self.sources):
+            if kept is not None:
+                kept.clear()
+
+    def _has_contents(self) -> bool:
+        """Whether the weights are those that what is kept is of; nothing is kept any more where they are not."""
+        if not self._has_looked:
+            self._has_looked, now = True, _contents(self._model)
+            if now != self._contents:
+                self._clear()
+                self._contents = now
+                return False
+        return True
+
+    def _is_guarded(self, model: Any) -> bool:
+        """Whether anything may be kept of a model as it is in a call: what is of another one goes."""
+        try:
+            guarded = graph_cache.state(model)
+        except CannotBeCaptured:
+            return False
+        if guarded != self._guarded:
+            self._clear()
+            self._guarded = guarded
+        return True
+
     def alone(self, first: Request, waiting: Sequence[Request]) -> bool:
         """Whether a request is better prefilled alone: its beginning is known, or others that wait have it, too."""
         tokens = self._tokens(first)
         if self.prefixes is None or len(tokens) <= LEAST_SHARED:
             return False
-        if self.prefixes.match(tokens, first.adapter) >= LEAST_SHARED:
+        if self._knows(tokens, first.adapter):
             return True
         beginning = tokens[:LEAST_SHARED]
         return any(self._tokens(other)[:LEAST_SHARED] == beginning for other in waiting if other is not first)
@@ -114,14 +158,14 @@ class Prefills:
             step: makes a decode step of those.
         """
         if self._state != state:
-            for kept in (self.prefixes, self.sources):
-                if kept is not None:
-                    kept.clear()
-            self._state = state
-        given, beginning = (self._tokens(batch[0]), batch[0].adapter), list[Pair]()
-        if self.prefixes is not None and len(batch) == 1 and self.prefixes.match(*given) >= LEAST_SHARED:
-            beginning = self.prefixes.take(*given)
-        known = beginning[0][0].shape[2] if beginning else 0
+            self._clear()
+            self._state, self._contents = state, None
+        if self._contents is None and (self.sources is not None or any(map(self._is_long, batch))):
+            self._contents, self._has_looked = _contents(self._model), True
+        given, find, known = (self._tokens(batch[0]), batch[0].adapter), None, 0
+        if self.prefixes is not None and len(batch) == 1 and self._knows(*given) and self._has_contents():
+            find = partial(self.prefixes.take, *given)
+            known = self.prefixes.match(*given)
         begin, chunks = time.perf_counter(), self.chunks
 
         def between() -> None:
@@ -140,11 +184,11 @@ class Prefills:
             take(decoding)
 
         chunk = self._most(SHARE_OF_CHUNK) if others_wait else None
-        return Entering(taken, beginning, chunk, between, self.sources)
+        return Entering(taken, find, chunk, between, self.sources, self._is_guarded)
 
     def _keep(self, batch: Sequence[Request], decoding: EnteringDecoding) -> None:
         """Keeps the beginnings of prompts that have been prefilled."""
-        if self.prefixes is None:
+        if self.prefixes is None or not (any(map(self._is_long, batch)) and self._is_guarded(decoding.model)):
             return
         prompt = decoding.prompt
         if any(keys.shape[2] != prompt.cached for keys, _ in prompt.own):
@@ -153,13 +197,29 @@ class Prefills:
             return  # they are those of the whole prompt
         for row, request in enumerate(batch):
             tokens, begin = self._tokens(request), prompt.cached - request.length
-            if len(tokens) > LEAST_SHARED:
+            if self._is_long(request):
                 one = slice(row, row + 1)
                 own = [(k[one, :, begin:], v[one, :, begin:]) for k, v in prompt.own]
                 self.prefixes.put(tokens, own, request.adapter)
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether its beginning is kept."""
+        return len(self._tokens(request)) > LEAST_SHARED
+
+    def _knows(self, tokens: list[int], adapter: str | None) -> bool:
+        return self.prefixes is not None and self.prefixes.match(tokens, adapter) >= LEAST_SHARED
 
     def _tokens(self, request: Request) -> list[int]:
         """Those of a prompt without padding, where K and V are of nothing else; none of another one."""
         if request.tokens is None or request.has_other_inputs or not (request.mask is None or bool(request.mask.all())):
             return []
         return request.token_list
+
+
+def _contents(model: Any) -> list[int]:
+    """What tells the contents of a model's weights and buffers from others."""
+    if not fingerprint.is_available():
+        return []
+    held = chain(model.parameters(), model.buffers())
+    plain = (each for each in held if type(each) in (Tensor, Parameter) and each.device.type == "cpu")
+    return [fingerprint.fingerprint(each.detach().contiguous()) for each in plain if each.layout == torch.strided]

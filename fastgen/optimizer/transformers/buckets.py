@@ -67,7 +67,7 @@ def _encode(
     ids, config, mask = inputs_tensor, generation_config, model_kwargs.get("attention_mask")
     with call.decides():
         is_text = model_input_name == "input_ids" and isinstance(ids, Tensor) and not ids.is_floating_point()
-        sources = None if call.entering is None or call.model.training else call.entering.sources
+        sources = None if call.entering is None or call.model.training else call.entering.sources_of(call.model)
         if mask is None and sources is not None and is_text and len(ids) == 1:
             mask = torch.ones_like(ids)
         others = (name for name, value in model_kwargs.items() if not holds_no_tensor(value))

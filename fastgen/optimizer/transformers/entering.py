@@ -27,28 +27,38 @@ class Entering:
 
     Attributes:
         take: gets the call behind its prefill, a `Decoding`. It raises CannotBeCaptured for one that is to run as ever.
-        beginning: K and V of the first positions of a prompt, layer by layer, [1, heads, positions, dim]; may be none.
+        find: gives K and V of the first positions of a prompt, layer by layer, [1, heads, positions, dim], which may be
+            none; None where none are known.
         chunk: tokens of a prefill at a time, of all rows together; None for all.
         between: is called between two chunks.
         sources: that have been encoded; None if all are to be.
+        may_know: whether something may be known of the model, as it is in the call, or be kept of it.
     """
 
     take: Callable[[Any], None]
-    beginning: Sequence[Pair] = ()
+    find: Callable[[], Sequence[Pair]] | None = None
     chunk: int | None = None
     between: Callable[[], object] = lambda: None
     sources: Sources | None = None
+    may_know: Callable[[Any], bool] = lambda model: True
     _is_claimed: bool = False
+    _beginning: Sequence[Pair] = ()
 
     def serves(self, model: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> bool:
         """Whether there is something to do besides the library's prefill, and the model allows it."""
+        if self.find is not None and self.may_know(model):
+            self._beginning = self.find()
         is_long = self.chunk is not None and ids.numel() > self.chunk
-        asks = (is_long or bool(self.beginning)) and config.prefill_chunk_size is None
+        asks = (is_long or bool(self._beginning)) and config.prefill_chunk_size is None
         return asks and reads_tokens_alone(model, ids, model_kwargs)
+
+    def sources_of(self, model: Any) -> Sources | None:
+        """Those of a model as it is; None where there is to be none."""
+        return self.sources if self.sources is not None and self.may_know(model) else None
 
     def prefill(self, store: ExchangedLayers, run: Prefill, ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
         """What the library's `_prefill` gives, which goes on behind what the cache holds."""
-        store.begin_with(self.beginning)
+        store.begin_with(self._beginning)
         rows, length = ids.shape
         step = length if self.chunk is None else max(self.chunk // rows, 1)
         cache = releases.cache_in(model_kwargs)
