@@ -309,3 +309,19 @@ def test_calls_of_other_sizes_share_the_recording_that_inputs_have_left_by(
         check(model, family.make_inputs(inputs, LONG), {**LEAVING, **way})
     assert captures() == 3 and len(recorded) == 1, reasons()
     assert made.count(9) == 1
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_patches_may_leave_between_a_prefill_and_the_librarys_loop(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `disable` in another thread: the loop goes on from what the call has prefilled, and does not do so again."""
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    given, options = family.make_inputs(3, LONG), {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+    with fastgen.disabled():
+        expected = model.generate(**given, **options)
+    left = noted(monkeypatch, Ledger, "with_more_rows", lambda *given: fastgen.disable())
+    monkeypatch.setattr(Ledger, "starts_at", lambda *given: None)
+    try:
+        assert torch.equal(model.generate(**given, **options), expected) and left
+    finally:
+        fastgen.enable()

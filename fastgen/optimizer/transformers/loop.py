@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import wrapt
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.modeling_outputs import ModelOutput
@@ -62,6 +63,22 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
+class _Prefilled(wrapt.CallableObjectProxy):
+    """The model, for a loop to go on from what its call has prefilled: another thread may take out the hooks meanwhile."""
+
+    def __init__(self, model: Any, call: Call) -> None:
+        super().__init__(model)
+        self._self_call = call
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        return prefill(self.__wrapped__._prefill, self._self_call.model, args, kwargs)
+
+
+def _behind_prefill(loop: Any, call: Call) -> Any:
+    """The library's loop, a method, behind the prefill of its call, if that has been made."""
+    return loop if call.prefilled is None else loop.__func__.__get__(_Prefilled(loop.__self__, call))
+
+
 def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `GenerationMixin._beam_search` and `_sample`."""
     call = Call.current(model)
@@ -85,7 +102,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     counters.count_not_used(ENTRY_POINT, reason)
     call.is_to_be_captured = False
     call.hand_back()
-    result = wrapped(**arguments, **model_kwargs)
+    result = _behind_prefill(wrapped, call)(**arguments, **model_kwargs)
     if note is not None:
         sequences = result if isinstance(result, Tensor) else result.sequences
         note(sequences.shape[1] - arguments["input_ids"].shape[1])
@@ -106,7 +123,7 @@ def _captured(call: Call, wrapped: Any, arguments: dict[str, Any], model_kwargs:
     given = arguments["input_ids"], config, model_kwargs, not config.is_assistant
     call.prefilled = prefill(model._prefill, model, given, {})
     if not call.accelerated:
-        return wrapped(**arguments, **model_kwargs)
+        return _behind_prefill(wrapped, call)(**arguments, **model_kwargs)
     # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
     # The library's loop without beams has the experts of a model as they are best for steps. The others wait for
     # the device in float32, so that a step with beams could not be captured.
