@@ -313,7 +313,7 @@ def test_calls_of_other_sizes_share_the_recording_that_inputs_have_left_by(
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_patches_may_leave_between_a_prefill_and_the_librarys_loop(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by `disable` in another thread: the loop goes on from what the call has prefilled, and does not do so again."""
+    """As by `disable` in another thread: the loop goes on from there, and does not prefill again."""
     family = BY_NAME["llama"]
     model, _ = build(family, CPU)
     given, options = family.make_inputs(3, LONG), {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}

@@ -64,7 +64,7 @@ def _without_gradients() -> Iterator[None]:
 
 
 class _Prefilled(wrapt.CallableObjectProxy):
-    """The model, for a loop to go on from what its call has prefilled: another thread may take out the hooks meanwhile."""
+    """The model, for a loop to go on from what its call has prefilled: another thread may take the hooks out."""
 
     def __init__(self, model: Any, call: Call) -> None:
         super().__init__(model)
