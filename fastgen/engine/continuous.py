@@ -40,8 +40,6 @@ MOST_IN_USE = 8
 _TURN, _SHARED_TURN = 2.0, 0.25
 # Seconds between two turns, in which others may take theirs.
 _BREATH = 0.001
-# Bytes of beginnings that prompts share, where nothing may depend on what is free.
-PREFIX_BYTES = 2**28
 # So many requests of a prefill group have to be declined until others are not tried: it may be a matter of one request,
 # as its length.
 _MOST_DECLINED = 3
@@ -72,8 +70,7 @@ class ContinuousBatches:
         self.model, self._inside, self.most_rows = model, adapters.model_inside(model), most_rows
         has_encoder = bool(self._inside.config.is_encoder_decoder)
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
-        prefix_bytes = PREFIX_BYTES if max_stall is None else None
-        self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall, prefix_bytes)
+        self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
         self._expected = 0  # requests that waited with the latest, and may be in one step

@@ -25,8 +25,8 @@ from fastgen.optimizer.transformers.entering import Entering
 
 # Beginnings are worth a prefill of their own from so many tokens on.
 LEAST_SHARED = 4 * BLOCK
-# K and V of beginnings may take this part of the memory that is free.
-SHARE_OF_MEMORY = 0.05
+# K and V of beginnings may take this part of the memory that is free; so many bytes where nothing may depend on that.
+SHARE_OF_MEMORY, PREFIX_BYTES = 0.05, 2**28
 # Encoder outputs take so many bytes, at the most.
 SOURCE_BYTES = 2**26
 # Tokens of a chunk, at least: a pass reads all weights.
@@ -48,18 +48,16 @@ class Prefills:
         model: that is called.
         shares: prompts may share beginnings: K and V of a token do not depend on what follows, nor on padding.
         has_encoder: sources that have been encoded are kept.
-        max_stall: seconds that requests in slots may wait for a prefill; None for any number.
-        prefix_bytes: of beginnings, at the most; None for a part of the memory that is free.
+        max_stall: seconds that requests in slots may wait for a prefill; None for any number, and nothing depends on
+            the clock, nor on the memory that is free.
 
     Attributes:
         chunks: passes after which requests in slots have gone on before the prefill was over.
     """
 
-    def __init__(
-        self, model: Any, shares: bool, has_encoder: bool, max_stall: float | None, prefix_bytes: int | None = None
-    ) -> None:
+    def __init__(self, model: Any, shares: bool, has_encoder: bool, max_stall: float | None) -> None:
         self._model, self.max_stall, self.chunks = model, max_stall, 0
-        most = int(SHARE_OF_MEMORY * free_host_memory()) if prefix_bytes is None else prefix_bytes
+        most = PREFIX_BYTES if max_stall is None else int(SHARE_OF_MEMORY * free_host_memory())
         self.prefixes = PrefixCache(most) if shares and not has_encoder else None
         self.sources = Sources(min(most, SOURCE_BYTES), self._has_contents) if has_encoder else None
         self._state: Any = None  # of the model that they are of
