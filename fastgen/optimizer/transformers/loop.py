@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import counters, patching, releases, settings
+from fastgen.decoding import library_code
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import formats
@@ -70,13 +72,21 @@ class _Prefilled(wrapt.CallableObjectProxy):
         super().__init__(model)
         self._self_call = call
 
+    @property
+    def __call__(self) -> Any:  # one that the user has set on the model, too
+        return self.__wrapped__.__call__
+
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         return prefill(self.__wrapped__._prefill, self._self_call.model, args, kwargs)
 
 
 def _behind_prefill(loop: Any, call: Call) -> Any:
-    """The library's loop, a method, behind the prefill of its call, if that has been made."""
-    return loop if call.prefilled is None else loop.__func__.__get__(_Prefilled(loop.__self__, call))
+    """A loop, behind the prefill of its call, if that has been made. Somebody may have put another one around the
+    library's, which gets the model itself.
+    """
+    if call.prefilled is None or type(loop) is not MethodType or not library_code.is_own(loop.__func__):
+        return loop
+    return loop.__func__.__get__(_Prefilled(loop.__self__, call))
 
 
 def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
             return False
     if not part.is_declined(inputs):
         try:
-            programs = _programs(model, step, inputs)
+            programs = _programs(model, step, inputs, makes=step.key.slots or inputs < batch)
             part.out_of_memory.pop(inputs, None)
         except Exception as error:
             if not memory.is_out(error):
@@ -91,9 +91,15 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
     return False
 
 
-def _programs(model: Any, step: DecodeStep, inputs: int) -> list[Program] | None:
-    """Those of the pieces, for the first inputs; None where nothing is, or can be, recorded for any number of them."""
+def _programs(model: Any, step: DecodeStep, inputs: int, makes: bool) -> list[Program] | None:
+    """Those of the pieces, for the first inputs; None where nothing is recorded for any number of them.
+
+    Args:
+        makes: it is recorded where that can be done.
+    """
     for key, follows in _kinds(step.key, step.sizes) if inputs <= MOST else ():
+        if not (makes or graph_cache.has_symbolic(model, inputs, key)):
+            continue
         found = graph_cache.symbolic(model, key, inputs, partial(_made, model, step, follows))
         begin = time.perf_counter()
         programs = None if found is None else found.specialize(step, inputs)

@@ -33,8 +33,8 @@ PART_OF_SPECIALIZING, _RECORDINGS = 0.25, 2
 STEPS_OF_SPECIALIZING = PART_OF_SPECIALIZING * STEPS
 # At the most.
 MOST_STEPS = 16 * STEPS
-# The part of a step that a replay saves in most models. Half of what is expected is this, the other half what was
-# measured: other work may have disturbed that, and without another recording nobody would find out.
+# The part of a step that a replay saves in most models. It counts as one more measurement: other work may have
+# disturbed the first ones, and without another recording nobody would find out.
 SAVED = 0.4
 # A call that may end at any token is expected to go on once it has so many of them.
 TOKENS_SEEN = 16
@@ -246,5 +246,5 @@ class Ledger:
             return STEPS_OF_SPECIALIZING if specializes else STEPS
         nearest = min(known, key=lambda other: abs(other - rows))
         measured = max(1 - self.replayed[nearest] / self.eager[nearest], 0.0)
-        saved = self.eager[nearest] * (measured + SAVED) / 2
+        saved = self.eager[nearest] * (len(known) * measured + SAVED) / (len(known) + 1)
         return min(max(self.making(specializes) / saved, LEAST_STEPS), MOST_STEPS)

@@ -54,6 +54,14 @@ def test_a_step_that_was_not_faster_is_recorded_in_longer_calls(replayed: float)
     assert measured(replayed=replayed).starts_at(FOUR, certain=49, most=49) is None
 
 
+def test_that_a_step_was_not_faster_with_several_numbers_of_rows_counts_more() -> None:
+    ledger = measured(replayed=0.1)
+    ledger.eager |= {2: 0.1, 4: 0.1}
+    ledger.replayed |= {2: 0.1, 4: 0.1}
+    assert ledger.starts_at(FOUR, certain=100, most=100) == 0
+    assert ledger.starts_at(FOUR, certain=99, most=99) is None
+
+
 def test_no_measurement_keeps_long_calls_from_recording() -> None:
     assert measured(recording=1000.0).starts_at(KEY, certain=MOST_STEPS, most=MOST_STEPS) == 0
 
