@@ -120,6 +120,7 @@ def interrupts_end(program: str) -> Iterator[None]:
 
     def end(*_: object) -> None:
         os.write(2, f"{program}: interrupted\n".encode())
+        _give_semaphores_back()
         os._exit(INTERRUPTED)
 
     before = signal.getsignal(signal.SIGINT)
@@ -133,6 +134,15 @@ def interrupts_end(program: str) -> Iterator[None]:
         yield
     finally:
         allow_interrupts()
+
+
+def _give_semaphores_back() -> None:
+    """Those that worker processes share have names in the system, and Python warns of each that is left at the end."""
+    util, synchronize = (sys.modules.get(f"multiprocessing.{name}") for name in ("util", "synchronize"))
+    with contextlib.suppress(Exception):  # none of this has a public name, and the process ends in any case
+        for finalizer in list(util._finalizer_registry.values()):  # type: ignore[union-attr]
+            if finalizer._callback == synchronize.SemLock._cleanup:  # type: ignore[union-attr]
+                finalizer()
 
 
 # The handler of Ctrl-C to go back to, while `interrupts_end` has its own.

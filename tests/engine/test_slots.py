@@ -305,8 +305,8 @@ def test_what_is_recorded_is_asked_for_once(llama: Any, monkeypatch: pytest.Monk
     executor = ContinuousBatches(llama, 8)
     requests = requests_for(llama, PROMPTS * 2)
     run(executor, requests)
-    assert_as_alone(llama, requests, PROMPTS * 2)
     assert len(asked) == 1
+    assert_as_alone(llama, requests, PROMPTS * 2)
 
 
 def test_a_short_one_of_another_kind_does_not_keep_a_long_one_from_its_recording(

@@ -66,12 +66,7 @@ class StoredQuantizer(HfQuantizer):
         self.replaced.pack(model, self._keep.activations)
         note_format(model, self.form.name)
         if self._instead_of is not None:
-            kind = self._instead_of
-            message = (
-                f"FastGen loads this {kind.name} checkpoint, with its weights kept in their bits: "
-                f"Transformers itself needs {kind.needs}"
-            )
-            warnings.warn(message, UserWarning, stacklevel=2)  # which Python shows once
+            _tell(self._instead_of)
         counters.count_accelerated(ENTRY_POINT)
         return model
 
@@ -92,6 +87,20 @@ class StoredQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+_told: set[str] = set()
+
+
+def _tell(method: Method) -> None:
+    """Says once that FastGen serves such checkpoints without being asked."""
+    if method.name not in _told:
+        _told.add(method.name)
+        message = (
+            f"FastGen loads this {method.name} checkpoint, with its weights kept in their bits: Transformers itself "
+            f"needs {method.needs}"
+        )
+        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _names(model: Any, name: str) -> tuple[str, str, str]:
