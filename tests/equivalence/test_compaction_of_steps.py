@@ -311,6 +311,19 @@ def test_calls_of_other_sizes_share_the_recording_that_inputs_have_left_by(
     assert made.count(9) == 1
 
 
+def test_a_step_that_is_captured_for_itself_is_not_asked_for_a_shared_recording(
+    inputs_of_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That looks at the whole model, which must not be done in each step."""
+    family = BY_NAME["llama"]
+    model, _ = build(family, CPU)
+    asked = noted(monkeypatch, graph_cache, "has_symbolic")
+    for _ in range(2):
+        asked.clear()
+        check(model, family.make_inputs(6, LONG), {**LEAVING, "eos_token_id": None})
+    assert captures() == 2 and not asked
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_patches_may_leave_between_a_prefill_and_the_librarys_loop(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by `disable` in another thread: the loop goes on from there, and does not prefill again."""

@@ -51,6 +51,13 @@ def is_recorded(model: Any, key: Key, room: Sizes, inputs: int) -> bool:
     return is_symbolic(key) and graph_cache.has_symbolic(model, inputs, *(each for each, _ in _kinds(key, room)))
 
 
+def _is_shared(model: Any, step: DecodeStep) -> bool:
+    """Whether a step all of whose inputs go on is one of those that share a recording."""
+    if step.key.slots or is_repeatable():
+        return step.key.slots
+    return is_recorded(model, step.key, step.sizes, step.key.batch)
+
+
 def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
     """Has a plain step run a program for its first inputs, made from what is recorded for any number of them.
 
@@ -67,10 +74,8 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
     inputs = inputs or batch
     if not is_symbolic(step.key) or part.use(inputs):
         return is_symbolic(step.key)
-    if inputs == batch and not part.is_specialized:
-        has_one = step.key.slots or (not is_repeatable() and is_recorded(model, step.key, step.sizes, inputs))
-        if part.is_captured or not has_one:
-            return False
+    if inputs == batch and not part.is_specialized and (part.is_captured or not _is_shared(model, step)):
+        return False
     if not part.is_declined(inputs):
         try:
             programs = _programs(model, step, inputs, makes=step.key.slots or inputs < batch)
