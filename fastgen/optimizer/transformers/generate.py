@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import wrapt
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
@@ -110,15 +109,6 @@ def decode(
         return _attempted(model, decide, partial(_run_loop, model, with_hooks), original)
 
 
-class _Model(wrapt.CallableObjectProxy):
-    """The model, for the library's loop to call: its methods that a loop calls have hooks."""
-
-    def __getattr__(self, name: str) -> Any:
-        model = self.__wrapped__
-        value, hook = getattr(model, name), _HOOKED.get(name)
-        return value if hook is None else lambda *args, **kwargs: hook(value, model, args, kwargs)
-
-
 class _Processors(LogitsProcessorList):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return scores.process(super().__call__, self, args, kwargs)
@@ -141,7 +131,10 @@ def _with_hooks(model: Any, arguments: dict[str, Any]) -> Iterator[tuple[Any, di
         return
     lists = {"logits_processor": _Processors, "stopping_criteria": _Criteria}
     with patching.in_place(f"GenerationMixin.{name}" for name in _HOOKED):
-        yield _Model(model), {**arguments, **{name: kind(arguments[name]) for name, kind in lists.items()}}
+        yield (
+            loop_hooks.HookedModel(model, _HOOKED),
+            {**arguments, **{name: kind(arguments[name]) for name, kind in lists.items()}},
+        )
 
 
 def _given_to_generate(model: Any) -> dict[str, Any]:

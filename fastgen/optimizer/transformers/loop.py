@@ -14,7 +14,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import wrapt
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.modeling_outputs import ModelOutput
@@ -33,6 +32,7 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
+from fastgen.optimizer.transformers.loop_hooks import HookedModel
 from fastgen.optimizer.transformers.models import (
     TOKEN_TYPES,
     axis_of_rows,
@@ -65,28 +65,13 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
-class _Prefilled(wrapt.CallableObjectProxy):
-    """The model, for a loop to go on from what its call has prefilled: another thread may take the hooks out."""
-
-    def __init__(self, model: Any, call: Call) -> None:
-        super().__init__(model)
-        self._self_call = call
-
-    @property
-    def __call__(self) -> Any:  # one that the user has set on the model, too
-        return self.__wrapped__.__call__
-
-    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
-        return prefill(self.__wrapped__._prefill, self._self_call.model, args, kwargs)
-
-
 def _behind_prefill(loop: Any, call: Call) -> Any:
-    """A loop, behind the prefill of its call, if that has been made. Somebody may have put another one around the
-    library's, which gets the model itself.
+    """A loop, behind the prefill of its call, if that has been made: another thread may take the hooks out meanwhile.
+    Somebody may have put another loop around the library's, which gets the model itself.
     """
     if call.prefilled is None or type(loop) is not MethodType or not library_code.is_own(loop.__func__):
         return loop
-    return loop.__func__.__get__(_Prefilled(loop.__self__, call))
+    return loop.__func__.__get__(HookedModel(loop.__self__, {"_prefill": prefill}))
 
 
 def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

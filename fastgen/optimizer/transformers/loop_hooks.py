@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import wrapt
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
@@ -26,6 +28,23 @@ _SEARCH = (
     "_check_early_stop_heuristic",
     "_beam_search_has_unfinished_sequences",
 )
+
+
+class HookedModel(wrapt.CallableObjectProxy):
+    """A model, for a loop of the library's to call: these of its methods have hooks, whatever its class has."""
+
+    def __init__(self, model: Any, hooks: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__(model)
+        self._self_hooks = hooks
+
+    @property
+    def __call__(self) -> Any:  # one that the user has set on the model, too
+        return self.__wrapped__.__call__
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__wrapped__
+        value, hook = getattr(model, name), self._self_hooks.get(name)
+        return value if hook is None else lambda *args, **kwargs: hook(value, model, args, kwargs)
 
 
 def may_leave(call: Call, config: Any, batch: int) -> bool:
