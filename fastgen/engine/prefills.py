@@ -113,7 +113,7 @@ class Prefills:
     def alone(self, first: Request, waiting: Sequence[Request]) -> bool:
         """Whether a request is better prefilled alone: its beginning is known, or others that wait have it, too."""
         tokens = self._tokens(first)
-        if self.prefixes is None or len(tokens) <= LEAST_SHARED:
+        if self.prefixes is None or not self._is_long(first):
             return False
         if self._knows(tokens, first.adapter):
             return True
@@ -157,9 +157,9 @@ class Prefills:
         """
         if self._state != state:
             self._clear()
-            self._state, self._contents = state, None
+            self._state, self._contents, self._has_looked = state, None, False
         if self._contents is None and (self.sources is not None or any(map(self._is_long, batch))):
-            self._contents, self._has_looked = _contents(self._model), True
+            self._has_contents()
         given, find, known = (self._tokens(batch[0]), batch[0].adapter), None, 0
         if self.prefixes is not None and len(batch) == 1 and self._knows(*given) and self._has_contents():
             find = partial(self.prefixes.take, *given)
