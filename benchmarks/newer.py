@@ -1,10 +1,10 @@
-"""Models with states, and with pictures: calls as they come, in a fresh process of each side in turn.
+"""Models with states, with pictures and with sounds: calls as they come, in a fresh process of each side in turn.
 
     python -m benchmarks.newer              # all of them
     python -m benchmarks.newer lfm2 mamba2 --dtype bfloat16
 
-Shapes are those of published models, with random weights and end tokens left out: every call has as many tokens. The
-tokens of both sides are compared where they are float32.
+Shapes are those of published models, with random weights, and every call has as many tokens as it may. The tokens of
+both sides are compared where they are float32.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks import processes
 
 CALLS, NEW_TOKENS, LENGTH, MORE = 5, 60, 40, 9
+# Inputs of each call, of models that have beams.
+ROWS = (4, 2, 3, 1, 4)
 # Of a picture of 512 x 512 pixels.
 PICTURE_TOKENS = 64
 _ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
@@ -66,7 +70,108 @@ def _smolvlm(library: Any) -> Any:
     return library.SmolVLMForConditionalGeneration(config)
 
 
-MODELS: dict[str, Callable[[Any], Any]] = {"lfm2": _lfm2, "qwen3.5": _qwen, "mamba2": _mamba2, "smolvlm": _smolvlm}
+def _trocr(library: Any) -> Any:
+    """TrOCR-base."""
+    encoder = library.ViTConfig(image_size=384)
+    decoder = library.TrOCRConfig(cross_attention_hidden_size=768)
+    return _of_two(library, encoder, decoder)
+
+
+def _donut(library: Any) -> Any:
+    """Donut-base, for pictures of 1280 x 960."""
+    encoder = library.DonutSwinConfig(
+        image_size=[1280, 960], depths=[2, 2, 14, 2], num_heads=[4, 8, 16, 32], window_size=10, embed_dim=128
+    )
+    decoder = library.MBartConfig(
+        vocab_size=57580, decoder_layers=4, max_position_embeddings=768, scale_embedding=True, is_decoder=True,
+        add_cross_attention=True,
+    )  # fmt: skip
+    return _of_two(library, encoder, decoder)
+
+
+def _of_two(library: Any, encoder: Any, decoder: Any) -> Any:
+    config = library.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = library.VisionEncoderDecoderModel(config)
+    model.generation_config.update(decoder_start_token_id=2, pad_token_id=1)
+    return model
+
+
+def _blip(library: Any) -> Any:
+    """BLIP-base for captions."""
+    return library.BlipForConditionalGeneration(library.BlipConfig(vision_config={"image_size": 384}))
+
+
+def _seamless(library: Any) -> Any:
+    """The widths of SeamlessM4T-v2-large, with half of its decoder's layers and 6 that read speech."""
+    config = library.SeamlessM4Tv2Config(
+        encoder_layers=1, speech_encoder_layers=6, decoder_layers=12, vocab_size=64000, t2u_encoder_layers=1,
+        t2u_decoder_layers=1,
+    )  # fmt: skip
+    model = library.SeamlessM4Tv2ForSpeechToText(config)
+    model.generation_config.text_decoder_lang_to_code_id = {"eng": 5}
+    return model
+
+
+# ---- inputs of a call, by its number
+
+
+def _prompt(model: Any, call: int, draws: Any) -> dict[str, Any]:
+    import torch
+
+    ids = torch.randint(10, 30000, (1, LENGTH + MORE * call), generator=draws)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _prompt_with_picture(model: Any, call: int, draws: Any) -> dict[str, Any]:
+    import torch
+
+    ids = _prompt(model, call, draws)["input_ids"]
+    ids = torch.cat([torch.full((1, PICTURE_TOKENS), model.config.image_token_id), ids], dim=1)
+    pixels = torch.randn(1, 1, 3, 512, 512, generator=draws).to(model.dtype)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def _pictures(size: tuple[int, int], rows: tuple[int, ...], model: Any, call: int, draws: Any) -> dict[str, Any]:
+    import torch
+
+    return {"pixel_values": torch.randn(rows[call], 3, *size, generator=draws).to(model.dtype)}
+
+
+def _speech(model: Any, call: int, draws: Any) -> dict[str, Any]:
+    """Recordings of 8 seconds, of which the last one is shorter."""
+    import torch
+
+    mask = torch.ones(ROWS[call], 400, dtype=torch.int64)
+    mask[-1, 300:] = 0
+    return {"input_features": torch.randn(*mask.shape, 160, generator=draws).to(model.dtype), "attention_mask": mask}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, the inputs of its calls, and how many tokens each gets.
+
+    Attributes:
+        make: gets Transformers.
+        inputs: gets the model, the number of the call, and what to draw with.
+    """
+
+    make: Callable[[Any], Any]
+    inputs: Callable[[Any, int, Any], dict[str, Any]] = _prompt
+    new_tokens: int = NEW_TOKENS
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_SMALL, _PAGE = (384, 384), (1280, 960)
+MODELS = {
+    "lfm2": Shape(_lfm2),
+    "qwen3.5": Shape(_qwen),
+    "mamba2": Shape(_mamba2),
+    "smolvlm": Shape(_smolvlm, _prompt_with_picture),
+    "trocr": Shape(_trocr, partial(_pictures, _SMALL, ROWS), 20, {"num_beams": 4}),
+    "donut": Shape(_donut, partial(_pictures, _PAGE, (1, 1, 1, 2, 1)), 100),
+    "blip": Shape(_blip, partial(_pictures, _SMALL, ROWS), 20, {"num_beams": 4}),
+    "seamless": Shape(_seamless, _speech, 30, {"num_beams": 4, "tgt_lang": "eng"}),
+}
 
 
 def side(name: str, dtype: str) -> dict[str, Any]:
@@ -75,20 +180,16 @@ def side(name: str, dtype: str) -> dict[str, Any]:
     import transformers
 
     torch.manual_seed(0)
-    model = MODELS[name](transformers).to(getattr(torch, dtype)).eval()
-    model.generation_config.eos_token_id = None
+    shape = MODELS[name]
+    model = shape.make(transformers).to(getattr(torch, dtype)).eval()
+    most = {"max_new_tokens": shape.new_tokens, "min_new_tokens": shape.new_tokens}
     draws, seconds, tokens = torch.Generator().manual_seed(1), [], []
     for call in range(CALLS):
-        ids, inputs = torch.randint(10, 30000, (1, LENGTH + MORE * call), generator=draws), dict[str, Any]()
-        if name == "smolvlm":
-            ids = torch.cat([torch.full((1, PICTURE_TOKENS), model.config.image_token_id), ids], dim=1)
-            inputs["pixel_values"] = torch.randn(1, 1, 3, 512, 512, generator=draws).to(model.dtype)
+        inputs = shape.inputs(model, call, draws)
         begin = time.perf_counter()
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, **inputs
-        )
+        made = model.generate(**inputs, **most, do_sample=False, **shape.options)
         seconds.append(time.perf_counter() - begin)
-        tokens.append(made[0].tolist())
+        tokens.append(made.tolist())
     return {"seconds": seconds, "tokens": tokens}
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import fastgen  # noqa: E402
 from fastgen import releases, settings  # noqa: E402
 from tests import survey  # noqa: E402
-from tests.equivalence import multimodal  # noqa: E402
+from tests.equivalence import composites, multimodal  # noqa: E402
 from tests.equivalence.cases import BEAM, CONTROL, DECODING, DRAWING, SAMPLE, SEARCH  # noqa: E402
 from tests.equivalence.check import ENTRY_POINT, run  # noqa: E402
 from tests.equivalence.hybrids import HYBRIDS  # noqa: E402
@@ -61,6 +61,16 @@ def multimodal_rows() -> list[list[str]]:
             found = [survey.captured_outcome(model, inputs, options) for options in DECODING.values()]
             cells[column] = cell(found)
         rows.append([f"`{type(model).__name__}`", *cells])
+    return rows
+
+
+def composite_rows() -> list[list[str]]:
+    """A row per model that is made of an encoder and a decoder, which may be any two, or that reads sounds."""
+    rows = []
+    for name, (make_model, inputs) in composites.MODELS.items():
+        model, ways = composites.build(make_model), [composites.options(name, each) for each in DECODING.values()]
+        cells = [[made(model, inputs(), way) for way in ways] for made in (survey.outcome, survey.captured_outcome)]
+        rows.append([f"`{type(model).__name__}`", name, *map(cell, cells)])
     return rows
 
 
@@ -149,6 +159,10 @@ A model in neither list is accelerated if its K/V cache and its decoding loop ar
 With `captured_step="always"`. What reads pictures and sounds is the library's own code.
 
 {table(["model", "text", "with a picture or a sound in each input"], multimodal_rows())}
+
+## Models made of two, and models that read sounds
+
+{table(["model", "of", "all ways of decoding", "captured step"], composite_rows())}
 
 ## Models with states besides K and V
 

@@ -188,7 +188,7 @@ def alone_for_model(model: Any) -> str | None:
     model = adapters.model_inside(model)
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
-    is_known |= states.are_known(model)
+    is_known |= states.are_known(model) or models.has_independent_rows(model)
     if not is_known and not buckets.ignores_padding(model):
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
     if "forward" in vars(model) or not library_code.is_own(kind.forward) or library_code.unusual() is not None:

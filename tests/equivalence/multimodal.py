@@ -106,6 +106,14 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
         "text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _VISION, "image_token_id": PLACEHOLDER,
         "scale_factor": 2, "pad_token_id": PAD,
     },
+    "Idefics2": lambda: {
+        "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None}, "vision_config": _VISION,
+        "perceiver_config": {
+            "hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
+            "resampler_head_dim": 8, "num_key_value_heads": 2,
+        },
+        "image_token_id": PLACEHOLDER, "pad_token_id": PAD,
+    },
     "Idefics3": lambda: {
         "text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _VISION, "image_token_id": PLACEHOLDER,
         "scale_factor": 2, "pad_token_id": PAD,
@@ -258,9 +266,9 @@ def _of_ernie(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**found, "pixel_values": patches, "moe_mm_token_type_ids": is_seen.long()}
 
 
-def _of_idefics(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+def _of_idefics(counts: tuple[int, ...] = (1, 1), tokens: int = 1) -> dict[str, torch.Tensor]:
     count = max(counts)
-    found = _pictures((count,) * len(counts), 1)
+    found = _pictures((count,) * len(counts), tokens)
     return {**found, "pixel_values": found["pixel_values"].unflatten(0, (len(counts), count))}
 
 
@@ -300,8 +308,9 @@ PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "Cohere2Vision": functools.partial(_pictures, tokens=1),
     "Ernie4_5_VLMoe": _of_ernie,
     "SmolVLM": _of_idefics,
+    "Idefics2": functools.partial(_of_idefics, tokens=4),
     "Idefics3": _of_idefics,
-    "PaliGemma": _pictures,
+    "PaliGemma": _of_gemma,
     "Voxtral": _sounds,
     "Qwen2Audio": _frames,
     "Lfm2Vl": _of_lfm2,

@@ -23,13 +23,11 @@ pytestmark = [
 ]
 
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
-# Their steps are not captured: the library does not run them with a static cache, and hands on what it may not.
-HOOKS_ALONE = ("PaliGemma",)
 LEFT_ALONE = ("Mllama", "GlmImage")
 # A step is given positions that they do not read, so none is captured.
 COUNTING = ("Exaone4_5_", "HyperCLOVAXVisionV2")
 WITH_STATES = ("Qwen3_5", "Lfm2Vl")
-CAPTURED = [name for name in CONFIGS if name not in (*HOOKS_ALONE, *LEFT_ALONE, *COUNTING)]
+CAPTURED = [name for name in CONFIGS if name not in (*LEFT_ALONE, *COUNTING)]
 # Later releases read pictures once, in front of the prefill, and say what is read there alone. Others have hooks alone.
 READS_ONCE = releases.ENCODED in releases.read_in_prefill()
 needs_pictures = pytest.mark.skipif(not READS_ONCE, reason="this release reads pictures in the model's first step")
@@ -106,13 +104,6 @@ def test_a_picture_in_a_chat(name: str) -> None:
         expected = turns()
     assert all(map(torch.equal, expected, turns()))
     assert captures() == 2 or not READS_ONCE, (reasons(), fallbacks())
-
-
-@pytest.mark.parametrize("name", HOOKS_ALONE)
-def test_without_captured_steps(name: str) -> None:
-    check(build(name), text(), SCORES)
-    assert accelerated() == 1 and captures() == 0
-    check(build(name), text(), {"num_beams": 3, **SCORES})
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"eos_token_id": list(range(2, 60))}], ids=str)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.kv import symbolic_length
+from fastgen.decoding.kv import row_lengths
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.weights import cache
@@ -312,7 +312,8 @@ _CAPTURABLE: dict[Any, Callable[..., Any]] = {
     torch.where: _where,
     Tensor.where: _where_of,
     torch.tensor: _tensor_of,
-    torch.arange: symbolic_length.arange,
+    torch.arange: row_lengths.arange,
+    Tensor.__getitem__: row_lengths.getitem,
 }
 
 

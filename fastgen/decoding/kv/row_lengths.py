@@ -97,3 +97,34 @@ class RowLengths(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         raise CannotBeCaptured(f"{func} of a length that is another one for each row")
+
+
+def arange(*args: Any, **options: Any) -> Tensor:
+    """`torch.arange`, which does not ask the classes of its arguments.
+
+    A range from one such length to another has the size that their distance says.
+    """
+    count = _distance(*args) if len(args) == 2 else None
+    return torch.arange(*args, **options) if count is None else torch.arange(count, **options) + args[0]
+
+
+def getitem(tensor: Tensor, index: Any) -> Any:
+    """`Tensor.__getitem__`, which takes slices from one such length to another one, as `table[:, length : length + 1]`:
+    the size of what they give is what the distance says.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    # Beside an index of another kind, one of numbers would be another axis.
+    for at, part in enumerate(parts if all(type(part) is slice for part in parts) else ()):
+        count = _distance(part.start, part.stop) if part.step is None else None
+        if count is not None:
+            places = torch.arange(count, device=tensor.device) + part.start
+            return tensor[tuple([*parts[:at], places, *parts[at + 1 :]])]
+    return Tensor.__getitem__(tensor, index)
+
+
+def _distance(start: Any, end: Any) -> int | None:
+    """By how much a length is more than another one; None where the host does not know."""
+    first, last = (each.bounds if isinstance(each, RowLengths) else each for each in (start, end))
+    if isinstance(first, SymbolicLength) and isinstance(last, SymbolicLength) and first.origin is last.origin:
+        return last.offset - first.offset
+    return None

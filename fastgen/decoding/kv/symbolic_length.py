@@ -77,18 +77,6 @@ class SymbolicLength(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def arange(*args: Any, **options: Any) -> Tensor:
-    """`torch.arange`, which does not ask the classes of its arguments.
-
-    A range from one such number to another has the size that their distance says.
-    """
-    if len(args) == 2 and all(isinstance(number, SymbolicLength) for number in args):
-        start, end = args
-        if start.origin is end.origin:
-            return torch.arange(end.offset - start.offset, **options) + start
-    return torch.arange(*args, **options)
-
-
 def _forms(name: str) -> tuple[Any, ...]:
     """What torch calls an operation: the method, or the one behind the sign."""
     return tuple(getattr(Tensor, form) for form in (name, f"__{name}__"))

@@ -169,6 +169,11 @@ def _parts(cache: Cache) -> list[Cache]:
     return [cache]
 
 
+def with_source(cache: Cache, config: Any) -> Cache:
+    """A cache of self-attention, with one for the K and V of what an encoder gives."""
+    return EncoderDecoderCache(cache, DynamicCache(config=config))
+
+
 def layers_in(cache: Cache) -> list[list[Any]]:
     """The layers of each part of a cache: of self-attention, and of cross-attention if there is any."""
     return [part.layers for part in _parts(cache)]

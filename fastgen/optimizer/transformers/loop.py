@@ -34,11 +34,14 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
 from fastgen.optimizer.transformers.loop_hooks import HookedModel
 from fastgen.optimizer.transformers.models import (
+    STATES,
+    STATES_MASK,
     TOKEN_TYPES,
     axis_of_rows,
     has_captured_steps,
     has_growing_frequencies,
     may_begin_again,
+    reads_states,
     text_config,
     unread_inputs,
 )
@@ -212,7 +215,8 @@ def _check_inputs(model: Any, rows: int, model_kwargs: dict[str, Any]) -> None:
     for name, value in model_kwargs.items():
         if name in ignored:
             continue
-        if not _is_known(name, value):
+        is_of_states = name in (STATES, STATES_MASK) and reads_states(model, model_kwargs)
+        if not (is_of_states or _is_known(name, value)):
             raise Unexpected(f"the model's input {name}")
         given = value[0] if isinstance(value, ModelOutput) else value
         if isinstance(given, Tensor) and given.shape[axis_of_rows(name, given)] != rows:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules import module as any_module
@@ -46,12 +47,18 @@ _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
         "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
+        "bert.modeling_bert.BertLMHeadModel",
+        "blip.modeling_blip_text.BlipTextLMHeadModel",
+        "camembert.modeling_camembert.CamembertForCausalLM",
         "cohere2_vision.modeling_cohere2_vision.Cohere2VisionForConditionalGeneration",
+        "electra.modeling_electra.ElectraForCausalLM",
+        "encoder_decoder.modeling_encoder_decoder.EncoderDecoderModel",
         "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration",
         "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel",
         "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
         "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
+        "idefics2.modeling_idefics2.Idefics2ForConditionalGeneration",
         "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
         "led.modeling_led.LEDForConditionalGeneration",
         "lfm2_vl.modeling_lfm2_vl.Lfm2VlForConditionalGeneration",
@@ -59,14 +66,40 @@ _CAPTURABLE = frozenset(
         "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
         "mamba.modeling_mamba.MambaForCausalLM",
         "mvp.modeling_mvp.MvpForConditionalGeneration",
+        "paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration",
         "plbart.modeling_plbart.PLBartForConditionalGeneration",
         "qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration",
+        "roberta.modeling_roberta.RobertaForCausalLM",
+        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForSpeechToText",
+        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForTextToText",
+        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForSpeechToText",
+        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForTextToText",
         "smolvlm.modeling_smolvlm.SmolVLMForConditionalGeneration",
+        "speech_encoder_decoder.modeling_speech_encoder_decoder.SpeechEncoderDecoderModel",
+        "speech_to_text.modeling_speech_to_text.Speech2TextForConditionalGeneration",
+        "speecht5.modeling_speecht5.SpeechT5ForSpeechToText",
+        "trocr.modeling_trocr.TrOCRForCausalLM",
+        "vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
         "xglm.modeling_xglm.XGLMForCausalLM",
+        "xlm_roberta.modeling_xlm_roberta.XLMRobertaForCausalLM",
     )
 )
+# Of these, the tokens of an input are known not to depend on the others of a batch: those that are made of two, what is
+# inside of them, and those that read sounds.
+_INDEPENDENT = frozenset(
+    """
+    BertLMHeadModel CamembertForCausalLM ElectraForCausalLM EncoderDecoderModel GPT2LMHeadModel MBartForCausalLM
+    MoonshineForConditionalGeneration RobertaForCausalLM Speech2TextForConditionalGeneration SpeechEncoderDecoderModel
+    SpeechT5ForSpeechToText TrOCRForCausalLM VisionEncoderDecoderModel XLMRobertaForCausalLM
+    """.split()
+)
+# It is no model with an encoder to `generate`, and has what one gives nevertheless: the inputs below, whose K and V it
+# stores beside its own in a cache that it makes itself.
+_READS_STATES = "transformers.models.blip.modeling_blip_text.BlipTextLMHeadModel"
+STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 # With the hooks of captured/prophetnet.py.
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
+_PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
 # Its attention reads all of the source, whatever mask `generate` is given, which counts the frames of a recording.
 _SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
 # Inputs that the library hands to steps, which do not read them: Qwen2-Audio reads this one with a sound alone.
@@ -81,6 +114,34 @@ _UNREAD = {
 def masks_source(model: Any) -> bool:
     """Whether `attention_mask` says which positions of the source the decoder attends to."""
     return _class_of(model) != _SOURCE_WITHOUT_MASK
+
+
+def reads_states(model: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a model without encoder gets the states of one among its inputs, [rows, positions, width]."""
+    return _class_of(model) == _READS_STATES and isinstance(model_kwargs.get(STATES), Tensor)
+
+
+def mask_of_source(model: Any, mask: Tensor, encoded: Any) -> Tensor | None:
+    """Which positions of an encoder's output the decoder attends to, [inputs, positions]; None if nobody knows.
+
+    Args:
+        mask: of what the encoder has read, [inputs, ...]: maybe of more positions, as of frames of a sound.
+        encoded: its output, of which each input has one row or several.
+    """
+    length, encoder = encoded[0].shape[1], model.get_encoder()
+    if mask.shape[1:] == (length,):
+        return mask
+    own: Tensor | None = getattr(encoded, "attention_mask", None)
+    if own is not None:
+        return own[:: len(own) // len(mask)]
+    for part in (encoder, getattr(encoder, "prenet", encoder)):
+        if hasattr(part, "_get_feature_vector_attention_mask"):
+            found: Tensor = part._get_feature_vector_attention_mask(length, mask)
+            return found
+    if hasattr(model, "_compute_sub_sample_lengths_from_attention_mask"):
+        lengths = model._compute_sub_sample_lengths_from_attention_mask(mask)
+        return torch.arange(length, device=mask.device) < lengths.unsqueeze(1)
+    return None
 
 
 def axis_of_rows(name: str, value: Tensor) -> int:
@@ -172,8 +233,8 @@ def takes_more_than_text(model: Any) -> bool:
 
 
 def parts_that_decode(model: Any) -> list[Any]:
-    """The model, and the one inside of it that reads text, if it takes more than that: any class may be that."""
-    return [model, model.get_decoder()] if takes_more_than_text(model) else [model]
+    """The model, and the one inside of it that generates, if it has its own configuration: any class may be that."""
+    return [model] if text_config(model.config) is model.config else [model, model.get_decoder()]
 
 
 def _is_sharded(model: Any) -> bool:
@@ -240,6 +301,11 @@ def has_global_hooks() -> bool:
 def attention_functions() -> Hashable:
     """The functions that are registered in the library: a recording takes them for granted besides the model."""
     return tuple([(name, IdentityGuard.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
+
+
+def has_independent_rows(model: Any) -> bool:
+    """Whether that is known of what generates, whichever the encoder is: of one input, it gets that alone."""
+    return all(type(part).__name__ in _INDEPENDENT for part in parts_that_decode(model))
 
 
 def rows_depend_on_each_other(model: Any) -> bool:
@@ -327,7 +393,13 @@ def _runs_with_static_cache(part: Any) -> bool:
 def hands_on_more(model: Any) -> bool:
     """Whether a model may hand on more to the next step than the K/V cache, of which nobody knows the rows."""
     name = "_update_model_kwargs_for_generation"
-    return inspect.getattr_static(type(model), name, None) is not vars(GenerationMixin).get(name)
+    is_own = inspect.getattr_static(type(model), name, None) is not vars(GenerationMixin).get(name)
+    return is_own and _class_of(model) != _PALIGEMMA  # which hands on the types of tokens
+
+
+def type_of_generated(model: Any) -> int | None:
+    """The `token_type_ids` of what is generated; None for that of the last token of the prompt."""
+    return 1 if _class_of(model) == _PALIGEMMA else None
 
 
 def positions_of_step(model: Any) -> int:

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
@@ -23,7 +24,13 @@ from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
-from fastgen.optimizer.transformers.models import axis_of_rows, hands_on_more, parts_that_decode, takes_more_than_text
+from fastgen.optimizer.transformers.models import (
+    axis_of_rows,
+    hands_on_more,
+    parts_that_decode,
+    reads_states,
+    takes_more_than_text,
+)
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -76,7 +83,11 @@ def _prefill(
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
-    store = call.store = ExchangedLayers(releases.cache_in(model_kwargs), per_input, initial_capacity)
+    cache = releases.cache_in(one_row_kwargs)
+    if reads_states(call.model, one_row_kwargs) and type(cache) is DynamicCache:  # as the model would make it
+        cache = caches.with_source(cache, call.model.config)
+        one_row_kwargs |= releases.with_cache(cache)
+    store = call.store = ExchangedLayers(cache, per_input, initial_capacity)
 
     def run(ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         return wrapped(ids, generation_config, kwargs, is_first_iteration)

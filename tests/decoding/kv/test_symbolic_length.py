@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.graph import capturable
-from fastgen.decoding.kv.symbolic_length import SymbolicLength, arange
+from fastgen.decoding.kv.row_lengths import RowLengths, arange, getitem
+from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from tests.recorded_graph import RecordedGraph
 
 LOW, HIGH = 3, 6
@@ -65,3 +66,22 @@ def test_ranges() -> None:
     number.fill_(6)
     graph.replay()
     assert found.tolist() == [7, 8, 9]
+
+
+def test_slices_of_tables() -> None:
+    """As BERT takes positions from a table: the host need not know where the slice begins."""
+    (number, bounded), table = made(), torch.arange(20).view(1, 20) * 2
+    found = torch.zeros(1, 3, dtype=torch.int64)
+    graph = RecordedGraph()
+    graph.capture(capturable(lambda: found.copy_(table[:, bounded + 1 : 4 + bounded])))
+    number.fill_(6)
+    graph.replay()
+    assert found.tolist() == [[14, 16, 18]]
+    assert getitem(table, (0, slice(bounded, bounded + 1))).tolist() == [12]  # as ever, which waits for the number
+
+
+def test_ranges_and_slices_of_each_row() -> None:
+    _, bounded = made()
+    rows, table = RowLengths.of(torch.tensor([1, 4]), bounded), torch.arange(20).view(1, 20) * 2
+    assert arange(rows, rows + 2).by_row.tolist() == [[1, 2], [4, 5]]
+    assert getitem(table, (slice(None), slice(rows + 1, rows + 3))).by_row.tolist() == [[[4, 6]], [[10, 12]]]

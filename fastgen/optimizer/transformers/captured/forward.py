@@ -19,7 +19,7 @@ from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.models import counts_on_the_host
+from fastgen.optimizer.transformers.models import STATES, counts_on_the_host
 from fastgen.optimizer.transformers.states import StepStates
 
 
@@ -121,6 +121,8 @@ class Forward:
             return {}
         kind_of_output, size = self._key.encoder
         states = filled_with.expand(self._key.rows, self._buffers.sizes.source, size)
+        if kind_of_output is None:
+            return {STATES: states}
         return {"encoder_outputs": kind_of_output(last_hidden_state=states)}
 
 

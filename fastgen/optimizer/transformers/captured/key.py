@@ -16,9 +16,18 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import states as states_of_layers
 from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
+from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
-from fastgen.optimizer.transformers.models import TOKEN_TYPES, axis_of_rows, masks_source, notes_positions
+from fastgen.optimizer.transformers.models import (
+    STATES_MASK,
+    TOKEN_TYPES,
+    axis_of_rows,
+    mask_of_source,
+    masks_source,
+    notes_positions,
+    type_of_generated,
+)
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 from fastgen.optimizer.transformers.states import LayerForm
 
@@ -52,7 +61,8 @@ class Key:
     per_input: int
     sizes: Sizes
     width: int  # positions that a step stores; with a draft, the most that it verifies
-    encoder: tuple[type, int] | None  # the class that its output comes in, and the width of that
+    # The class that its output comes in, None for the states alone, and the width of these.
+    encoder: tuple[type | None, int] | None
     source_in_front: bool  # K and V of the encoder's output are those of self-attention, in front of the sequences'
     early_stopping: bool | str | None  # of beam search; None for sequences that are continued for themselves
     samples: bool  # tokens are drawn
@@ -76,13 +86,18 @@ class Key:
         return self.batch * self.per_input
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether `attention_mask` is that of what the encoder has read."""
+        return self.encoder is not None and self.encoder[0] is not None
+
+    @property
     def waits_for_host(self) -> bool:
         """Whether the host does a part of each step: processors, criteria, or keeping what the call returns."""
         return self.processors is None or self.has_criteria or bool(self.kept)
 
     def is_sequences_mask(self, name: str) -> bool:
         """Whether an input is a mask of the sequences, and not of what the encoder has read."""
-        return name == ("attention_mask" if self.encoder is None else "decoder_attention_mask")
+        return name == ("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
 
     def lengths(self, sizes: Sizes) -> tuple[int, ...]:
         """What is as long as positions, of a step with buffers of these sizes."""
@@ -194,9 +209,12 @@ def prefilled(
     assert call.store is not None, "the prefill was accelerated"
     model, config, tokens = call.model, call.model.config, input_ids[::per_input]
     inputs, length = tokens.shape
-    own, cross = layers_of(call.store.cache)
-    with_states = states_in(call.store.cache)
-    if not (all(layer.kv.length for layer in own) and all(map(states_of_layers.have_begun, with_states))):
+    (own, cross), with_states = layers_of(call.store.cache), states_in(call.store.cache)
+    if not with_states:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
+        own, cross = _without_last_unused(own), None if cross is None else _without_last_unused(cross)
+    if not (own or with_states) or not (
+        all(layer.kv.length for layer in own) and all(map(states_of_layers.have_begun, with_states))
+    ):
         raise CannotBeCaptured("a layer of the cache that the model does not use")
     own_kv = [layer.kv.prompt() for layer in own]
     cached = own[0].kv.length if own else length
@@ -208,9 +226,15 @@ def prefilled(
     masks = _masks_of_steps(model, given) if own else {}  # without attention, they are read in the prefill alone
     own_name = "decoder_attention_mask" if config.is_encoder_decoder else "attention_mask"
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
-    if cross and any(layer.kv.length for layer in cross):
+    if cross:
         cross_kv = [layer.kv.prompt() for layer in cross]
-        cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
+        positions, mask = cross_kv[0][0].shape[2], masks.get("attention_mask")
+        if not config.is_encoder_decoder:
+            mask = given.get(STATES_MASK)
+        elif mask is not None and mask.shape != (inputs, positions):
+            mask = _mask_of_source(model, mask, model_kwargs)
+            del masks["attention_mask"]  # without it, attention keeps to the span
+        cross_span = _span(mask, inputs, positions, tokens.device)
     elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
         source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
         own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
@@ -240,6 +264,19 @@ def prefilled(
     return prompt, [layer.window for layer in own]
 
 
+def _without_last_unused(layers: list[SharedLayer]) -> list[SharedLayer]:
+    count = max((number for number, layer in enumerate(layers, 1) if layer.kv.length), default=0)
+    return layers[:count]
+
+
+def _mask_of_source(model: Any, mask: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    encoded = model_kwargs.get("encoder_outputs")
+    found = None if encoded is None else mask_of_source(model, mask, encoded)
+    if found is None:
+        raise CannotBeCaptured("a mask that is not one number per stored position")
+    return found
+
+
 def _masks_of_steps(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The masks among the inputs of a model that its steps read, too."""
     names = MASKS if masks_source(model) else MASKS[1:]
@@ -259,6 +296,9 @@ def _next_inputs(
         each = found[name].squeeze(2)
         found[name], found[AXES] = each[:, :1], each - each[:, :1]
     found |= {name: given[name][:, -1:] for name in TOKEN_TYPES if name in given}
+    own_type = type_of_generated(model)
+    if own_type is not None and "token_type_ids" in found:
+        found["token_type_ids"] = torch.full_like(found["token_type_ids"], own_type)
     if "mm_token_type_ids" in found:
         found["mm_token_type_ids"] = torch.zeros_like(found["mm_token_type_ids"])
     parameters = inspect.signature(model.forward).parameters
@@ -298,7 +338,7 @@ def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tu
     """What the call needs, and whether its prompt may be put behind padding."""
     length = prompt.tokens.shape[1]
     encoded = model_kwargs.get("encoder_outputs")
-    source = 0 if encoded is None else encoded[0].shape[1]
+    source = prompt.sizes.source if encoded is None else encoded[0].shape[1]
     cached = length if model.config.is_encoder_decoder else prompt.cached
     if encoded is not None and not prompt.cross:  # the source is in front of the prompt
         source = source if length > 1 else round_up(source)

@@ -30,7 +30,7 @@ from fastgen.optimizer.transformers.captured.pays import certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.models import STATES, positions_of_step
 
 # Batches that steps are made for.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
@@ -155,14 +155,15 @@ class PrefilledCall:
 
     def _make_key(self) -> Key:
         prompt, config = self.prompt, self.config
-        encoded = self._model_kwargs.get("encoder_outputs")
+        encoded, states = (self._model_kwargs.get(name) for name in ("encoder_outputs", STATES))
+        of_states = None if states is None or not prompt.cross else (None, states.shape[2])
         known = processors.all_known(self._signed)
         key = Key(
             batch=self._batch(prompt.inputs),
             per_input=self._per_input,
             sizes=self._rounded_sizes(),
             width=positions_of_step(self.model),
-            encoder=None if encoded is None else (type(encoded), encoded[0].shape[2]),
+            encoder=of_states if encoded is None else (type(encoded), encoded[0].shape[2]),
             source_in_front=encoded is not None and not prompt.cross,
             early_stopping=_early_stopping(config.early_stopping) if config.num_beams > 1 else None,
             samples=bool(config.do_sample),
