@@ -134,7 +134,7 @@ def idefics() -> Any:
 def build(make: Any) -> Any:
     torch.manual_seed(0)
     model = make().eval()
-    enliven(getattr(model, "text_decoder", model), Weights(1))
+    enliven(model.text_decoder if model.get_output_embeddings() is None else model, Weights(1))  # BLIP has it inside
     special = {key: value for key, value in _TOKENS.items() if key != "vocab_size"}
     model.generation_config.update(max_new_tokens=8, decoder_start_token_id=BOS, **special)
     return model

@@ -132,6 +132,29 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
             **_SOUND, "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64
         },
     },
+    "AudioFlamingo3": lambda: {
+        "text_config": {**_TEXT, "model_type": "qwen2"}, "audio_token_id": PLACEHOLDER,
+        "audio_config": {**_LAYERS, **_SOUND, "num_hidden_layers": 1},
+    },
+    "GlmAsr": lambda: {
+        "text_config": {**_TEXT, "model_type": "llama"}, "audio_token_id": PLACEHOLDER,
+        "audio_config": {
+            **_LAYERS, "intermediate_size": 128, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 8,
+            "num_mel_bins": 8,
+        },
+    },
+    "GraniteSpeech": lambda: {
+        "text_config": {**_TEXT, "model_type": "granite"}, "audio_token_index": PLACEHOLDER,
+        "has_lora_adapter": False, "downsample_rate": 5, "window_size": 15,
+        "encoder_config": {
+            "input_dim": 16, "num_layers": 1, "hidden_dim": 32, "feedforward_mult": 2, "num_heads": 4, "dim_head": 8,
+            "output_dim": 10, "context_size": 20, "max_pos_emb": 32, "conv_kernel_size": 3,
+        },
+        "projector_config": {
+            **_LAYERS, "model_type": "blip_2_qformer", "num_hidden_layers": 1, "encoder_hidden_size": 32,
+            "vocab_size": 10,
+        },
+    },
     # These two count positions from the cache, whatever they are given.
     "Exaone4_5_": lambda: {
         "text_config": {
@@ -286,6 +309,23 @@ def _frames(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**found, "feature_attention_mask": torch.ones(sum(counts), 32, dtype=torch.int64)}
 
 
+def _frames_of_features(counts: tuple[int, ...] = (1, 1), frames: int = 32, tokens: int = 8) -> dict[str, torch.Tensor]:
+    """The same where the mask has the name of the features."""
+    found = {**text(len(counts), tuple((tokens,) * count for count in counts))}
+    sounds = sum(counts)
+    return {
+        **found, "input_features": _noise(sounds, 8, frames),
+        "input_features_mask": torch.ones(sounds, frames, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def _of_granite(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+    """Sounds, with a mask of what they become."""
+    found, sounds = text(len(counts), tuple((3,) * count for count in counts)), sum(counts)
+    mask = torch.ones(sounds, 3, dtype=torch.bool)
+    return {**found, "input_features": _noise(sounds, 15, 16), "input_features_mask": mask}
+
+
 def _of_lfm2(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     """Pictures of patches, which are a row each."""
     found, count = text(len(counts), tuple((4,) * count for count in counts)), sum(counts)
@@ -313,6 +353,9 @@ PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "PaliGemma": _of_gemma,
     "Voxtral": _sounds,
     "Qwen2Audio": _frames,
+    "AudioFlamingo3": _frames_of_features,
+    "GlmAsr": functools.partial(_frames_of_features, frames=64),
+    "GraniteSpeech": _of_granite,
     "Lfm2Vl": _of_lfm2,
 }
 """Inputs with so many pictures each, for the models that have such here."""

@@ -46,6 +46,7 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
+        "audioflamingo3.modeling_audioflamingo3.AudioFlamingo3ForConditionalGeneration",
         "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
         "bert.modeling_bert.BertLMHeadModel",
         "blip.modeling_blip_text.BlipTextLMHeadModel",
@@ -58,6 +59,8 @@ _CAPTURABLE = frozenset(
         "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
         "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
         "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
+        "glmasr.modeling_glmasr.GlmAsrForConditionalGeneration",
+        "granite_speech.modeling_granite_speech.GraniteSpeechForConditionalGeneration",
         "idefics2.modeling_idefics2.Idefics2ForConditionalGeneration",
         "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
         "led.modeling_led.LEDForConditionalGeneration",
