@@ -69,7 +69,7 @@ def test_pictures(name: str, counts: tuple[int, ...], decoding: str, way: str) -
     if not READS_ONCE:
         return
     several = max(options.get("num_beams", 1), options.get("num_return_sequences", 1)) > 1
-    if several and "input_features" in PICTURES[name]():
+    if several and max(counts) > 1 and "input_features" in PICTURES[name]():
         assert list(fallbacks()) == ["pictures that the library repeats one by one"]
     elif several and name == "Glm4v" and max(counts) > 1:  # its own method repeats them one by one
         assert list(fallbacks()) == ["pictures that are not those of each sequence of an input"]

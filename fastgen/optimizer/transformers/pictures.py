@@ -1,4 +1,4 @@
-"""What encoders have made of pictures, once for each input: the library repeats it for each sequence of an input."""
+"""Pictures and sounds, once for each input: the library repeats them for each sequence of an input."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ from fastgen.optimizer.transformers.models import TOKEN_TYPES
 
 # Inputs of a model that takes more than text that have a row for each sequence.
 _PER_SEQUENCE = frozenset(("attention_mask", "position_ids", "inputs_embeds", "labels", *TOKEN_TYPES))
+_SOUNDS = frozenset(("input_features", "input_features_mask", "feature_attention_mask"))
 
 
-def may_be_several(name: str, value: Any) -> bool:
+def may_be_several(config: Any, ids: Tensor, name: str, value: Any) -> bool:
     """Whether an input may hold pictures or sounds one after the other, or their sizes, of which nobody knows whose
     they are.
 
     The library repeats each of them for itself, so that the sequences of an input with two of them get either the first
-    one twice, or the second one.
+    one twice, or the second one. Where there are as many sounds as prompts, and a place for one in each, each has one.
+
+    Args:
+        ids: [sequences, length], the prompts.
     """
-    return name not in _PER_SEQUENCE and isinstance(value, Tensor)
+    if name in _PER_SEQUENCE or not isinstance(value, Tensor):
+        return False
+    token = getattr(config, "audio_token_id", getattr(config, "audio_token_index", None))
+    if name not in _SOUNDS or token is None or len(value) != len(ids):
+        return True
+    return not bool(ids.eq(token).any(dim=1).all())
 
 
 def once(model: Any, ids: Tensor, encoded: dict[str, Any], per_input: int) -> dict[str, Any] | None:

@@ -132,7 +132,8 @@ def _one_row_each(
     if per_input > 1 and hands_on_more(call.model):
         raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     several = per_input > 1 and takes_more_than_text(call.model)
-    if several and any(pictures.may_be_several(*each) for each in model_kwargs.items()):
+    own = call.model.config
+    if several and any(pictures.may_be_several(own, input_ids, *each) for each in model_kwargs.items()):
         raise NotAccelerated("pictures that the library repeats one by one")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {
