@@ -154,12 +154,10 @@ def plan(
     prepare: Callable[[Sequence[Record]], list[Record]],
     rules: Rules,
     resumed: Resumed,
-    on_bad: Callable[[Record], None] = lambda bad: None,
 ) -> Iterator[Window | Batch]:
     """Each window, and after it those of its batches that are not done yet.
 
-    `on_bad` is called with each skipped record and may raise to stop the run. Raises `SetupError` where the input is
-    not the one that the interrupted run read.
+    Raises `SetupError` where the input is not the one that the interrupted run read.
     """
     stream = iter(records)
     for index in itertools.count():
@@ -185,8 +183,6 @@ def plan(
             _check_same(known == window)
         else:
             yield window
-        for record in bad:
-            on_bad(record)
         for number, (rows, size) in enumerate(zip(batches, sizes, strict=True)):
             if number not in done:
                 yield Batch(index, number, [prepared[row] for row in rows], alike[size], rules.batch_size)

@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -165,17 +165,17 @@ class Run(ABC):
     def process(self) -> Timing:
         """Puts everything through the stages, and counts it."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Does what is left to do when all batches are recorded."""
+        return
 
     @abstractmethod
     def report(self) -> RunReport:
         """What the run did, without what `run` knows."""
 
-    @abstractmethod
     def complete(self, report: RunReport) -> None:
         """Writes what is written last."""
+        return
 
 
 class DataRun(Run):
@@ -257,7 +257,7 @@ class DataRun(Run):
 
     def process(self) -> Timing:
         try:
-            timing = run_stages(self.planned(), self._compute, self._post, self._record, self._handed_on)
+            timing = run_stages(self.planned(), self._compute, self._post, self._record)
             self.stage.finish()
         except SetupError:
             if self._is_new and not self.samples:
@@ -270,46 +270,42 @@ class DataRun(Run):
 
     def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
         """The windows and their batches that are to be done, or have been done by other processes."""
-        return plan(self.inputs, self.tokenise, self._rules, self._resumed, self._check_strict)
+        return plan(self.inputs, self.tokenise, self._rules, self._resumed)
 
     # The stages. A window goes through all of them as it is.
 
     def _compute(self, item: Window | Batch | BatchResult[Any]) -> Window | BatchResult[Any]:
         return self.stage.run(item) if isinstance(item, Batch) else item
 
-    def _handed_on(self, item: Window | BatchResult[Any]) -> None:
-        if isinstance(item, BatchResult):
-            self.batches += 1
-            for row, problem in item.failures:
-                self._check_strict(row.skipped(problem))
-
     def _post(self, item: Window | BatchResult[Any]) -> Window | tuple[BatchResult[Any], Results]:
         return item if isinstance(item, Window) else (item, self.results(item))
 
     def _record(self, item: Window | tuple[BatchResult[Any], Results]) -> None:
         if isinstance(item, Window):
+            self._check_strict(bad.error() for bad in item.bad)
             self._output.window(item)
             self._advance(len(item.bad))
             return
         done, waited_for = item
         results = waited_for()
-        failed = [result for result in results if "error" in result]
-        self.tokens += sum(self.layout.tokens(result) for result in results if "error" not in result)
-        self.samples += len(results) - len(failed)
+        good = [result for result in results if "error" not in result]
+        self.batches += 1
+        self.samples += len(good)
+        self.tokens += sum(map(self.layout.tokens, good))
         results += [row.skipped(problem).error() for row, problem in done.failures]
         self._output.batch(done.batch.window, done.batch.index, results)
         self._advance(len(results) - done.told)
-        for result in failed:
-            self._check_strict(Record.of_error(result))
+        self._check_strict(results)
 
     def _advance(self, samples: int) -> None:
         seconds = max(time.perf_counter() - self._start, 1e-9)
         rate = f"{max(self.tokens, self.stage.tokens) / seconds:.0f} tokens/s"
         self._progress.add(samples, ", ".join(filter(None, [rate, self.stage.state])))
 
-    def _check_strict(self, bad: Record) -> None:
-        if self.settings.strict and bad.problem:
-            raise StrictError(f"{self.settings.input}, line {bad.line}: {bad.problem.message}")
+    def _check_strict(self, results: Iterable[Result]) -> None:
+        for result in results if self.settings.strict else ():
+            if "error" in result:
+                raise StrictError(f"{self.settings.input}, line {result['line']}: {result['message']}")
 
     def finish(self) -> None:
         self._totals = self._output.finish()

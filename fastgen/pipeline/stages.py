@@ -46,7 +46,6 @@ def run_stages(
     model: Callable[[Planned], Generated],
     post: Callable[[Generated], Pending],
     record: Callable[[Pending], None],
-    handed_on: Callable[[Generated], None] = lambda generated: None,
     *,
     read_ahead: bool = True,
 ) -> Timing:
@@ -59,7 +58,6 @@ def run_stages(
         model: runs in the thread that calls this.
         post: runs in a thread. It may start work in other processes and return a future.
         record: runs in another thread, waits for that work and writes the result.
-        handed_on: called with each result of the model that is sure to be recorded. It may raise to end the run.
         read_ahead: read the plan in a thread. Otherwise the calling thread reads it between two batches.
     """
     ready: Queue[Any] = Queue(BATCHES_AHEAD)
@@ -93,8 +91,6 @@ def run_stages(
             start = time.perf_counter()
             generated.put(result)
             timing.waiting_for_output += time.perf_counter() - start
-            if not failed:
-                handed_on(result)
 
     def take(queue: Queue[Any], act: Callable[[Any], None]) -> None:
         """After a failure items are still taken, so that nobody waits at a full queue, and they are dropped."""

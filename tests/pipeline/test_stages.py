@@ -15,8 +15,8 @@ from fastgen.pipeline.postprocess import PostProcessor
 from fastgen.pipeline.stages import run_stages
 
 
-def run(plan, recorded, *, model=lambda item: item * 10, handed_on=lambda item: None, read_ahead=True):
-    return run_stages(iter(plan), model, lambda item: item + 1, recorded.append, handed_on, read_ahead=read_ahead)
+def run(plan, recorded, *, model=lambda item: item * 10, read_ahead=True):
+    return run_stages(iter(plan), model, lambda item: item + 1, recorded.append, read_ahead=read_ahead)
 
 
 def failing(is_here, error, items, done=lambda item: item):
@@ -54,17 +54,16 @@ def test_the_plan_is_read_where_it_is_to_be_read(read_ahead):
 
 @pytest.mark.parametrize("read_ahead", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("where", ["plan", "model", "handed on"])
+@pytest.mark.parametrize("where", ["plan", "model"])
 def test_what_the_model_has_finished_is_recorded_before_an_error_is_raised(read_ahead, error, where):
     if where == "plan" and read_ahead and error is KeyboardInterrupt:
         pytest.skip("an interrupt arrives in the thread of the model")
     recorded: list[int] = []
-    plan, model, handed_on = (failing(where == here, error, (5, 50)) for here in ("plan", "model", "handed on"))
+    plan, model = (failing(where == here, error, (5,)) for here in ("plan", "model"))
     with pytest.raises(error):
         items = map(plan, range(100))
-        run(items, recorded, model=lambda item: model(item) * 10, handed_on=handed_on, read_ahead=read_ahead)
-    # What is handed on is ten times the item: 50 is that of item 5, which nothing takes back any more.
-    expected = [item * 10 + 1 for item in range(6 if where == "handed on" else 5)]
+        run(items, recorded, model=lambda item: model(item) * 10, read_ahead=read_ahead)
+    expected = [item * 10 + 1 for item in range(5)]
     if where == "plan" and read_ahead:
         # What was planned and not begun is dropped.
         expected = expected[: len(recorded)]

@@ -212,9 +212,6 @@ class FairseqRun(Run):
         with writing("standard output" if self._output is sys.stdout else getattr(self._output, "name", "the output")):
             print(text, end="", file=self._output, flush=True)
 
-    def finish(self) -> None:
-        """What is left to do when all lines are printed."""
-
     def report(self) -> RunReport:
         """Samples are sources, and tokens those of their best hypotheses. The note is FairSeq's line of the scores.
 
@@ -222,9 +219,6 @@ class FairseqRun(Run):
         """
         notes = [] if self.score is None else [self.score]
         return RunReport(self.samples, self.sources - self.samples, self.tokens, notes=notes)
-
-    def complete(self, report: RunReport) -> None:
-        """All is printed already."""
 
     # What a command has of its own.
 
