@@ -194,8 +194,6 @@ class DataRun(Run):
     tokenise: Callable[[Sequence[Record]], list[Record]]
     """Turns texts into token ids, in a thread ahead of the model."""
     stage: BatchStage[Any]
-    results: Callable[[BatchResult[Any]], Results]
-    """Begins to turn what the model returned into results, in a thread behind it. Failed rows are left out."""
     rules: Mapping[str, Any]
     """How batches are cut, beside their size: arguments of `Rules`."""
 
@@ -223,6 +221,10 @@ class DataRun(Run):
     @abstractmethod
     def automatic_batch(self) -> tuple[int, int | None]:
         """Inputs and tokens of a batch that fit into free memory; None where tokens are not limited."""
+
+    @abstractmethod
+    def results(self, done: BatchResult[Any]) -> Results:
+        """Begins to turn what the model returned into results, in a thread behind it. Failed rows are left out."""
 
     def begin(self) -> None:
         import torch

@@ -23,7 +23,7 @@ from fastgen.pipeline.encoding.loading import (
 )
 from fastgen.pipeline.encoding.modules import read_prompts
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
-from fastgen.pipeline.encoding.run import ClassificationStage, EmbeddingStage, EncodingStage
+from fastgen.pipeline.encoding.run import EncodingStage
 from fastgen.pipeline.loading import file_of, labels_of_adapters, sentence_files_of
 from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.settings import STANDARD_STREAM
@@ -149,7 +149,7 @@ class LabelEncoder(Encoder):
 
     def __init__(self, options: ClassifyOptions) -> None:
         loaded: LoadedClassifier = load_classifier(options)
-        super().__init__(options.model, loaded, ClassificationStage(loaded, options))
+        super().__init__(options.model, loaded, EncodingStage(loaded, options))
         labels = tuple(loaded.labels)
         self.info = ModelInfo(options.model, "encoder", (LABELS,), self.positions, labels=labels, scores=loaded.scores)
 
@@ -174,12 +174,14 @@ class VectorEncoder(Encoder):
         )
 
 
-class _Vectors(EmbeddingStage):
+class _Vectors(EncodingStage):
     """Vectors of texts of which each may begin with another prompt.
 
     Args:
         prompts: those that texts may begin with. Their tokens take no part in vectors where the model's files say so.
     """
+
+    _loaded: LoadedEmbedder
 
     def __init__(self, loaded: LoadedEmbedder, options: EmbedOptions, prompts: Sequence[str]) -> None:
         super().__init__(loaded, options)
@@ -191,11 +193,10 @@ class _Vectors(EmbeddingStage):
             for each in skipped
         ]
 
-    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
+    def _numbers(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
         import torch
 
-        prompts = torch.tensor([[self._prompt_length(row)] for row in rows])
-        return self._loaded.modules(self._states(inputs), inputs["attention_mask"], prompts)
+        return self._loaded.numbers(inputs, torch.tensor([[self._prompt_length(row)] for row in rows]))
 
     def _prompt_length(self, row: Record) -> int:
         return max((count for begin, count in self._prompts if tuple(row.ids[: len(begin)]) == begin), default=0)

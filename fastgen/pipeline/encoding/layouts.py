@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,12 +30,16 @@ class Vectors(Layout):
     def __init__(self, size: int, dtype: str) -> None:
         import numpy
 
-        self._size, self._dtype = size, numpy.dtype(dtype).newbyteorder("<")
+        self._size, self.dtype = size, numpy.dtype(dtype).newbyteorder("<")
+
+    def of_row(self, numbers: Any) -> Result:
+        """Of a vector, its bytes in base64: what the journal keeps is exact, and short."""
+        return {"vector": base64.b64encode(numbers.tobytes()).decode("ascii")}
 
     def column_types(self) -> dict[str, Any]:
         import pyarrow
 
-        number = pyarrow.from_numpy_dtype(self._dtype.newbyteorder("="))
+        number = pyarrow.from_numpy_dtype(self.dtype.newbyteorder("="))
         return super().column_types() | {"vector": pyarrow.list_(number)}
 
     def written(self, result: Result) -> dict[str, Any]:
@@ -57,7 +61,7 @@ class Vectors(Layout):
 
         start = self._header(0)
         handle.write(start)
-        missing = numpy.full(self._size, numpy.nan, self._dtype).tobytes()
+        missing = numpy.full(self._size, numpy.nan, self.dtype).tobytes()
         rows = 0
         for result in results:
             handle.write(missing if "error" in result else base64.b64decode(result["vector"]))
@@ -71,30 +75,39 @@ class Vectors(Layout):
         from numpy.lib import format as npy
 
         header = io.BytesIO()
-        about = {"descr": self._dtype.str, "fortran_order": False, "shape": (rows, self._size)}
+        about = {"descr": self.dtype.str, "fortran_order": False, "shape": (rows, self._size)}
         npy.write_array_header_1_0(header, about)
         return header.getvalue()
 
     def _vector(self, result: Result) -> Any:
         import numpy
 
-        return numpy.frombuffer(base64.b64decode(result["vector"]), self._dtype)
+        return numpy.frombuffer(base64.b64decode(result["vector"]), self.dtype)
 
 
 class Labels(Layout):
     """Labels with their scores, best first. `label` and `score` are the first ones.
 
     Args:
-        count: how many there are of each record.
+        labels: those of the model.
+        count: how many are written of each record.
     """
 
+    dtype = "float32"
     fields = ("id", "input", "pair", "label", "score", "labels", "scores", "input_tokens", "truncated")
     optional = frozenset({"pair"})
 
-    def __init__(self, count: int, with_pair: bool) -> None:
+    def __init__(self, labels: Sequence[str], count: int, with_pair: bool) -> None:
+        self._labels, self._count = labels, count
         pair = ("pair",) if with_pair else ()
         numbered = [(f"label_{number}", f"score_{number}") for number in range(2, count + 1)]
         self._columns = ("id", "input", *pair, "label", "score", *(name for both in numbered for name in both))
+
+    def of_row(self, numbers: Any) -> Result:
+        """The best labels with their scores; of equal ones the first of the model comes first."""
+        scores = numbers.tolist()
+        best = sorted(range(len(scores)), key=lambda label: (-scores[label], label))[: self._count]
+        return {"labels": [self._labels[label] for label in best], "scores": [scores[label] for label in best]}
 
     def written(self, result: Result) -> dict[str, Any]:
         return super().written(result | {"label": result["labels"][0], "score": result["scores"][0]})

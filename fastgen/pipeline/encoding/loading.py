@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastgen import settings as process_settings
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
@@ -47,6 +49,10 @@ class LoadedEncoder(Loaded):
     def decisive(self) -> dict[str, Any]:
         return {"longest": self.longest, "prompt": self.prompt, "lower_case": self.lower_case}
 
+    @abstractmethod
+    def numbers(self, inputs: dict[str, Any]) -> Any:
+        """What the model makes of a padded batch: [rows, size] in float32."""
+
 
 @dataclass
 class LoadedEmbedder(LoadedEncoder):
@@ -59,6 +65,14 @@ class LoadedEmbedder(LoadedEncoder):
         pooling = {"pooling": list(modules.pooling), "include_prompt": modules.include_prompt}
         return super().decisive() | pooling | {"modules": [step.about for step in modules.steps]}
 
+    def numbers(self, inputs: dict[str, Any], prompt_lengths: Any = None) -> Any:
+        """The vectors of texts, each of which may begin with a prompt of its own."""
+        # What is at padding does not matter: the modules mask it.
+        with process_settings.changed(**process_settings.unless_explicit(padding="zero")):
+            states = self.model(**inputs)[0]
+        skipped = self.prompt_length if prompt_lengths is None else prompt_lengths
+        return self.modules(states, inputs["attention_mask"], skipped)
+
 
 @dataclass
 class LoadedClassifier(LoadedEncoder):
@@ -68,6 +82,12 @@ class LoadedClassifier(LoadedEncoder):
 
     def decisive(self) -> dict[str, Any]:
         return super().decisive() | {"labels": self.labels, "scores": self.scores}
+
+    def numbers(self, inputs: dict[str, Any]) -> Any:
+        found = self.model(**inputs).logits.float()
+        if self.scores == "raw":
+            return found
+        return found.softmax(dim=-1) if self.scores == "softmax" else found.sigmoid()
 
 
 def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:

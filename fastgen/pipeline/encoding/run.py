@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +12,6 @@ from fastgen import settings as process_settings
 from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, one_by_one
 from fastgen.pipeline.encoding.layouts import Labels, Vectors
 from fastgen.pipeline.encoding.loading import (
-    LoadedClassifier,
-    LoadedEmbedder,
     LoadedEncoder,
     load_classifier,
     load_embedder,
@@ -82,11 +79,37 @@ def classify_dataset(
 
 class _Encode(DataRun):
     loaded: LoadedEncoder
+    layout: Vectors | Labels
     rules = {"pass_cost": PASS_COST}
+    with_input = True
+    """Whether results hold the input."""
 
     def automatic_batch(self) -> tuple[int, int]:
         rows, tokens = automatic_batch(self.loaded.model, None, self.loaded.longest or USUAL_LENGTH)
         return rows, min(tokens, self.settings.max_tokens or tokens)
+
+    def results(self, done: BatchResult[Values]) -> Results:
+        import numpy
+
+        found: list[Result] = []
+        for output in done.outputs:
+            with numpy.errstate(over="ignore"):  # what does not fit into the type becomes infinite
+                values = output.values.astype(self.layout.dtype)
+            found += [self._result(row, numbers) for row, numbers in zip(output.rows, values, strict=True)]
+        return lambda: found
+
+    def _result(self, record: Record, numbers: Any) -> Result:
+        import numpy
+
+        if not numpy.isfinite(numbers).all():
+            return record.skipped(Problem("not-finite", "the model returned numbers that are not finite")).error()
+        result = record.named()
+        if self.with_input:
+            result["input"] = record.text
+            if record.pair is not None:
+                result["pair"] = record.pair
+        result |= {"input_tokens": len(record.ids), "truncated": record.truncated}
+        return result | self.layout.of_row(numbers)
 
 
 class Embed(_Encode):
@@ -103,12 +126,12 @@ class Embed(_Encode):
         if not (loaded.modules.said or settings.quiet):
             told = "the model's files do not say how a text becomes a vector: its tokens' vectors are averaged"
             print(f"{told} (--pooling chooses)", file=sys.stderr)
-        stage = EmbeddingStage(loaded, settings)
+        stage = EncodingStage(loaded, settings)
         with explained(f"model {settings.model} gives no vector"), process_settings.changed(**settings.weights):
             size = stage.dimension()
         self.loaded, self.tokenise, self.stage = loaded, Tokens(loaded), stage
         self.layout = Vectors(size, settings.output_dtype)
-        self.results = Encoded(settings.resolved_output_format != "npy", settings.output_dtype, vector_fields)
+        self.with_input = settings.resolved_output_format != "npy"
 
 
 class Classify(_Encode):
@@ -118,9 +141,8 @@ class Classify(_Encode):
     def load(self) -> None:
         settings, model = self.settings, self.model
         loaded = load_classifier(settings) if model is None else prepare_classifier(model, self.tokenizer, settings)
-        self.loaded, self.tokenise, self.stage = loaded, Tokens(loaded), ClassificationStage(loaded, settings)
-        self.layout = Labels(settings.top_k, settings.pair_column is not None)
-        self.results = Encoded(True, "float32", label_fields(loaded.labels, settings.top_k))
+        self.loaded, self.tokenise, self.stage = loaded, Tokens(loaded), EncodingStage(loaded, settings)
+        self.layout = Labels(loaded.labels, settings.top_k, settings.pair_column is not None)
 
 
 class Tokens:
@@ -182,7 +204,17 @@ class EncodingStage(BatchStage[Values]):
         import torch
 
         with torch.no_grad():
-            return Values(rows, self._values(self._inputs(rows), rows).cpu().numpy())
+            return Values(rows, self._numbers(self._inputs(rows), rows).cpu().numpy())
+
+    def _numbers(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
+        return self._loaded.numbers(inputs)
+
+    def dimension(self) -> int:
+        """How many numbers there are of a text, found by making those of one."""
+        ids = self._loaded.tokenizer(self._loaded.prompt + "a")
+        others = {name: list(ids[name]) for name in ids if name not in ("input_ids", "attention_mask")}
+        record = Record(0, 1, 0, "a", ids=list(ids["input_ids"]), others=others)
+        return int(self.forward([record], Batch(0, 0, [])).values.shape[1])
 
     def _inputs(self, rows: list[Record]) -> dict[str, Any]:
         import torch
@@ -200,95 +232,3 @@ class EncodingStage(BatchStage[Values]):
             )
             for name, (values, fill) in columns.items()
         }
-
-    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
-        """What the model makes of a padded batch of these rows, in float32."""
-        raise NotImplementedError
-
-
-class EmbeddingStage(EncodingStage):
-    _loaded: LoadedEmbedder
-
-    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
-        return self._loaded.modules(self._states(inputs), inputs["attention_mask"], self._loaded.prompt_length)
-
-    def _states(self, inputs: dict[str, Any]) -> Any:
-        """The last hidden states [rows, length, hidden]. What is at padding does not matter: the modules mask it."""
-        with process_settings.changed(**process_settings.unless_explicit(padding="zero")):
-            return self._loaded.model(**inputs)[0]
-
-    def dimension(self) -> int:
-        """The length of a vector, found by making one."""
-        ids = self._loaded.tokenizer(self._loaded.prompt + "a")
-        others = {name: list(ids[name]) for name in ids if name not in ("input_ids", "attention_mask")}
-        record = Record(0, 1, 0, "a", ids=list(ids["input_ids"]), others=others)
-        return int(self.forward([record], Batch(0, 0, [])).values.shape[1])
-
-
-class ClassificationStage(EncodingStage):
-    _loaded: LoadedClassifier
-
-    def _values(self, inputs: dict[str, Any], rows: Sequence[Record]) -> Any:
-        numbers = self._loaded.model(**inputs).logits.float()
-        if self._loaded.scores == "raw":
-            return numbers
-        return numbers.softmax(dim=-1) if self._loaded.scores == "softmax" else numbers.sigmoid()
-
-
-class Encoded:
-    """Makes results of what the model returned: each row's own fields, or an error where it is no finite numbers.
-
-    Args:
-        with_input: results hold the input.
-        dtype: the type of the numbers in the output.
-        of_row: the fields, of the numbers of a row in that type.
-    """
-
-    def __init__(self, with_input: bool, dtype: str, of_row: Callable[[Any], dict[str, Any]]) -> None:
-        self._with_input, self._dtype, self._of_row = with_input, dtype, of_row
-
-    def __call__(self, batch: BatchResult[Values]) -> Results:
-        results = [
-            self._result(row, values)
-            for output in batch.outputs
-            for row, values in zip(output.rows, _as(self._dtype, output.values), strict=True)
-        ]
-        return lambda: results
-
-    def _result(self, record: Record, values: Any) -> Result:
-        import numpy
-
-        result = record.named()
-        if not numpy.isfinite(values).all():
-            return record.skipped(Problem("not-finite", "the model returned numbers that are not finite")).error()
-        if self._with_input:
-            result["input"] = record.text
-            if record.pair is not None:
-                result["pair"] = record.pair
-        result |= {"input_tokens": len(record.ids), "truncated": record.truncated}
-        return result | self._of_row(values)
-
-
-def _as(dtype: str, values: Any) -> Any:
-    """An array in another type; what does not fit becomes infinite."""
-    import numpy
-
-    with numpy.errstate(over="ignore"):
-        return values.astype(dtype)
-
-
-def vector_fields(vector: Any) -> dict[str, Any]:
-    """Of a vector, its bytes, little-endian, in base64: what the journal keeps is exact, and short."""
-    little = vector.astype(vector.dtype.newbyteorder("<"))
-    return {"vector": base64.b64encode(little.tobytes()).decode("ascii")}
-
-
-def label_fields(labels: Sequence[str], count: int) -> Callable[[Any], dict[str, Any]]:
-    """The best `count` labels with their scores, best first; of equal ones the first of the model comes first."""
-
-    def fields(values: Any) -> dict[str, Any]:
-        scores = values.tolist()
-        best = sorted(range(len(scores)), key=lambda label: (-scores[label], label))[:count]
-        return {"labels": [labels[label] for label in best], "scores": [scores[label] for label in best]}
-
-    return fields

@@ -92,7 +92,7 @@ class Generate(DataRun):
         batching = batching_of(loaded, settings)
         static = {"equal_lengths": depends_on_padding(loaded)}
         self.rules = static if batching == "static" else {batching: True}
-        self._decode, self.results = Decoder(loaded, settings), self._texts
+        self._decode = Decoder(loaded, settings)
 
     def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
         planned, settings = super().planned(), self.settings
@@ -102,9 +102,9 @@ class Generate(DataRun):
         job = on_ray.Job.of(settings, self.loaded)
         return on_ray.computed(planned, job, settings.workers, self.stage)
 
-    def _texts(self, batch: BatchResult[RawOutput]) -> Results:
+    def results(self, done: BatchResult[RawOutput]) -> Results:
         """What `generate` returned, as texts, and through the worker processes."""
-        decoded = self._decode(batch)
+        decoded = self._decode(done)
         outcomes = self._workers.submit([(texts, reference) for _, texts, reference in decoded])
         return lambda: [
             _completed(result, outcome) for (result, _, _), outcome in zip(decoded, outcomes.result(), strict=True)

@@ -13,7 +13,7 @@ import torch
 import fastgen
 from fastgen.pipeline import SetupError, StrictError
 from fastgen.pipeline.encoding import embed_dataset, modules
-from fastgen.pipeline.encoding.run import EmbeddingStage, EncodingStage
+from fastgen.pipeline.encoding.run import EncodingStage
 from tests.pipeline import tiny
 from tests.pipeline.children import interrupted_after
 from tests.pipeline.reading import rows_of
@@ -240,13 +240,13 @@ def test_a_notice_where_nothing_says_how_a_text_becomes_a_vector(bert, fresh, in
 
 
 def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypatch):
-    original = EmbeddingStage._values
+    original = EncodingStage._numbers
 
     def poisoned(self, given, rows):
         found = original(self, given, rows)
         return found if len(found) == 1 else found.index_fill(0, torch.tensor([0]), torch.inf)
 
-    monkeypatch.setattr(EmbeddingStage, "_values", poisoned)
+    monkeypatch.setattr(EncodingStage, "_numbers", poisoned)
     report = run(bert, inputs, tmp_path / "out.npy")
     assert report.skipped > 0 and report.samples + report.skipped == 40
     lines = (tmp_path / "out.npy.errors.jsonl").read_text().splitlines()
@@ -257,8 +257,8 @@ def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypa
 
 
 def test_numbers_beyond_float16_are_errors(bert, inputs, tmp_path, monkeypatch):
-    original = EmbeddingStage._values
-    monkeypatch.setattr(EmbeddingStage, "_values", lambda self, *given: original(self, *given) * 1e6)
+    original = EncodingStage._numbers
+    monkeypatch.setattr(EncodingStage, "_numbers", lambda self, *given: original(self, *given) * 1e6)
     assert run(bert, inputs, tmp_path / "a.npy").skipped == 0
     assert run(bert, inputs, tmp_path / "b.npy", output_dtype="float16").skipped == 40
 
