@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class Layout:
     """Those that are left out of an output without any record."""
     has_id = True
     """Whether the column `id` is that of the records' ids."""
+    has_numbers = True
+    """Whether these are all integers; otherwise they are text in Parquet."""
 
     def tokens(self, result: Result) -> int:
         """How many tokens a result counts for in the progress and in the report."""
@@ -99,7 +101,7 @@ class Layout:
 
     def look(self, results: Iterable[Result]) -> None:
         """Sees all records before any is written in Parquet, whose columns have types."""
-        return  # most columns have one whatever is in them
+        self.has_numbers = all("error" in result or type(result["id"]) is int for result in results)
 
     def header(self, form: str) -> bytes:
         """What a format of lines begins with."""
@@ -109,36 +111,36 @@ class Layout:
         """A record, skipped or not, in a format of lines."""
         return b"" if "error" in result else encode(self.plain(result))
 
-    def write(self, path: Path, form: str, results: Iterable[Result], numbered: bool) -> None:
-        """Writes a whole output. `numbered` says that every id is an integer; other ids are text in Parquet."""
+    def write(self, path: Path, form: str, results: Iterable[Result]) -> None:
+        """Writes a whole output."""
         if form == "parquet":
-            self._write_parquet(path, results, numbered)
+            self._write_parquet(path, results)
             return
         with open(path, "wb", buffering=CHUNK) as handle:
             handle.write(self.header(form))
             handle.writelines(self.line(result, form) for result in results)
 
-    def _write_parquet(self, path: Path, results: Iterable[Result], numbered: bool) -> None:
+    def _write_parquet(self, path: Path, results: Iterable[Result]) -> None:
         import pyarrow
         from pyarrow import parquet
 
-        rows = self._rows(results, numbered)
+        rows = (self._row(result) for result in results if "error" not in result)
         some = list(itertools.islice(rows, _PARQUET_ROWS))
-        with parquet.ParquetWriter(path, self._schema(some, numbered)) as writer:
+        with parquet.ParquetWriter(path, self._schema(some)) as writer:
             while some:
                 writer.write_table(pyarrow.Table.from_pylist(some, schema=writer.schema))
                 some = list(itertools.islice(rows, _PARQUET_ROWS))
 
-    def _rows(self, results: Iterable[Result], numbered: bool) -> Iterator[dict[str, Any]]:
-        for result in results:
-            if "error" not in result:
-                row = self.written(result)
-                yield row if numbered or not self.has_id or row["id"] is None else row | {"id": str(row["id"])}
+    def _row(self, result: Result) -> dict[str, Any]:
+        row = self.written(result)
+        if self.has_id and not self.has_numbers and row["id"] is not None:
+            row["id"] = str(row["id"])
+        return row
 
-    def _schema(self, rows: list[dict[str, Any]], numbered: bool) -> Any:
+    def _schema(self, rows: list[dict[str, Any]]) -> Any:
         import pyarrow
 
-        types = {"id": pyarrow.int64() if numbered else pyarrow.string(), **self.column_types()}
+        types = {"id": pyarrow.int64() if self.has_numbers else pyarrow.string(), **self.column_types()}
         present = rows[0] if rows else set(self.fields) - self.optional
         return pyarrow.schema([(name, types[name]) for name in self.fields if name in present])
 
@@ -204,11 +206,14 @@ class Generation(Layout):
 
     def look(self, results: Iterable[Result]) -> None:
         """The type of each column that is kept: the one that holds all its values, or JSON in a text."""
+        if not self._kept:
+            super().look(results)
+            return
         import pyarrow
 
         found: dict[str, Any] = dict.fromkeys(self._kept, pyarrow.null())
         large = dict.fromkeys(self._kept, False)
-        rows = (result["kept"] for result in results if self._kept and "error" not in result)
+        rows = (result["kept"] for result in results if "error" not in result)
         while some := list(itertools.islice(rows, _PARQUET_ROWS)):
             for name, values in zip(self._kept, zip(*some, strict=True), strict=True):
                 large[name] |= any(type(value) is int and abs(value) > _EXACT for value in values)
@@ -240,11 +245,9 @@ class Generation(Layout):
         fields["output_tokens"] = fields["output_tokens"][0]
         return cells([fields.get(name) for name in self._cells], DELIMITERS[form])
 
-    def _rows(self, results: Iterable[Result], numbered: bool) -> Iterator[dict[str, Any]]:
-        for row in super()._rows(results, numbered):
-            for name in self._as_json:
-                row[name] = _cell(row[name])
-            yield row
+    def _row(self, result: Result) -> dict[str, Any]:
+        row = super()._row(result)
+        return row | {name: _cell(row[name]) for name in self._as_json}
 
 
 def _common(kind: Any, values: Sequence[Any]) -> Any:

@@ -110,12 +110,9 @@ class FileOutput:
                 yield result
 
         with placed(self._path, self.journal) as unfinished:
-            numbered = form == "parquet" and all(
-                "error" in result or type(result["id"]) is int for result in self.journal.results()
-            )
             if form == "parquet":
                 self._layout.look(self.journal.results())
-            self._layout.write(unfinished, form, counted(), numbered)
+            self._layout.write(unfinished, form, counted())
             if failed:
                 # In input order now, whatever the order in which they were met.
                 errors_partial.write_bytes(b"".join(map(error_line, failed)))

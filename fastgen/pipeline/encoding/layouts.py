@@ -48,9 +48,9 @@ class Vectors(Layout):
     def plain(self, result: Result) -> dict[str, Any]:
         return super().written(result) | {"vector": self._vector(result).tolist()}
 
-    def write(self, path: Path, form: str, results: Iterable[Result], numbered: bool) -> None:
+    def write(self, path: Path, form: str, results: Iterable[Result]) -> None:
         if form != "npy":
-            super().write(path, form, results, numbered)
+            super().write(path, form, results)
             return
         with open(path, "wb", buffering=CHUNK) as handle:
             self._write_array(handle, results)
