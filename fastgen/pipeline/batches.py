@@ -21,7 +21,7 @@ from fastgen import caches, memory
 from fastgen import settings as process_settings
 from fastgen.partition import cheapest
 from fastgen.pipeline.errors import SetupError, one_line
-from fastgen.pipeline.records import Problem, Record
+from fastgen.pipeline.records import Problem, Record, Result
 
 Output = TypeVar("Output")
 """What a model returns for some rows."""
@@ -40,13 +40,13 @@ _ABOUT = 128
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive records: the position of the first one, their number, their batches, and those that are skipped."""
+    """Consecutive records: the position of the first one, their number, their batches, and results of those skipped."""
 
     index: int
     start: int
     count: int
     batches: int
-    bad: list[Record] = field(default_factory=list)
+    bad: list[Result] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def plan(
             continue
         encoded = prepare([record for record in chunk if not record.problem])
         prepared = [record for record in encoded if not record.problem]
-        bad = [record for record in (*chunk, *encoded) if record.problem]
-        bad.sort(key=lambda record: record.position)
+        bad = [record.error() for record in (*chunk, *encoded) if record.problem]
+        bad.sort(key=lambda result: result["position"])
         lengths = [len(row.ids) for row in prepared]
         batches = cut(lengths, rules)
         sizes = [(len(rows), -(-lengths[rows[0]] // _ABOUT)) for rows in batches]
@@ -212,11 +212,11 @@ def one_by_one(records: Sequence[Record], tokenised: Callable[[Sequence[Record]]
 
 @dataclass
 class BatchResult(Generic[Output]):
-    """A batch after the model: raw outputs in the order in which they were done, and the rows that failed."""
+    """A batch after the model: raw outputs in the order in which they were done, and results of rows that failed."""
 
     batch: Batch
     outputs: list[Output] = field(default_factory=list)
-    failures: list[tuple[Record, Problem]] = field(default_factory=list)
+    failures: list[Result] = field(default_factory=list)
     told: int = 0
     """Rows that the progress has counted already."""
 
@@ -301,15 +301,17 @@ class BatchStage(ABC, Generic[Output]):
         self.seconds += seconds
         self.out_of_memory += out_of_memory
         self._succeeded |= bool(done.outputs)
-        failures, done.failures = done.failures, []
-        for row, problem in failures:
-            self._fail(done, row, problem)
+        for failure in done.failures:
+            self._count_failure(failure["message"])
         return done
 
     def _fail(self, done: BatchResult[Output], row: Record, problem: Problem) -> None:
-        done.failures.append((row, problem))
+        done.failures.append(row.skipped(problem).error())
+        self._count_failure(problem.message)
+
+    def _count_failure(self, message: str) -> None:
         self._failures += 1
-        self._first_error = self._first_error or problem.message
+        self._first_error = self._first_error or message
         if self.may_give_up and self._failures >= MOST_FAILURES:
             self.finish()
 

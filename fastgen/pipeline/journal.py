@@ -31,7 +31,7 @@ from fastgen.pipeline.batches import Resumed, Window
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
 from fastgen.pipeline.layouts import dumps, encode, read_back
 from fastgen.pipeline.readers import digest
-from fastgen.pipeline.records import Record, Result
+from fastgen.pipeline.records import Result
 
 VERSION = 3
 Values = Mapping[str, Any]
@@ -60,7 +60,7 @@ class Collector:
     def take(self, entry: Mapping[str, Any]) -> list[Result]:
         """Take an entry of the journal; the records are returned of the window that it completes."""
         if "window" in entry:
-            return self.open(_window(entry["window"]))
+            return self.open(Window(**entry["window"]))
         if "batch" in entry:
             return self.add(*(entry["batch"][name] for name in ("window", "index", "results")))
         return []
@@ -70,7 +70,7 @@ class Collector:
         self.close(window.start)
         self.end = window.start + window.count
         self._window, self._complete, self._batches, self._results = window, False, set(), {}
-        return self._keep(window, [bad.error() for bad in window.bad])
+        return self._keep(window, window.bad)
 
     def add(self, window: int, index: int, results: list[Result]) -> list[Result]:
         """Take the results of a batch; all records of the window are returned with its last batch."""
@@ -218,9 +218,9 @@ class Journal:
             collector.take(entry)
             done: list[Result] = []
             if "window" in entry:
-                window = _window(entry["window"])
+                window = Window(**entry["window"])
                 self.resumed.windows[window.index] = window
-                done = entry["window"]["bad"]
+                done = window.bad
             elif "batch" in entry:
                 self.resumed.done.setdefault(entry["batch"]["window"], set()).add(entry["batch"]["index"])
                 done = entry["batch"]["results"]
@@ -268,7 +268,7 @@ class Journal:
 
     def window(self, window: Window) -> None:
         self._end = window.start + window.count
-        self._append({"window": {**vars(window), "bad": [bad.error() for bad in window.bad]}})
+        self._append({"window": vars(window)})
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
         self._append({"batch": {"window": window, "index": index, "results": results}})
@@ -312,11 +312,6 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     """A line as an entry; None where it is cut short or damaged."""
     text, tab, checksum = line.rpartition(b"\t")
     return json.loads(text) if tab and checksum == b"%08x\n" % zlib.crc32(text) else None
-
-
-def _window(entry: Mapping[str, Any]) -> Window:
-    known = {name: entry[name] for name in ("index", "start", "count", "batches")}
-    return Window(**known, bad=[Record.of_error(bad) for bad in entry["bad"]])
 
 
 def check_same(old: Values, new: Values) -> None:

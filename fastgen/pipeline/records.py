@@ -66,9 +66,3 @@ class Record:
         """The result of one that is skipped."""
         assert self.problem is not None
         return self.named() | {"error": self.problem.kind, "message": self.problem.message}
-
-    @classmethod
-    def of_error(cls, result: Result) -> Record:
-        """The record that was skipped with a result."""
-        problem = Problem(result["error"], result["message"])
-        return cls(result["position"], result["line"], result["id"], problem=problem)

@@ -284,7 +284,7 @@ class DataRun(Run):
 
     def _record(self, item: Window | tuple[BatchResult[Any], Results]) -> None:
         if isinstance(item, Window):
-            self._check_strict(bad.error() for bad in item.bad)
+            self._check_strict(item.bad)
             self._output.window(item)
             self._advance(len(item.bad))
             return
@@ -294,7 +294,7 @@ class DataRun(Run):
         self.batches += 1
         self.samples += len(good)
         self.tokens += sum(map(self.layout.tokens, good))
-        results += [row.skipped(problem).error() for row, problem in done.failures]
+        results += done.failures
         self._output.batch(done.batch.window, done.batch.index, results)
         self._advance(len(results) - done.told)
         self._check_strict(results)

@@ -89,7 +89,7 @@ class FileOutput:
 
     def window(self, window: Window) -> None:
         self.journal.window(window)
-        self._report(bad.error() for bad in window.bad)
+        self._report(window.bad)
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
         self.journal.batch(window, index, results)

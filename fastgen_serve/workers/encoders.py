@@ -25,7 +25,7 @@ from fastgen.pipeline.encoding.modules import read_prompts
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import EncodingStage
 from fastgen.pipeline.loading import file_of, labels_of_adapters, sentence_files_of
-from fastgen.pipeline.records import Problem, Record
+from fastgen.pipeline.records import Record, Result
 from fastgen.pipeline.settings import STANDARD_STREAM
 from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import MOST_TOKENS, Encode, ModelInfo
@@ -110,7 +110,7 @@ class Encoder(ABC):
             for row, values in zip(made.rows, made.values, strict=True):
                 finite = bool(numpy.isfinite(values).all())
                 found[row.position] = values.tolist() if finite else Failed("the model returned numbers not finite")
-        found |= {row.position: _failed(problem) for row, problem in done.failures}
+        found |= {failure["position"]: _failed(failure) for failure in done.failures}
         return [found[number] for number in range(len(jobs))]
 
     def run_some(self, length: int, inputs: int) -> None:
@@ -133,10 +133,10 @@ def _record(number: int, job: Encode, with_types: bool) -> Record:
     return Record(number, 0, number, ids=job.tokens, others=types)
 
 
-def _failed(problem: Problem) -> Failed:
-    if problem.kind == OUT_OF_MEMORY:
+def _failed(failure: Result) -> Failed:
+    if failure["error"] == OUT_OF_MEMORY:
         return Failed("there was not enough memory for this text: send a shorter one")
-    return Failed(f"the model failed on this text: {problem.message}")
+    return Failed(f"the model failed on this text: {failure['message']}")
 
 
 def _accelerated() -> int:

@@ -53,7 +53,7 @@ def test_a_resumed_plan_is_the_rest_of_the_whole_one(lengths, batch_size, data):
     for item in whole:
         if isinstance(item, Window):
             assert item.start == position
-            assert [bad.position for bad in item.bad] == [
+            assert [bad["position"] for bad in item.bad] == [
                 p for p in range(position, position + item.count) if lengths[p] == 0
             ]
             position += item.count

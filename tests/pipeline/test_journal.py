@@ -15,7 +15,7 @@ from fastgen.pipeline.journal import VERSION, Journal, line_of
 from fastgen.pipeline.records import Problem, Record
 
 SETTINGS = {"model": {"weights": "a"}, "generation": {"num_beams": 4, "bad_words_ids": [[1]]}, "seed": 1}
-BAD = Record(1, 2, 1, problem=Problem("empty", "the text is empty"))
+BAD = Record(1, 2, 1, problem=Problem("empty", "the text is empty")).error()
 
 
 def result(position):

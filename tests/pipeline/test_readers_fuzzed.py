@@ -180,7 +180,7 @@ def test_whatever_is_accepted_can_be_written(form, rows):
         options = RunOptions(model="m", input=str(source), output=str(path), **columns)
         records = list(Inputs(options))
         good = [record for record in records if not record.problem]
-        bad = [record for record in records if record.problem]
+        bad = [record.error() for record in records if record.problem]
         output = FileOutput(options, {})
         output.journal.begin({"batch_size": 2})
         output.window(Window(0, 0, len(records), 1, bad))
@@ -196,7 +196,7 @@ def test_whatever_is_accepted_can_be_written(form, rows):
         output.finish()
         output.complete()
         errors = [json.loads(line) for line in Path(f"{path}.errors.jsonl").read_bytes().splitlines()]
-        assert [error["line"] for error in errors] == [record.line for record in bad]
+        assert [error["line"] for error in errors] == [failure["line"] for failure in bad]
         if form == "txt":
             lines = path.read_text(encoding="utf-8").split("\n")
             assert len(lines) == len(records) + 1

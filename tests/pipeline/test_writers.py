@@ -19,7 +19,7 @@ from fastgen.pipeline.records import Problem, Record
 from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, write_json
 from tests.pipeline.children import files_of_at_most
 
-BAD = Record(1, 2, "b", problem=Problem("empty", "the text is empty"))
+BAD = Record(1, 2, "b", problem=Problem("empty", "the text is empty")).error()
 
 
 def result(position, text, identity):
@@ -78,7 +78,7 @@ def test_parquet(tmp_path, ids, kept):
     from pyarrow import parquet
 
     output = file_output(tmp_path / "out.parquet")
-    output.window(Window(0, 0, 3, 1, [Record(1, 2, ids[1], problem=BAD.problem)]))
+    output.window(Window(0, 0, 3, 1, [BAD | {"id": ids[1]}]))
     output.batch(0, 0, [result(2, "two", ids[2]), result(0, "one", ids[0])])
     output.finish()
     output.complete()

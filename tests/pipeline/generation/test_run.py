@@ -161,7 +161,7 @@ def test_a_single_record_that_does_not_fit_is_a_bad_one(bart, monkeypatch):
     rows = batch(loaded, asked, ["god said " * 8, "light", "day"])
     failing(loaded, monkeypatch, lambda options: NO_MEMORY if options["input_ids"].shape[1] > 20 else None)
     done = ModelStage(loaded, asked).run(rows)
-    assert [(row.position, problem.kind) for row, problem in done.failures] == [(0, "out-of-memory")]
+    assert [(failure["position"], failure["error"]) for failure in done.failures] == [(0, "out-of-memory")]
     assert sorted(outputs(loaded, asked, done)) == [1, 2]
 
 
@@ -176,7 +176,7 @@ def test_a_record_the_model_refuses_costs_only_itself(bart, monkeypatch):
     stage = ModelStage(loaded, asked)
     done = stage.run(rows)
     stage.finish()
-    assert [(row.position, problem.kind) for row, problem in done.failures] == [(1, "model-error")]
+    assert [(failure["position"], failure["error"]) for failure in done.failures] == [(1, "model-error")]
     assert sorted(outputs(loaded, asked, done)) == [0, 2, 3]
 
 
