@@ -149,7 +149,7 @@ class AdaptiveStage(ContinuousStage):
         whole.outputs += done.outputs
         whole.failures += done.failures
         whole.told += len(rows)
-        self.tokens += sum(len(tokens) for output in done.outputs for tokens in output.written(self.loaded))
+        self.tokens += sum(len(tokens) for output in done.outputs for tokens in output.written)
         self.state = ""  # there are no slots now
         self.tell(len(rows))
 

@@ -19,19 +19,10 @@ class RawOutput:
     """What the model returned for some rows: all sequences of a row together, best first."""
 
     rows: list[Record]
-    sequences: Any
-    """An array of token ids, still with everything that `generate` puts around them."""
-    prompt_width: int
-    """Columns that hold the padded prompt (decoder-only) or the start token (encoder-decoder)."""
+    written: list[list[int]]
+    """The tokens that the model wrote in each sequence, its end token included, without the padding after it."""
     scores: list[float] | None = None
     """Of each sequence; None where there are none."""
-
-    def written(self, loaded: LoadedModel) -> list[list[int]]:
-        """What the model wrote in each sequence, its end token included, without the padding after it."""
-        end = loaded.generation.eos_token_id
-        ends = frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
-        rows = self.sequences[:, self.prompt_width :].tolist()
-        return [row[: token_count(row, ends, loaded.pad_id)] for row in rows]
 
 
 class SequenceScores:
@@ -152,11 +143,14 @@ class ModelStage(BatchStage[RawOutput]):
 
     def raw(self, rows: list[Record], output: Any, width: int, scores: SequenceScores | None) -> RawOutput:
         """What `generate` has returned for some rows, whose inputs are `width` tokens long, padding included."""
-        sequences = getattr(output, "sequences", output)
-        raw = RawOutput(rows, sequences.cpu().numpy(), 1 if self.loaded.encoder_decoder else width)
+        end = self.loaded.generation.eos_token_id
+        ends = frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
+        # In front of it are the padded prompt (decoder-only) or the start token (encoder-decoder).
+        new = getattr(output, "sequences", output)[:, 1 if self.loaded.encoder_decoder else width :].tolist()
+        raw = RawOutput(rows, [tokens[: token_count(tokens, ends, self.loaded.pad_id)] for tokens in new])
         own = getattr(output, "sequences_scores", None)
         if scores is not None:
-            raw.scores = own.tolist() if own is not None else scores.sums(list(map(len, raw.written(self.loaded))))
+            raw.scores = own.tolist() if own is not None else scores.sums(list(map(len, raw.written)))
         return raw
 
 

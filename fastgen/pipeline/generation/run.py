@@ -191,21 +191,19 @@ class Decoder:
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
         # Tokenizers are not safe in two threads, and another thread encodes at the same time.
         self._tokenizer = copy.deepcopy(loaded.tokenizer)
-        self._loaded = loaded
+        self._with_prompt = settings.include_prompt and not loaded.encoder_decoder
         self._settings = settings
 
     def __call__(self, generated: BatchResult[RawOutput]) -> list[tuple[Result, list[str], str | None]]:
         """For each row that succeeded: its result without texts, its texts, best first, and its reference."""
         rows: list[tuple[Result, list[list[int]], str | None]] = []
-        with_prompt = self._settings.include_prompt and not self._loaded.encoder_decoder
         for output in generated.outputs:
-            each = len(output.sequences) // len(output.rows)
-            sequences = output.written(self._loaded)
+            each = len(output.written) // len(output.rows)
             for number, row in enumerate(output.rows):
                 own = slice(number * each, (number + 1) * each)
-                written = sequences[own]
+                written = output.written[own]
                 scores = output.scores[own] if output.scores else None
-                shown = [[*row.ids, *ids] for ids in written] if with_prompt else written
+                shown = [[*row.ids, *ids] for ids in written] if self._with_prompt else written
                 rows.append((self._result(row, written, scores), shown, row.reference))
         flat = self._tokenizer.batch_decode([ids for _, shown, _ in rows for ids in shown], skip_special_tokens=True)
         # Half of a surrogate pair has no UTF-8; it would spoil the file that it is written to.
