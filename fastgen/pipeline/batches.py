@@ -170,7 +170,7 @@ def plan(
             # All is done: no need to tokenise the window.
             _check_same(known.start == chunk[0].position and known.count == len(chunk))
             continue
-        encoded = prepare([record for record in chunk if not record.problem])
+        encoded = _one_by_one([record for record in chunk if not record.problem], prepare)
         prepared = [record for record in encoded if not record.problem]
         bad = [record.error() for record in (*chunk, *encoded) if record.problem]
         bad.sort(key=lambda result: result["position"])
@@ -200,14 +200,14 @@ def split_rows(rows: list[Record], parts: int) -> list[list[Record]]:
     return [rows[start:end] for start, end in itertools.pairwise(ends) if start < end]
 
 
-def one_by_one(records: Sequence[Record], tokenised: Callable[[Sequence[Record]], list[Record]]) -> list[Record]:
+def _one_by_one(records: Sequence[Record], tokenised: Callable[[Sequence[Record]], list[Record]]) -> list[Record]:
     """Tokenises records together. Where the tokenizer refuses a text, each goes by itself, and that one is skipped."""
     try:
         return tokenised(records) if records else []
     except Exception as error:
         if len(records) == 1:
             return [records[0].skipped(Problem("tokenizer", f"the tokenizer refuses the text: {one_line(error)}"))]
-        return [found for record in records for found in one_by_one([record], tokenised)]
+        return [found for record in records for found in _one_by_one([record], tokenised)]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, one_by_one
+from fastgen.pipeline.batches import Batch, BatchResult, BatchStage
 from fastgen.pipeline.encoding.layouts import Labels, Vectors
 from fastgen.pipeline.encoding.loading import (
     LoadedEncoder,
@@ -154,9 +154,6 @@ class Tokens:
         self._lower = lowered if loaded.lower_case else str
 
     def __call__(self, records: Sequence[Record]) -> list[Record]:
-        return one_by_one(records, self._tokenised)
-
-    def _tokenised(self, records: Sequence[Record]) -> list[Record]:
         encoded = self._encoded(records, self._cut)
         ids = encoded["input_ids"]
         # Whether a text of just the greatest length was longer is not said.

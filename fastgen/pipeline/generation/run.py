@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fastgen import settings as process_settings
-from fastgen.pipeline.batches import Batch, BatchResult, Window, one_by_one
+from fastgen.pipeline.batches import Batch, BatchResult, Window
 from fastgen.pipeline.chats import with_parts
 from fastgen.pipeline.errors import SetupError, check_installed
 from fastgen.pipeline.generation import on_ray
@@ -157,9 +157,6 @@ class Encoder:
                 self._tokenizer.truncation_side = "left"
 
     def __call__(self, records: Sequence[Record]) -> list[Record]:
-        return one_by_one(records, self._tokenised)
-
-    def _tokenised(self, records: Sequence[Record]) -> list[Record]:
         return [self._checked(record, list(ids)) for record, ids in zip(records, self._ids(records), strict=True)]
 
     def _ids(self, records: Sequence[Record]) -> list[Any]:
