@@ -12,7 +12,7 @@ import pytest
 
 import fastgen
 from fastgen import settings
-from fastgen.pipeline import SetupError, generate_dataset, writers
+from fastgen.pipeline import SetupError, StrictError, generate_dataset, writers
 from fastgen.pipeline.journal import Journal
 from tests.pipeline.children import ended_at, interrupted_after
 
@@ -149,6 +149,18 @@ def test_every_kind_of_bad_record_is_reported_and_skipped(bart, tmp_path):
     good.write_text("light\nday\n")
     run(bart, good, tmp_path / "alone.txt")
     assert [line for line in lines if line] == (tmp_path / "alone.txt").read_text().split("\n")[:-1]
+
+
+def test_strict_keeps_what_is_in_front_of_the_bad_record(bart, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastgen.pipeline.batches.WINDOW_BATCHES", 2)
+    lines = inputs.read_text().splitlines()
+    inputs.write_text("\n".join([*lines[:12], "", *lines[13:20]]) + "\n")
+    for _ in range(2):
+        with pytest.raises(StrictError, match=r"in.txt, line 13: the text is empty"):
+            run(bart, inputs, tmp_path / "out.txt", strict=True, resume=True)
+        assert not (tmp_path / "out.txt").exists()
+    report = run(bart, inputs, tmp_path / "out.txt", resume=True)
+    assert (report.resumed_samples, report.samples, report.skipped) == (8, 19, 1)
 
 
 def test_metrics_are_those_of_the_libraries(bart, inputs, tmp_path):
