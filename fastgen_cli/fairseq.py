@@ -66,29 +66,27 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
     model, source, output, *options = words
     overwrite = "--overwrite" in options
     options = [option for option in options if option != "--overwrite"]
+    is_data = _is_data(source)
 
-    def of_data(cfg: Any, own: argparse.Namespace) -> None:
+    def run(cfg: Any, own: argparse.Namespace) -> None:
         from fastgen.pipeline import fairseq
 
-        _write_records(fairseq.generate, cfg, own, output, overwrite)
+        if not is_data:
+            check_stream("stdin", source == "-")
+            cfg.task.data = _dictionaries_of(model)
+        _write_records(fairseq.generate if is_data else fairseq.interact, cfg, own, output, overwrite)
 
-    def of_text(cfg: Any, own: argparse.Namespace) -> None:
-        from fastgen.pipeline import fairseq
-
-        check_stream("stdin", source == "-")
-        cfg.task.data = _dictionaries_of(model)
-        _write_records(fairseq.interact, cfg, own, output, overwrite)
-
-    if _is_data(source):
+    if is_data:
         # What fairseq-fixed would drop is kept: every source has an output.
         all_sources = () if "--required-batch-size-multiple" in options else ("--required-batch-size-multiple", "1")
-        line = [source, "--path", model, *all_sources, *options]
-        return lambda: _command(GENERATE_ANY, line, "generation", of_data)
-    # FairSeq takes a line at a time unless it is told otherwise; DATA is filled in by `of_text`.
-    batch = () if {"--batch-size", "--max-sentences", "--max-tokens"} & set(options) else ("--batch-size", "16")
-    buffer = () if "--buffer-size" in options else ("--buffer-size", "1024")
-    line = [".", "--path", model, "--input", source, *batch, *buffer, *options]
-    return lambda: _command(GENERATE_ANY, line, "interactive_generation", of_text)
+        kind, line = "generation", [source, "--path", model, *all_sources, *options]
+    else:
+        # FairSeq takes a line at a time unless it is told otherwise; DATA is filled in by `run`.
+        batch = () if {"--batch-size", "--max-sentences", "--max-tokens"} & set(options) else ("--batch-size", "16")
+        buffer = () if "--buffer-size" in options else ("--buffer-size", "1024")
+        kind = "interactive_generation"
+        line = [".", "--path", model, "--input", source, *batch, *buffer, *options]
+    return lambda: _command(GENERATE_ANY, line, kind, run)
 
 
 def _is_checkpoint(name: str) -> bool:
@@ -135,10 +133,7 @@ def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, o
     finally:
         if records.close():
             print(f"{GENERATE_ANY}: what was finished is in {records.partial}", file=sys.stderr)
-    _summary(cfg, report)
-    for note in report.notes:
-        print(note, file=sys.stderr)
-    _say_whether_accelerated(cfg)
+    _summary(cfg, report, report.notes)
 
 
 def _command(
@@ -241,7 +236,6 @@ def _generate(cfg: Any, own: argparse.Namespace) -> None:
 
     check_stream("stdout", cfg.common_eval.results_path is None)
     _summary(cfg, fairseq.generate(cfg, own.postprocess_workers, begins=allow_interrupts))
-    _say_whether_accelerated(cfg)
 
 
 def _interact(cfg: Any, own: argparse.Namespace) -> None:
@@ -250,7 +244,6 @@ def _interact(cfg: Any, own: argparse.Namespace) -> None:
     from fastgen.pipeline import fairseq
 
     _summary(cfg, fairseq.interact(cfg, own.postprocess_workers, begins=allow_interrupts))
-    _say_whether_accelerated(cfg)
 
 
 @contextlib.contextmanager
@@ -272,21 +265,20 @@ def _evaluate(cfg: Any, own: argparse.Namespace) -> None:
     fairseq.evaluate(cfg)
 
 
-def _summary(cfg: Any, report: RunReport) -> None:
+def _summary(cfg: Any, report: RunReport, notes: Sequence[str] = ()) -> None:
+    """Says how a run went; `notes` are what is not on standard output already."""
+    import fastgen
+
     if report.skipped > 0:
         print(
             f"{report.skipped} of {report.samples + report.skipped} sources were left out: too long, in another shard, "
             "or in a last batch that fairseq-fixed drops (--required-batch-size-multiple 1 keeps it)",
             file=sys.stderr,
         )
-    if cfg.common_eval.quiet:
-        return
-    print(speed(report, "sentences", f", {report.tokens} tokens"), file=sys.stderr)
-
-
-def _say_whether_accelerated(cfg: Any) -> None:
-    import fastgen
-
+    if not cfg.common_eval.quiet:
+        print(speed(report, "sentences", f", {report.tokens} tokens"), file=sys.stderr)
+    for note in notes:
+        print(note, file=sys.stderr)
     if not cfg.common_eval.quiet:
         print(acceleration(fastgen.stats(), OF_FAIRSEQ), file=sys.stderr)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastgen.counters import GENERATE
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
-from fastgen_cli.options import Parser, add_options
+from fastgen_cli.options import Parser, add_options, of_the_run
 from fastgen_cli.shared import DONE, acceleration, allow_interrupts, command, resumable
 
 PROGRAM = "fastgen-quantize"
@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    given = vars(build_parser().parse_args(list(words)))
-    given.pop("debug", None)
-    options = QuantizeOptions(**given)
+    options = QuantizeOptions(**of_the_run(vars(build_parser().parse_args(list(words)))))
     with resumable(PROGRAM, words, options.partial):
         report = quantize_model(options, begins=allow_interrupts)
     if report is None:
