@@ -16,45 +16,20 @@ VOCABULARY, PAD, FIRST_WORD = 120, 1, 5
 LONGEST = 40
 TOLERANCE = 1e-5
 
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2}
 _BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "cls_token_id": 0,
-    "sep_token_id": 2,
-}
+    **_TOKENS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 64, "cls_token_id": 0, "sep_token_id": 2,
+}  # fmt: skip
 _BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
+    **_TOKENS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
     "decoder_start_token_id": 2,
-}
+}  # fmt: skip
 _T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-    "pad_token_id": PAD,
-}
+    "vocab_size": VOCABULARY, "pad_token_id": PAD, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
+    "num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+}  # fmt: skip
 _DEBERTA = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 24}
 # By the prefix of the classes' names, what their configuration takes. Their stack runs without padding.
 WITHOUT_PADDING: dict[str, dict[str, Any]] = {
@@ -63,14 +38,8 @@ WITHOUT_PADDING: dict[str, dict[str, Any]] = {
     "Camembert": _BERT,
     "Data2VecText": _BERT,
     "Deberta": _DEBERTA,
-    "DebertaV2": {
-        **_DEBERTA,
-        "position_buckets": 8,
-        "norm_rel_ebd": "layer_norm",
-        "share_att_key": True,
-        "conv_kernel_size": 3,
-        "conv_act": "gelu",
-    },
+    "DebertaV2": {**_DEBERTA, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True,
+                  "conv_kernel_size": 3, "conv_act": "gelu"},
     "DistilBert": {**_BERT, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64},
     "Electra": {**_BERT, "embedding_size": 16},
     "Ernie": _BERT,
@@ -89,20 +58,14 @@ WITHOUT_PADDING: dict[str, dict[str, Any]] = {
     "SqueezeBert": {**_BERT, "embedding_size": 32},
     "XLMRoberta": _BERT,
     "XLMRobertaXL": _BERT,
-}
+}  # fmt: skip
 # The encoders of encoder-decoder models.
+_LIKE_BART = ("Bart", "Blenderbot", "BlenderbotSmall", "M2M100", "MBart", "Marian", "Pegasus")
 OF_SEQ2SEQ: dict[str, dict[str, Any]] = {
-    "Bart": _BART,
-    "Blenderbot": _BART,
-    "BlenderbotSmall": _BART,
-    "M2M100": _BART,
-    "MBart": _BART,
-    "MT5": _T5,
-    "Marian": _BART,
-    "Pegasus": _BART,
-    "T5": _T5,
-    "UMT5": _T5,
+    **dict.fromkeys(_LIKE_BART, _BART),
+    **dict.fromkeys(("MT5", "T5", "UMT5"), _T5),
 }
+_XLNET = {name: size for name, size in _BERT.items() if name != "max_position_embeddings"}
 _FUNNEL = {name: size for name, size in _BERT.items() if name != "num_hidden_layers"}
 # Their stacks are not known, and they run as they are.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -119,13 +82,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Luke": {**_BERT, "entity_vocab_size": 20},
     "Xmod": {**_BERT, "languages": ["en_XX"], "default_language": "en_XX"},
     "XLM": {**_BERT, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": VOCABULARY},
-    "XLNet": {
-        **{name: size for name, size in _BERT.items() if name != "max_position_embeddings"},
-        "d_model": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "d_inner": 64,
-    },
+    "XLNet": {**_XLNET, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
 }
 # Of random weights. Without norms, or with rounding of another kind, a large one makes rounding grow.
 GAINS = {"MobileBert": 0.5, "SqueezeBert": 1.0}
@@ -208,17 +165,9 @@ def tokenizer(side: str = "right") -> Any:
         single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        bos_token="<s>",
-        cls_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        mask_token="<mask>",
-        padding_side=side,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+        tokenizer_object=raw, bos_token="<s>", cls_token="<s>", eos_token="</s>", sep_token="</s>", unk_token="<unk>",
+        pad_token="<pad>", mask_token="<mask>", padding_side=side, model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 def texts(lengths: list[int], masked: bool = False) -> list[str]:

@@ -149,158 +149,74 @@ def enliven(model: Any, weights: Weights) -> None:
 
 
 BART = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 512,
-    "decoder_start_token_id": EOS,
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 512, "decoder_start_token_id": EOS,
     "forced_eos_token_id": None,
-}
+}  # fmt: skip
 _T5 = {
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-    "decoder_start_token_id": PAD,
-}
+    "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "decoder_start_token_id": PAD,
+}  # fmt: skip
+_GATED_T5 = {**_T5, "feed_forward_proj": "gated-gelu"}
+_PROPHETNET = {
+    "hidden_size": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_encoder_layers": 2, "num_decoder_layers": 2,
+    "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "max_position_embeddings": 512, "ngram": 2,
+    "num_buckets": 8, "relative_max_distance": 20, "decoder_start_token_id": BOS,
+}  # fmt: skip
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 HIDDEN = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
 LLAMA = {**HIDDEN, "num_key_value_heads": 2, "head_dim": 8}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _seq2seq(name: str, model_class: str, weights: Weights, config: dict[str, Any], **traits: Any) -> Family:
     return Family(name, model_class, weights, config, encoder_decoder=True, **traits)
 
 
+def _generation(name: str, prefix: str, weights: Weights, config: dict[str, Any], **traits: Any) -> Family:
+    return _seq2seq(name, f"{prefix}ForConditionalGeneration", weights, config, **traits)
+
+
 FAMILIES = [
-    _seq2seq(
-        "prophetnet",
-        "ProphetNetForConditionalGeneration",
-        Weights(4),
-        {
-            "hidden_size": 32,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
-            "num_encoder_layers": 2,
-            "num_decoder_layers": 2,
-            "num_encoder_attention_heads": 4,
-            "num_decoder_attention_heads": 4,
-            "max_position_embeddings": 512,
-            "ngram": 2,
-            "num_buckets": 8,
-            "relative_max_distance": 20,
-            "decoder_start_token_id": BOS,
-        },
-    ),
-    _seq2seq("bart", "BartForConditionalGeneration", Weights(17, gain=2, embedding=0.2), BART),
-    _seq2seq(
-        "distilbart",
-        "BartForConditionalGeneration",
-        Weights(1, gain=2),
-        {**BART, "encoder_layers": 3, "decoder_layers": 1},
-    ),
-    _seq2seq("mbart", "MBartForConditionalGeneration", Weights(0, gain=2.5), BART),
-    _seq2seq(
-        "pegasus",
-        "PegasusForConditionalGeneration",
-        Weights(1, embedding=0.2),
-        {**BART, "decoder_start_token_id": PAD},
-    ),
-    _seq2seq("t5", "T5ForConditionalGeneration", Weights(1, eos=3, embedding=0.5), _T5),
-    _seq2seq(
-        "mt5", "MT5ForConditionalGeneration", Weights(1, embedding=0.2), {**_T5, "feed_forward_proj": "gated-gelu"}
-    ),
-    _seq2seq(
-        "umt5",
-        "UMT5ForConditionalGeneration",
-        Weights(1, eos=3, embedding=0.5),
-        {**_T5, "feed_forward_proj": "gated-gelu"},
-    ),
-    _seq2seq(
-        "flan-t5",
-        "T5ForConditionalGeneration",
-        Weights(2, embedding=0.5),
-        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    ),
-    _seq2seq(
-        "marian", "MarianMTModel", Weights(12, eos=3, gain=3, embedding=0.5), {**BART, "decoder_start_token_id": PAD}
-    ),
-    _seq2seq("m2m100", "M2M100ForConditionalGeneration", Weights(3, eos=3, gain=3, embedding=0.2), BART),
-    _seq2seq(
-        "nllb",
-        "M2M100ForConditionalGeneration",
-        Weights(17, eos=3, gain=3),
-        {**BART, "encoder_layers": 3, "activation_function": "relu"},
-    ),
-    _seq2seq(
-        "blenderbot",
-        "BlenderbotForConditionalGeneration",
-        Weights(4, gain=2.5),
-        {**BART, "decoder_start_token_id": BOS},
-    ),
-    _seq2seq(
-        "blenderbot-small",
-        "BlenderbotSmallForConditionalGeneration",
-        Weights(1, eos=3.0, gain=2.5),
-        {**BART, "decoder_start_token_id": BOS},
-    ),
-    _seq2seq(
-        "led",
-        "LEDForConditionalGeneration",
-        Weights(1, embedding=0.5),
-        {
-            **BART,
-            "attention_window": 8,
-            "max_encoder_position_embeddings": 512,
-            "max_decoder_position_embeddings": 512,
-        },
-    ),
-    _seq2seq(
-        "whisper",
-        "WhisperForConditionalGeneration",
-        Weights(2, eos=3, gain=2.5, embedding=0.2),
-        {**BART, "num_mel_bins": 8, "max_source_positions": LONG, "max_target_positions": 64},
-        inputs="audio",
-    ),
+    _generation("prophetnet", "ProphetNet", Weights(4), _PROPHETNET),
+    _generation("bart", "Bart", Weights(17, gain=2, embedding=0.2), BART),
+    _generation("distilbart", "Bart", Weights(1, gain=2), {**BART, "encoder_layers": 3, "decoder_layers": 1}),
+    _generation("mbart", "MBart", Weights(0, gain=2.5), BART),
+    _generation("pegasus", "Pegasus", Weights(1, embedding=0.2), {**BART, "decoder_start_token_id": PAD}),
+    _generation("t5", "T5", Weights(1, eos=3, embedding=0.5), _T5),
+    _generation("mt5", "MT5", Weights(1, embedding=0.2), _GATED_T5),
+    _generation("umt5", "UMT5", Weights(1, eos=3, embedding=0.5), _GATED_T5),
+    _generation("flan-t5", "T5", Weights(2, embedding=0.5), {**_GATED_T5, "tie_word_embeddings": False}),
+    _seq2seq("marian", "MarianMTModel", Weights(12, eos=3, gain=3, embedding=0.5),
+             {**BART, "decoder_start_token_id": PAD}),
+    _generation("m2m100", "M2M100", Weights(3, eos=3, gain=3, embedding=0.2), BART),
+    _generation("nllb", "M2M100", Weights(17, eos=3, gain=3),
+                {**BART, "encoder_layers": 3, "activation_function": "relu"}),
+    _generation("blenderbot", "Blenderbot", Weights(4, gain=2.5), {**BART, "decoder_start_token_id": BOS}),
+    _generation("blenderbot-small", "BlenderbotSmall", Weights(1, eos=3.0, gain=2.5),
+                {**BART, "decoder_start_token_id": BOS}),
+    _generation("led", "LED", Weights(1, embedding=0.5),
+                {**BART, "attention_window": 8, "max_encoder_position_embeddings": 512,
+                 "max_decoder_position_embeddings": 512}),
+    _generation("whisper", "Whisper", Weights(2, eos=3, gain=2.5, embedding=0.2),
+                {**BART, "num_mel_bins": 8, "max_source_positions": LONG, "max_target_positions": 64}, inputs="audio"),
     Family("gpt2", "GPT2LMHeadModel", Weights(4, eos=3, gain=2), GPT2),
     Family("opt", "OPTForCausalLM", Weights(5, gain=2), {**HIDDEN, "ffn_dim": 64, "word_embed_proj_dim": 32}),
     Family("gpt-neox", "GPTNeoXForCausalLM", Weights(2), HIDDEN),
-    Family(
-        "bloom", "BloomForCausalLM", Weights(3, gain=3, embedding=0.2), {"hidden_size": 32, "n_layer": 2, "n_head": 4}
-    ),
+    Family("bloom", "BloomForCausalLM", Weights(3, gain=3, embedding=0.2),
+           {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     Family("llama", "LlamaForCausalLM", Weights(0), LLAMA),
     Family("mistral-short-window", "MistralForCausalLM", Weights(5), {**LLAMA, "sliding_window": 40}),
     Family("mistral-long-window", "MistralForCausalLM", Weights(12, gain=2), {**LLAMA, "sliding_window": 400}),
     Family("qwen2", "Qwen2ForCausalLM", Weights(2), LLAMA),
     Family("qwen3", "Qwen3ForCausalLM", Weights(2, gain=2, embedding=0.5), LLAMA),
     Family("gemma", "GemmaForCausalLM", Weights(1), {**LLAMA, "num_key_value_heads": 1}),
-    Family(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        Weights(2),
-        {**LLAMA, "sliding_window": 40, "query_pre_attn_scalar": 8},
-    ),
+    Family("gemma2", "Gemma2ForCausalLM", Weights(2), {**LLAMA, "sliding_window": 40, "query_pre_attn_scalar": 8}),
     Family("phi", "PhiForCausalLM", Weights(6, eos=3, embedding=0.2), {**HIDDEN, "num_key_value_heads": 2}),
-    Family("mixtral", "MixtralForCausalLM", Weights(2), {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family(
-        "gpt-oss",
-        "GptOssForCausalLM",
-        Weights(1),
-        {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40},
-    ),
-]
+    Family("mixtral", "MixtralForCausalLM", Weights(2), {**LLAMA, **_EXPERTS}),
+    Family("gpt-oss", "GptOssForCausalLM", Weights(1), {**LLAMA, **_EXPERTS, "sliding_window": 40}),
+]  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
