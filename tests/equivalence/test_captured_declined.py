@@ -4,118 +4,117 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import fastgen
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart
-from tests.equivalence.captured import (
-    BEAMS,
-    GREEDY,
-    KNOWN,
-    NEW,
-    Counting,
-    build,
-    captures,
-    reasons,
-    to,
-    two,
-)
-from tests.equivalence.check import check, run
-from tests.equivalence.models import BY_NAME, Family
+from tests.equivalence.captured import BEAMS, GREEDY, KNOWN, NEW, Counting, build, captures, reasons, to, two
+from tests.equivalence.check import accelerated, check, run
+from tests.equivalence.models import BY_NAME, EOS, Family
 
-DECLINED = {
-    "output_attentions": {"return_dict_in_generate": True, "output_attentions": True, "output_scores": True},
-    "only a few tokens to generate": {"max_new_tokens": 4},
-    "a max_length that is no integer": {"num_beams": 1, "max_new_tokens": 20.5},
-    "low_memory": {"num_beams": 1, "low_memory": True},
+Inputs = dict[str, torch.Tensor]
+
+
+def _as_they_are(inputs: Inputs) -> None:
+    pass
+
+
+def _with_a_hole(inputs: Inputs) -> None:
+    inputs["attention_mask"][:, 0], inputs["attention_mask"][:, 1] = 1, 0
+
+
+def _with_a_masked_input(inputs: Inputs) -> None:
+    inputs["attention_mask"][1] = 0
+
+
+def _with_one_row_of_positions(inputs: Inputs) -> None:
+    """Which the model repeats: that of a batch is none of a step's buffers."""
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).to(inputs["input_ids"])[None] + 3
+
+
+class Ends(EosTokenCriteria):
+    """The library looks for the attribute, and pads what has ended then."""
+
+
+class Case(NamedTuple):
+    """A call whose steps are not captured: what is counted for it, and what makes it so."""
+
+    reason: str
+    name: str
+    options: dict[str, Any]
+    change: Callable[[Inputs], None] = _as_they_are
+
+
+EVERYTHING = {"return_dict_in_generate": True, "output_attentions": True, "output_scores": True}
+ENDS = StoppingCriteriaList([Ends(torch.tensor(11))])
+LONGER = StoppingCriteriaList([MaxLengthCriteria(35)])  # which takes the place of the library's
+POSITIONS = "the model's input position_ids is not one row for each sequence"
+DECLINED = [
+    Case("output_attentions", "t5", BEAMS | EVERYTHING),
+    Case("only a few tokens to generate", "t5", BEAMS | {"max_new_tokens": 4}),
+    Case("a max_length that is no integer", "t5", GREEDY | {"max_new_tokens": 20.5}),
+    Case("low_memory", "t5", GREEDY | {"low_memory": True}),
+    Case("the stopping criterion Ends", "gpt2", GREEDY | {"stopping_criteria": ENDS}),
+    Case("a criterion for a larger length than max_length", "bart", GREEDY | {"min_new_tokens": 40,
+                                                                              "stopping_criteria": LONGER}),
+    Case("a mask with holes", "gpt2", BEAMS, _with_a_hole),
+    Case("an input that is masked altogether", "bart", BEAMS, _with_a_masked_input),
+    Case("an input that is masked altogether", "llama", BEAMS, _with_a_masked_input),
+    Case(POSITIONS, "llama", GREEDY | {"min_new_tokens": 24}, _with_one_row_of_positions),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DECLINED, ids=lambda case: f"{case.reason}-{case.name}")
+def test_declined(case: Case, device: torch.device) -> None:
+    """The call goes on as if there were no captured step, and the reason is counted."""
+    model, inputs = build(BY_NAME[case.name], device)
+    case.change(inputs)
+    fastgen.enable(strict=True)  # no fallback: the call is accelerated
+    check(model, inputs, case.options)
+    assert reasons() == {case.reason: 1} and captures() == 0 and accelerated() == 1
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_positions_of_each_sequence_are_captured(options: dict[str, Any], device: torch.device) -> None:
+    model, inputs = build(BY_NAME["llama"], device)
+    _with_one_row_of_positions(inputs)
+    inputs["position_ids"] = inputs["position_ids"].expand_as(inputs["input_ids"])
+    check(model, inputs, options)
+    assert captures() == 1, reasons()
+
+
+# Beam search has this option no more; and where the padding is token 0, the loop wants the first of the end's tokens.
+REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    "low_memory": (ValueError, {"low_memory": True}),
+    "out of bounds": (IndexError, {"eos_token_id": [], "pad_token_id": 0}),
 }
 
 
-@pytest.mark.parametrize(("reason", "options"), DECLINED.items(), ids=DECLINED)
-def test_declined(reason: str, options: dict[str, Any], device: torch.device) -> None:
-    """The call goes on as if there were no captured step, and the reason is counted."""
-    model, inputs = build(BY_NAME["t5"], device)
-    fastgen.enable(strict=True)  # no fallback: the call is accelerated
-    check(model, inputs, {**BEAMS, **options})
-    assert reasons() == {reason: 1} and captures() == 0
-
-
-def test_an_option_of_beam_search_that_is_no_more(device: torch.device) -> None:
-    """The library refuses it in its loop, whether or not a step is captured."""
-    model, inputs = build(BY_NAME["bart"], device)
-    with pytest.raises(ValueError, match="low_memory"):
-        run(model, inputs, {**BEAMS, "low_memory": True})
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_the_librarys_loop_refuses(message: str, device: torch.device) -> None:
+    """Whether or not a step is captured."""
+    error, options = REFUSED[message]
+    with pytest.raises(error, match=message):
+        run(*build(BY_NAME["bart"], device), {**BEAMS, **options})
     assert captures() == 0
 
 
 def test_a_list_of_no_end_tokens(device: torch.device) -> None:
-    """Where the padding is token 0, the library's loop wants the first of them."""
-    model, inputs = build(BY_NAME["bart"], device)
-    with pytest.raises(IndexError, match="out of bounds"):
-        run(model, inputs, {**BEAMS, "eos_token_id": [], "pad_token_id": 0})
-    check(model, inputs, {**BEAMS, "eos_token_id": [], "pad_token_id": 1})
+    check(*build(BY_NAME["bart"], device), {**BEAMS, "eos_token_id": [], "pad_token_id": 1})
     assert captures() == 0
-
-
-def test_a_criterion_that_fills_up(device: torch.device) -> None:
-    """The library looks for the attribute, and pads what has ended then."""
-    model, inputs = build(BY_NAME["gpt2"], device)
-
-    class Ends(EosTokenCriteria):
-        pass
-
-    criteria = StoppingCriteriaList([Ends(torch.tensor(11, device=device))])
-    check(model, inputs, {**GREEDY, "stopping_criteria": criteria})
-    assert reasons() == {"the stopping criterion Ends": 1}
-
-
-def test_a_criterion_for_a_larger_length(device: torch.device) -> None:
-    """It takes the place of the library's."""
-    model, inputs = build(BY_NAME["bart"], device)
-    options = {**GREEDY, "min_new_tokens": 40, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(35)])}
-    found = check(model, inputs, options)
-    assert found.shape[1] == 35
-    assert reasons() == {"a criterion for a larger length than max_length": 1}
-
-
-def test_a_mask_with_holes(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    inputs["attention_mask"][:, 1] = 0
-    inputs["attention_mask"][:, 0] = 1
-    check(model, inputs, BEAMS)
-    assert reasons() == {"a mask with holes": 1}
-
-
-@two
-def test_an_input_that_is_masked_altogether(family: Family, device: torch.device) -> None:
-    model, inputs = build(family, device)
-    inputs["attention_mask"][1] = 0
-    check(model, inputs, BEAMS)
-    assert reasons() == {"an input that is masked altogether": 1}
 
 
 def test_a_model_that_counts_the_keys(device: torch.device) -> None:
     """GPT-Neo finds its local window by the number of keys, also in a call that ends before anything is captured."""
-    kind = transformers.GPTNeoConfig(
-        vocab_size=100, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-        window_size=8, max_position_embeddings=128, initializer_range=0.6, bos_token_id=1,
-        eos_token_id=list(range(100)),
-    )  # fmt: skip
-    model = transformers.GPTNeoForCausalLM(kind).eval().to(device)
-    ids = torch.randint(3, 99, (2, 20), device=device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    options = {**GREEDY, "min_new_tokens": 2, "pad_token_id": 0}
+    model, inputs = build(KNOWN["gpt-neo"], device)
+    options = {**GREEDY, "min_new_tokens": 2, "eos_token_id": list(range(EOS, 160)), "pad_token_id": 0}
     check(model, inputs, lambda: {**options, "logits_processor": LogitsProcessorList([Counting()])})
     assert reasons() == {"a model that the library does not run with a static cache": 1}
 
@@ -199,18 +198,6 @@ def test_samples_of_what_is_no_probability(device: torch.device) -> None:
     for beams in (1, 3):
         with pytest.raises(RuntimeError, match=message):
             run(model, inputs, {**NEW, "do_sample": True, "num_beams": beams})
-
-
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-def test_positions_for_all_sequences_together(options: dict[str, Any], device: torch.device) -> None:
-    """One row of them, which the model repeats: that of a batch is none of a step's buffers."""
-    model, inputs = build(BY_NAME["llama"], device)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    positions = torch.arange(inputs["input_ids"].shape[1], device=device)[None] + 3
-    check(model, {**inputs, "position_ids": positions}, {**GREEDY, "min_new_tokens": 24})
-    assert reasons() == {"the model's input position_ids is not one row for each sequence": 1} and not captures()
-    check(model, {**inputs, "position_ids": positions.expand(len(inputs["input_ids"]), -1)}, {**GREEDY, **options})
-    assert captures() == 1, reasons()
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
