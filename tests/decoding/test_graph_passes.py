@@ -20,11 +20,17 @@ OUT = torch.zeros(3, 5)
 SQUARE = torch.arange(25.0).view(5, 5)
 
 
-def left(function: Callable[[], Any]) -> list[str]:
-    """The names of the operators that are left of a function; replays do what calls do."""
+def names(function: Callable[[], Any]) -> list[str]:
+    """Of the operators that are left of a function."""
     with torch.inference_mode():
         recording, _ = record(function)
         found = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
+    return [name.removeprefix("aten::") for name in found]
+
+
+def left(function: Callable[[], Any]) -> list[str]:
+    """These names; and replays do what calls do."""
+    with torch.inference_mode():
         program = Program()
         program.capture(function)
     for _ in range(2):
@@ -36,7 +42,7 @@ def left(function: Callable[[], Any]) -> list[str]:
         OUT.zero_()
         function()
         torch.testing.assert_close((X, OUT), results, rtol=0, atol=0)
-    return [name.removeprefix("aten::") for name in found]
+    return names(function)
 
 
 def test_constants() -> None:
@@ -114,10 +120,7 @@ def test_random_numbers_are_drawn_though_nobody_reads_them() -> None:
         torch.zeros(3).uniform_()
         OUT.copy_(X)
 
-    with torch.inference_mode():
-        recording, _ = record(steps)
-    names = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
-    assert names == ["aten::rand", "aten::zeros", "aten::uniform_", "aten::copy_"]
+    assert names(steps) == ["rand", "zeros", "uniform_", "copy_"]
 
 
 def test_results_that_nobody_reads() -> None:
@@ -298,16 +301,14 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> tup
         out.copy_(result.transpose(1, 2).flatten(2))
 
     with torch.inference_mode():
-        recording, _ = record(steps)
-        names = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
-        program = Program()
+        found_names, program = names(steps), Program()
         program.capture(steps)
         for part in (query, keys, values):
             part.normal_()
         program.replay()
         found = out.clone()
         steps()
-    return names, float((found - out).abs().max())
+    return found_names, float((found - out).abs().max())
 
 
 def of_tokens() -> list[Tensor]:
@@ -318,14 +319,14 @@ def of_tokens() -> list[Tensor]:
 @pytest.mark.skipif(not packed_attention.is_available(), reason="there are no kernels with vectors in this process")
 def test_attention_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({}, {"scale": 0.5}):
-        names, difference = attended(*of_tokens(), **options)
-        assert names == ["fastgen::packed_attention", "aten::copy_"] and difference < 1e-6
-    torchs = "aten::_scaled_dot_product_flash_attention_for_cpu"
+        found, difference = attended(*of_tokens(), **options)
+        assert found == ["fastgen::packed_attention", "copy_"] and difference < 1e-6
+    torchs = "_scaled_dot_product_flash_attention_for_cpu"
     query, keys, values = of_tokens()
     for options in ({"attn_mask": torch.zeros(5, 5)}, {"is_causal": True}):
-        assert attended(query, keys, values, **options) == ([torchs, "aten::copy_"], 0.0)
+        assert attended(query, keys, values, **options) == ([torchs, "copy_"], 0.0)
     # Another number of keys, and texts that do not follow one another in memory.
-    assert attended(query, keys[:, :, :3], values[:, :, :3]) == ([torchs, "aten::copy_"], 0.0)
-    assert attended(query, *(torch.randn(2, 4, 7, 16)[:, :, :5] for _ in range(2))) == ([torchs, "aten::copy_"], 0.0)
+    assert attended(query, keys[:, :, :3], values[:, :, :3]) == ([torchs, "copy_"], 0.0)
+    assert attended(query, *(torch.randn(2, 4, 7, 16)[:, :, :5] for _ in range(2))) == ([torchs, "copy_"], 0.0)
     monkeypatch.setattr(packed_attention, "is_available", lambda: False)
-    assert attended(*of_tokens()) == ([torchs, "aten::copy_"], 0.0)
+    assert attended(*of_tokens()) == ([torchs, "copy_"], 0.0)

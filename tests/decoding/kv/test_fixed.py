@@ -33,6 +33,20 @@ class History:
         for row, history in enumerate(self.rows):
             history.append(torch.stack([keys[row], values[row]]))
 
+    def reorder(self, parents: list[int]) -> None:
+        self.rows = [list(self.rows[parent]) for parent in parents]
+
+    def keep(self, counts: list[int], of: int) -> None:
+        """Of the last positions, so many in each row."""
+        self.rows = [row[: len(row) - of + count] for row, count in zip(self.rows, counts, strict=True)]
+
+    def check(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, found: torch.Tensor) -> None:
+        """Each of the new positions has seen the ones before it, and itself."""
+        for at in range(query.shape[2]):
+            self.append(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+            wanted = self.attend(query[:, :, at : at + 1])
+            torch.testing.assert_close(found[:, :, at : at + 1], wanted, rtol=1e-5, atol=1e-5)
+
     def attend(self, query: torch.Tensor) -> torch.Tensor:
         results = []
         for row, history in enumerate(self.rows):
@@ -65,9 +79,26 @@ def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...
     return keys, values, *spans
 
 
-def step(kv: FixedKV, rows: int, device: torch.device):
-    keys, values = torch.randn(2, rows, KV_HEADS, 1, DIM, device=device)
-    query = torch.randn(rows, HEADS, 1, DIM, device=device)
+def begun(device: torch.device, inputs: int = BATCH, at_end: bool = True, **size: int | None):
+    """Buffers with a prompt in them, and the prompt."""
+    state, kv = make(device, **size)
+    given = prompt(device, inputs)
+    kv.load(*given, at_end=at_end)
+    state.begin()
+    return state, kv, given
+
+
+def go_on(state: StepState, kv: FixedKV, steps: int, keys: float = 1.0) -> None:
+    """Steps that store this number in all keys, and ones in all values."""
+    new = torch.ones(state.rows, KV_HEADS, state.width, DIM, device=kv.prefix[0].device)
+    for _ in range(steps):
+        kv.write(new * keys, new)
+        state.advance(None)
+
+
+def step(kv: FixedKV, rows: int, device: torch.device, width: int = 1):
+    keys, values = torch.randn(2, rows, KV_HEADS, width, DIM, device=device)
+    query = torch.randn(rows, HEADS, width, DIM, device=device)
     stored = kv.write(keys, values)
     return query, keys, values, F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
 
@@ -76,34 +107,25 @@ def step(kv: FixedKV, rows: int, device: torch.device):
 @pytest.mark.parametrize("inputs", [BATCH, 1])
 def test_rows_attend_to_their_own_history(device, at_end, inputs, each_backend):
     """Inputs may be fewer than the capacity; beams continue other beams at every step."""
-    state, kv = make(device)
-    given = prompt(device, inputs)
-    kv.load(*given, at_end=at_end)
-    state.begin()
+    state, kv, given = begun(device, inputs, at_end)
     history = History(inputs, *given[:2])
     rows = inputs * PER_INPUT
     for number in range(CAPACITY):
         query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
-        history.append(keys[:rows], values[:rows])
-        torch.testing.assert_close(found[:rows], history.attend(query[:rows]), rtol=1e-5, atol=1e-5)
+        history.check(*(part[:rows] for part in (query, keys, values, found)))
         parents = torch.arange(BATCH * PER_INPUT, device=device)
         if number % 2 == 0:
             parents[0 if number % 4 else 1] = parents[1 if number % 4 else 0]
         state.advance(parents)
-        history.rows = [list(history.rows[parent]) for parent in parents[:rows].tolist()]
+        history.reorder(parents[:rows].tolist())
 
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("inputs", [slice(None), slice(1, 2)])
 def test_nothing_of_the_last_call_is_left_in_the_buffers(device, width, inputs):
     """NaN that a call has stored would spoil the scores of positions that a mask leaves out."""
-    state, kv = make(device, capacity=CAPACITY + width - 1, width=width)
-    spoilt = torch.full((BATCH * PER_INPUT, KV_HEADS, width, DIM), torch.nan, device=device)
-    kv.load(*prompt(device), at_end=True)
-    state.begin()
-    for _ in range(4):
-        kv.write(spoilt, spoilt)
-        state.advance(None)
+    state, kv, _ = begun(device, capacity=CAPACITY + width - 1, width=width)
+    go_on(state, kv, 4, keys=torch.nan)
     kv.load(*(part[inputs] for part in prompt(device)), at_end=True, inputs=inputs)
     state.begin(inputs)
     for part in kv.suffix:
@@ -112,13 +134,8 @@ def test_nothing_of_the_last_call_is_left_in_the_buffers(device, width, inputs):
 
 def test_nothing_is_left_of_rows_that_went_back(device):
     """Nor by the call after a call that took them over in larger buffers."""
-    (small_state, small), (state, kv) = make(device), make(device, capacity=2 * CAPACITY)
-    new = torch.ones(BATCH * PER_INPUT, KV_HEADS, 1, DIM, device=device)
-    small.load(*prompt(device), at_end=True)
-    small_state.begin()
-    for _ in range(5):
-        small.write(new, new)
-        small_state.advance(None)
+    (small_state, small, _), (state, kv) = begun(device), make(device, capacity=2 * CAPACITY)
+    go_on(small_state, small, 5)
     small_state.keep_max_length()
     small_state.advance(None, -3)
     kv.insert(small, slice(None), slice(None))
@@ -134,19 +151,12 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
     """They may have been those of another call, which has got further than this one will. All of the prompt is there,
     also what is padding: the cache may be returned.
     """
-    (small_state, small), (state, kv) = make(device), make(device, capacity=2 * CAPACITY)
-    new = torch.ones(BATCH * PER_INPUT, KV_HEADS, 1, DIM, device=device)
-    kv.load(*prompt(device), at_end=True)
-    state.begin()
-    for _ in range(2 * CAPACITY):
-        kv.write(new * torch.nan, new)
-        state.advance(None)
+    (small_state, small), (state, kv, _) = make(device), begun(device, capacity=2 * CAPACITY)
+    go_on(state, kv, 2 * CAPACITY, keys=torch.nan)
     keys, values, starts, ends = prompt(device)
     small.load(keys, values, starts.clamp(min=1), ends, at_end=True)
     small_state.begin()
-    for _ in range(2):
-        small.write(new, new)
-        small_state.advance(None)
+    go_on(small_state, small, 2)
     kv.insert(small, slice(None), slice(None))
     state.insert(small_state, slice(None), slice(None))
     for part in kv.suffix:
@@ -157,10 +167,7 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
 @pytest.mark.parametrize("spelled_out", [False, True])
 def test_a_step_of_two_positions(device, spelled_out):
     """The first sees what was there and itself, and stays. The second sees that one too, and is gone afterwards."""
-    state, kv = make(device, capacity=CAPACITY + 1, width=2)
-    given = prompt(device)
-    kv.load(*given, at_end=True)
-    state.begin()
+    state, kv, given = begun(device, capacity=CAPACITY + 1, width=2)
     history = History(BATCH, *given[:2])
     for number in range(CAPACITY):
         keys, values = torch.randn(2, BATCH * PER_INPUT, KV_HEADS, 2, DIM, device=device)
@@ -173,22 +180,17 @@ def test_a_step_of_two_positions(device, spelled_out):
             found = scores.softmax(dim=-1) @ full_values.reshape(shape)
         else:
             found = F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
-        for position in range(2):
-            history.append(keys[:, :, position : position + 1], values[:, :, position : position + 1])
-            wanted = history.attend(query[:, :, position : position + 1])
-            torch.testing.assert_close(found[:, :, position : position + 1], wanted, rtol=1e-5, atol=1e-5)
-        history.rows = [row[:-1] for row in history.rows]
-        parents = torch.tensor([1, 1, 2, 2, 5, 4] if number % 2 else [0, 0, 3, 2, 4, 4], device=device)
-        state.advance(parents)
-        history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
+        history.check(query, keys, values, found)
+        history.keep([1] * BATCH * PER_INPUT, of=2)
+        parents = [1, 1, 2, 2, 5, 4] if number % 2 else [0, 0, 3, 2, 4, 4]
+        state.advance(torch.tensor(parents, device=device))
+        history.reorder(parents)
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
 def test_a_mask_that_is_added(device, lowest):
     """It is always read: the model may have learned what says nothing now."""
-    state, kv = make(device, width=2)
-    kv.load(*prompt(device), at_end=False)
-    state.begin()
+    _, kv, _ = begun(device, at_end=False, width=2)
     seen = kv._counts().unsqueeze(1)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, lowest)
     kv.host_may_wait = True
@@ -199,10 +201,7 @@ def test_a_mask_that_is_added(device, lowest):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [1, 3, 6, 20])
 def test_a_sliding_window(device, window, each_backend):
-    state, kv = make(device, window=window)
-    given = prompt(device)
-    kv.load(*given, at_end=True)
-    state.begin()
+    state, kv, given = begun(device, window=window)
     history = History(BATCH, *given[:2])
     for number in range(CAPACITY):
         query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
@@ -226,8 +225,8 @@ def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
     """It sees what it would have seen alone, and so do the others."""
     size = {"capacity": CAPACITY + width - 1, "width": width, "window": window}
     (state, kv), (later, alone) = make(device, **size), make(device, **size)
-    rows, begun = BATCH * PER_INPUT, slice(PER_INPUT, 2 * PER_INPUT)
-    others = [row for row in range(rows) if not begun.start <= row < begun.stop]
+    rows, new_rows = BATCH * PER_INPUT, slice(PER_INPUT, 2 * PER_INPUT)
+    others = [row for row in range(rows) if not new_rows.start <= row < new_rows.stop]
     state_of_others, kv_of_others = make(device, **size)
     given = prompt(device)
     for each, part in ((state, kv), (state_of_others, kv_of_others)):
@@ -259,7 +258,7 @@ def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
         torch.testing.assert_close(found[others], attend(kv_of_others, query, stored)[others], rtol=1e-5, atol=1e-6)
         parents = torch.tensor([1, 1, 3, 2, 4, 4], device=device)
         if number >= 2:
-            torch.testing.assert_close(found[begun], attend(alone, query, stored)[begun], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found[new_rows], attend(alone, query, stored)[new_rows], rtol=1e-5, atol=1e-6)
             later.advance(parents)
         state.advance(parents)
         state_of_others.advance(parents)
@@ -267,66 +266,45 @@ def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
 
 def test_rows_that_keep_different_numbers_of_positions(device, each_backend):
     """As when a row takes some of the tokens that were drafted for it; one that keeps none writes over them."""
-    state, kv = make(device, capacity=12, width=3)
-    given = prompt(device)
-    kv.load(*given, at_end=True)
-    state.begin()
+    state, kv, given = begun(device, capacity=12, width=3)
     history = History(BATCH, *given[:2])
     rows, draw = BATCH * PER_INPUT, random.Random(5)
     for _ in range(4):
-        keys, values = torch.randn(2, rows, KV_HEADS, 3, DIM, device=device)
-        query = torch.randn(rows, HEADS, 3, DIM, device=device)
-        found = F.scaled_dot_product_attention(query, *kv.write(keys, values), enable_gqa=True)
+        history.check(*step(kv, rows, device, width=3))
         kept = [draw.randrange(4) for _ in range(rows)]
-        for position in range(3):
-            history.append(keys[:, :, position : position + 1], values[:, :, position : position + 1])
-            wanted = history.attend(query[:, :, position : position + 1])
-            torch.testing.assert_close(found[:, :, position : position + 1], wanted, rtol=1e-5, atol=1e-5)
-        history.rows = [row[: len(row) - 3 + count] for row, count in zip(history.rows, kept, strict=True)]
+        history.keep(kept, of=3)
         state.advance(None, torch.tensor(kept, device=device))
 
 
 @pytest.mark.parametrize("capacity", [CAPACITY, 2 * CAPACITY])
 def test_taking_over_some_inputs(device, capacity):
     """Their rows have changed places before, and are as long as each other, but not as those of other inputs."""
-    large, many = make(device)
-    small, few = make(device, batch=2, capacity=capacity)
-    given = prompt(device)
-    many.load(*given, at_end=True)
-    large.begin()
-    few.load(*prompt(device, 2), at_end=True)  # of another call, which has got further
-    small.begin()
+    large, many, given = begun(device)
+    small, few, _ = begun(device, 2, batch=2, capacity=capacity)  # of another call, which has got further
     for _ in range(5):
         step(few, 2 * PER_INPUT, device)
         small.advance(None)
     history, inputs = History(BATCH, *given[:2]), torch.tensor([0, 2], device=device)
-    rows = torch.tensor([0, 1, 4, 5], device=device)
     for parents, counts in (([1, 1, 2, 2, 5, 4], [1, 1, 0, 0, 1, 1]), ([0, 0, 2, 3, 4, 4], [1, 1, 1, 1, 0, 0])):
         _, keys, values, _ = step(many, BATCH * PER_INPUT, device)
         history.append(keys, values)
-        history.rows = [row[: len(row) - 1 + count] for row, count in zip(history.rows, counts, strict=True)]
+        history.keep(counts, of=1)
         large.advance(torch.tensor(parents, device=device), torch.tensor(counts, device=device))
-        history.rows = [list(history.rows[parent]) for parent in parents]
+        history.reorder(parents)
     few.insert(many, inputs, slice(None))
     small.insert(large, inputs, slice(None))
-    history.rows = [history.rows[row] for row in rows.tolist()]
+    history.reorder([0, 1, 4, 5])
     for _ in range(3):
-        query, keys, values, found = step(few, 2 * PER_INPUT, device)
-        history.append(keys, values)
-        torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
-        parents = torch.tensor([1, 0, 3, 3], device=device)
-        small.advance(parents)
-        history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
+        history.check(*step(few, 2 * PER_INPUT, device))
+        small.advance(torch.tensor([1, 0, 3, 3], device=device))
+        history.reorder([1, 0, 3, 3])
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("says_more", [False, True])
 def test_masks(device, says_more, each_backend):
     """One that says what the lengths say is not read after the first look; another one always is."""
-    state, kv = make(device)
-    given = prompt(device)
-    kv.load(*given, at_end=True)
-    state.begin()
+    _, kv, _ = begun(device)
     first = PREFIX_CAPACITY - PREFIX
     query, *_ = step(kv, BATCH * PER_INPUT, device)
     mask = torch.zeros(BATCH, PREFIX_CAPACITY + CAPACITY, dtype=torch.bool, device=device)

@@ -21,33 +21,22 @@ def test_a_suffix_is_not_copied_within_its_capacity():
     assert len(before) == 1
 
 
-def test_what_a_reorder_has_gathered_is_not_forgotten():
-    layer, beams = GrowingKV(4), Beams(1, 2)
-    layer.extend(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
-    layer.expand(beams)
+@torch.no_grad()
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_a_reorder_has_gathered_is_not_forgotten(moves, monkeypatch):
+    """Nor where a short prefix moves in front of it, when something else than the operator needs the suffix."""
+    monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0 if moves else 2**40)
+    layer = GrowingKV(4)
+    layer.extend(*torch.randn(2, 1, 1, 3, 2))
+    layer.expand(Beams(1, 2))
     with pytest.raises(ValueError, match="1 positions cannot be forgotten"):
         layer.crop(1)
-    layer.extend(torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2))
+    keys, _ = layer.extend(*torch.randn(2, 2, 1, 2, 2))
+    assert isinstance(keys, KVView) is moves
     layer.reorder(torch.tensor([1, 0]))
-    layer.extend(torch.randn(2, 1, 1, 2), torch.randn(2, 1, 1, 2))
-    with pytest.raises(ValueError, match="2 positions cannot be forgotten"):
-        layer.crop(2)
-    layer.crop(1)
-    assert layer.length == 5
-
-
-def test_what_a_reorder_has_gathered_stays_when_the_prefix_moves_in_front_of_it(monkeypatch):
-    """A short prefix becomes a part of the suffix when something else than the operator needs that row by row."""
-    monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
-    layer = GrowingKV(4)
-    with torch.no_grad():
-        layer.extend(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
-        layer.expand(Beams(1, 2))
-        keys, _ = layer.extend(torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2))
-        assert isinstance(keys, KVView)
-        layer.reorder(torch.tensor([1, 0]))
+    if moves:
         layer.materialize_suffix()
-        layer.extend(torch.randn(2, 1, 1, 2), torch.randn(2, 1, 1, 2))
+    layer.extend(*torch.randn(2, 2, 1, 1, 2))
     with pytest.raises(ValueError, match="2 positions cannot be forgotten"):
         layer.crop(2)
     layer.crop(1)
