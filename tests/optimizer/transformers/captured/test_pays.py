@@ -34,36 +34,32 @@ def measured(recording: float = 1.0, eager: float = 0.1, replayed: float = 0.05)
     return ledger
 
 
-def test_a_call_that_is_certain_to_repay_it_records_at_once() -> None:
-    assert Ledger().starts_at(KEY, certain=STEPS, most=STEPS) == 0
-    assert Ledger().starts_at(KEY, certain=STEPS - 1, most=STEPS - 1) is None
-
-
-def test_what_was_measured_counts() -> None:
-    """A recording of a second is repaid by 20 steps of which each saves 50 ms. It was 60 ms in one call."""
-    assert measured(replayed=0.04).starts_at(KEY, certain=20, most=20) == 0
-    assert measured(replayed=0.04).starts_at(KEY, certain=19, most=19) is None
-    assert measured(recording=0.001).starts_at(KEY, certain=LEAST_STEPS, most=LEAST_STEPS) == 0
-    assert measured(recording=0.001).starts_at(KEY, certain=LEAST_STEPS - 1, most=LEAST_STEPS - 1) is None
-
-
-@pytest.mark.parametrize("replayed", [0.1, 0.3])
-def test_a_step_that_was_not_faster_is_recorded_in_longer_calls(replayed: float) -> None:
-    """The measurement may have been disturbed, so it counts half: 20 ms a step are saved. Another one may be better."""
-    assert measured(replayed=replayed).starts_at(FOUR, certain=50, most=50) == 0
-    assert measured(replayed=replayed).starts_at(FOUR, certain=49, most=49) is None
-
-
-def test_that_a_step_was_not_faster_with_several_numbers_of_rows_counts_more() -> None:
-    ledger = measured(replayed=0.1)
+def of_several(replayed: float) -> Ledger:
+    """Measured with one, two and four inputs."""
+    ledger = measured(replayed=replayed)
     ledger.eager |= {2: 0.1, 4: 0.1}
-    ledger.replayed |= {2: 0.1, 4: 0.1}
-    assert ledger.starts_at(FOUR, certain=100, most=100) == 0
-    assert ledger.starts_at(FOUR, certain=99, most=99) is None
+    ledger.replayed |= {2: replayed, 4: replayed}
+    return ledger
 
 
-def test_no_measurement_keeps_long_calls_from_recording() -> None:
-    assert measured(recording=1000.0).starts_at(KEY, certain=MOST_STEPS, most=MOST_STEPS) == 0
+# What is known, and from how many tokens that are certain to come a call records at once.
+AT_ONCE: dict[str, tuple[Ledger, Key, int]] = {
+    "nothing is known": (Ledger(), KEY, STEPS),
+    "a second is repaid by steps that save 50 ms each, it was 60 in one call": (measured(replayed=0.04), KEY, 20),
+    "a recording that takes no time": (measured(recording=0.001), KEY, LEAST_STEPS),
+    # The measurement may have been disturbed, so it counts half: 20 ms a step are saved. Another one may be better.
+    "a step that was not faster": (measured(replayed=0.1), FOUR, 50),
+    "a step that was slower": (measured(replayed=0.3), FOUR, 50),
+    "no step was faster, with several numbers of rows": (of_several(replayed=0.1), FOUR, 100),
+    "no measurement keeps long calls from recording": (measured(recording=1000.0), KEY, MOST_STEPS),
+}
+
+
+@pytest.mark.parametrize("what", AT_ONCE)
+def test_a_call_that_is_certain_to_repay_it_records_at_once(what: str) -> None:
+    ledger, key, certain = AT_ONCE[what]
+    assert ledger.starts_at(key, certain=certain, most=certain) == 0
+    assert ledger.starts_at(key, certain=certain - 1, most=certain - 1) is None
 
 
 def test_a_call_that_may_end_first_shows_that_it_goes_on() -> None:

@@ -40,6 +40,10 @@ class Call(NamedTuple):
     def rows(self) -> int:
         return self.inputs * self.beams
 
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.prompt, self.limit)
+
     def tokens(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(0, 5, (self.rows, self.limit), generator=generator)
@@ -76,17 +80,8 @@ PROCESSORS: dict[str, Callable[[Call], Any]] = {
     ),
     "no_bad_words": lambda call: library.NoBadWordsLogitsProcessor([[2]], torch.tensor([2])),
     "sequence_bias": lambda call: library.SequenceBiasLogitsProcessor(
-        {
-            (7,): -1.3,
-            (0, 1, 2): 0.1,
-            (1, 2): 0.7,
-            (3, 1, 2): 1e8,
-            (1, 1, 2): -1e8,
-            (2, 2): 0.7,
-            (1, 2, 2): 3.3,
-            (4, 4, 4, 4): -math.inf,
-            (2,): 0.2,
-        }
+        {(7,): -1.3, (0, 1, 2): 0.1, (1, 2): 0.7, (3, 1, 2): 1e8, (1, 1, 2): -1e8, (2, 2): 0.7, (1, 2, 2): 3.3,
+         (4, 4, 4, 4): -math.inf, (2,): 0.2}
     ),
     "one_bias": lambda call: library.SequenceBiasLogitsProcessor([[[3, 4], 2.5]]),
     "temperature": lambda call: library.TemperatureLogitsWarper(0.7),
@@ -98,7 +93,7 @@ PROCESSORS: dict[str, Callable[[Call], Any]] = {
     "epsilon": lambda call: library.EpsilonLogitsWarper(0.05, min_tokens_to_keep=2),
     "inf_nan": lambda call: library.InfNanRemoveLogitsProcessor(),
     "normalise": lambda call: library.LogitNormalization(),
-}
+}  # fmt: skip
 try:
     library.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([0]))
 except ValueError:
@@ -174,8 +169,9 @@ def _scores(rows: int, seed: int) -> Tensor:
 
 
 def _expected(processor: Any, call: Call, length: int, scores: Tensor) -> Tensor:
+    """The library's result for the first rows of a call, which there are scores of."""
     with fastgen.disabled():
-        return processor(call.tokens()[:, :length], scores.clone())
+        return processor(call.tokens()[: len(scores), :length], scores.clone())
 
 
 def _check_every_length(made: Any, processor: Any, call: Call, step: Step) -> None:
@@ -192,7 +188,7 @@ def _check_every_length(made: Any, processor: Any, call: Call, step: Step) -> No
 def test_every_length(name: str) -> None:
     for call in CALLS:
         processor = PROCESSORS[name](call)
-        made = captured(processor, _bucket(call), Lengths(call.prompt, call.limit))
+        made = captured(processor, _bucket(call), call.lengths)
         _check_every_length(made, processor, call, Step(call.rows))
 
 
@@ -200,12 +196,12 @@ def test_every_length(name: str) -> None:
 def test_a_graph_serves_other_calls(name: str) -> None:
     """Other lengths of prompt and output, another filling, other tokens of the encoder: the same signature."""
     first = PROCESSORS[name](FIRST)
-    made = captured(first, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
+    made = captured(first, _bucket(), FIRST.lengths)
     step = Step(FIRST.rows)
     _check_every_length(made, first, FIRST, step)
-    frozen = signature(first, Lengths(FIRST.prompt, FIRST.limit))
+    frozen = signature(first, FIRST.lengths)
     for call in (*ALIKE, FIRST):
-        other, lengths = PROCESSORS[name](call), Lengths(call.prompt, call.limit)
+        other, lengths = PROCESSORS[name](call), call.lengths
         assert frozen is not None and frozen == signature(other, lengths)
         hash(frozen)
         assert refresh(made, other, lengths)
@@ -216,7 +212,7 @@ def test_a_graph_serves_other_calls(name: str) -> None:
 def test_nothing_waits(name: str) -> None:
     """A recording refuses what a GPU could not capture."""
     call = Call(start=5)
-    made = captured(PROCESSORS[name](call), _bucket(call), Lengths(call.prompt, call.limit))
+    made = captured(PROCESSORS[name](call), _bucket(call), call.lengths)
     step, scores = Step(call.rows).set(call, 6), _scores(call.rows, seed=1)
     record(capturable(lambda: made(scores, step)))
 
@@ -225,7 +221,7 @@ def test_nothing_waits(name: str) -> None:
 def test_constants_are_on_the_device(name: str) -> None:
     """On a device without values, where whatever needs one raises, and so do operands from elsewhere."""
     call, meta = Call(start=5), torch.device("meta")
-    made = captured(PROCESSORS[name](call), _bucket(call)._replace(device=meta), Lengths(call.prompt, call.limit))
+    made = captured(PROCESSORS[name](call), _bucket(call)._replace(device=meta), call.lengths)
     step = StepTokens(*(tensor.to(meta) for tensor in Step(call.rows).set(call, 6)))
     result = made(_scores(call.rows, seed=1).to(meta), step)
     assert result.device == meta and result.shape == (call.rows, VOCABULARY)
@@ -238,20 +234,15 @@ def test_a_bucket_has_rows_that_no_input_has() -> None:
         if name not in PROCESSORS:
             continue
         processor = PROCESSORS[name](call)
-        made = captured(processor, Bucket(CPU, bucket, per_input, VOCABULARY), Lengths(call.prompt, call.limit))
+        made = captured(processor, Bucket(CPU, bucket, per_input, VOCABULARY), call.lengths)
         step = Step(bucket * per_input)
         wide = call._replace(inputs=bucket)
         for length in range(call.prompt, call.limit):
             scores = _scores(bucket * per_input, seed=length)
             step.set(wide, length)
-            expected = _expected_rows(processor, wide, length, scores[: call.rows])
+            expected = _expected(processor, wide, length, scores[: call.rows])
             result = made(scores.clone(), step.tensors)
             torch.testing.assert_close(result[: call.rows], expected, rtol=0, atol=0, equal_nan=True)
-
-
-def _expected_rows(processor: Any, call: Call, length: int, scores: Tensor) -> Tensor:
-    with fastgen.disabled():
-        return processor(call.tokens()[: len(scores), :length], scores.clone())
 
 
 # Of each kind whose numbers are those of each input in slots, some that differ in nothing else.
@@ -272,7 +263,7 @@ OF_EACH_INPUT: dict[str, Callable[[Call], list[Any]]] = {
 def test_each_input_has_numbers_of_its_own(name: str) -> None:
     """Where they come and go: also behind a move to another place, and in a step for more inputs."""
     call = Call(inputs=3, beams=2)
-    lengths, given = Lengths(call.prompt, call.limit), OF_EACH_INPUT[name](call)
+    lengths, given = call.lengths, OF_EACH_INPUT[name](call)
     made = captured(given[2], Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
     assert len({signature(each, lengths) for each in given}) == 1
     one, larger = made.of_batch(1), made.of_batch(5)
@@ -301,7 +292,7 @@ def test_each_input_has_numbers_of_its_own(name: str) -> None:
 def test_neutral_numbers_change_no_bit(name: str) -> None:
     """Of one input; those beside it get what their own numbers say."""
     call = Call(inputs=3, beams=2)
-    lengths = Lengths(call.prompt, call.limit)
+    lengths = call.lengths
     processor = PROCESSORS[name](call) if name in PROCESSORS else OF_EACH_INPUT[name](call)[0]
     made = captured(processor, Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
     nothing = known(processor, lengths).neutral
@@ -320,7 +311,7 @@ def test_neutral_numbers_change_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["suppress", "no_repeat_2", "bad_words", "inf_nan", "normalise", "typical"])
 def test_some_are_never_neutral(name: str) -> None:
-    assert known(PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)).neutral is None
+    assert known(PROCESSORS[name](FIRST), FIRST.lengths).neutral is None
 
 
 def test_ranks_are_in_the_librarys_order() -> None:
@@ -346,14 +337,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     call = FIRST
     make = PROCESSORS["encoder_no_repeat_2"]
     processor = make(call)
-    made = captured(processor, _bucket(call), Lengths(call.prompt, call.limit))
-    assert not refresh(made, make(call._replace(inputs=call.inputs + 1)), Lengths(call.prompt, call.limit))
+    made = captured(processor, _bucket(call), call.lengths)
+    assert not refresh(made, make(call._replace(inputs=call.inputs + 1)), call.lengths)
     _check_every_length(made, processor, call, Step(call.rows))
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "repetition", "no_repeat_2"])
 def test_one_whose_code_was_exchanged_is_the_librarys_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor, lengths = PROCESSORS[name](FIRST), Lengths(FIRST.prompt, FIRST.limit)
+    processor, lengths = PROCESSORS[name](FIRST), FIRST.lengths
     assert signed(processor, lengths) is not None and len(with_temperature([processor])) == 1 + (name != "temperature")
     monkeypatch.setattr(type(processor), "__call__", lambda self, tokens, scores: scores)
     assert signed(processor, lengths) is None
@@ -363,7 +354,7 @@ def test_one_whose_code_was_exchanged_is_the_librarys_no_more(name: str, monkeyp
 
 def test_more_than_any_vocabulary_is_kept() -> None:
     processor, scores = library.TopKLogitsWarper(2**70), _scores(FIRST.rows, seed=1)
-    made = captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
+    made = captured(processor, _bucket(), FIRST.lengths)
     assert torch.equal(made(scores.clone(), Step(FIRST.rows).set(FIRST, 5)), scores)
 
 
@@ -455,7 +446,7 @@ def test_a_penalty_for_other_rows_is_for_the_library_to_refuse() -> None:
 
 def test_processors_of_one_signature_differ_in_their_data() -> None:
     """What is captured of one does what another one does once it has that one's data."""
-    lengths = Lengths(FIRST.prompt, FIRST.limit)
+    lengths = FIRST.lengths
     alike: dict[Any, list[Any]] = {}
     for make in PROCESSORS.values():
         processor = make(FIRST)
@@ -480,20 +471,17 @@ def test_what_follows_the_lengths_of_a_call_is_data() -> None:
 
 @pytest.mark.parametrize(
     "processor",
-    [
-        library.ForcedBOSTokenLogitsProcessor(VOCABULARY),
-        library.ForcedEOSTokenLogitsProcessor(12, [2, VOCABULARY]),
-    ],
+    [library.ForcedBOSTokenLogitsProcessor(VOCABULARY), library.ForcedEOSTokenLogitsProcessor(12, [2, VOCABULARY])],
     ids=lambda processor: type(processor).__name__,
 )
 def test_tokens_outside_the_vocabulary_are_for_the_library_to_refuse(processor: Any) -> None:
     with pytest.raises(CannotBeCaptured, match="does not fit"):
-        captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
-    assert captured(processor, _bucket()._replace(vocabulary=VOCABULARY + 1), Lengths(FIRST.prompt, FIRST.limit))
+        captured(processor, _bucket(), FIRST.lengths)
+    assert captured(processor, _bucket()._replace(vocabulary=VOCABULARY + 1), FIRST.lengths)
 
 
 def test_a_bias_outside_the_vocabulary() -> None:
     processor = library.SequenceBiasLogitsProcessor([[[VOCABULARY, 1], 1.0]])
-    made = captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
+    made = captured(processor, _bucket(), FIRST.lengths)
     with pytest.raises((IndexError, ValueError), match=f"token {VOCABULARY}"):
         made(_scores(FIRST.rows, seed=1), Step(FIRST.rows).set(FIRST, 3))
