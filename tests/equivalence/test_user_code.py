@@ -38,15 +38,7 @@ from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
 from tests.equivalence.models import EOS, VOCABULARY
-from tests.equivalence.user_code import (
-    AT,
-    BART,
-    LLAMA,
-    MyError,
-    Raises,
-    assert_passed_on,
-    loop_of,
-)
+from tests.equivalence.user_code import AT, BART, LLAMA, MyError, Raises, assert_passed_on, loop_of
 
 loops = pytest.mark.parametrize("loop", ["library", "captured"])
 named = {"ids": lambda name: name.replace(" ", "-")}
@@ -83,6 +75,21 @@ class Processor(Raises, LogitsProcessor):
 class Criterion(Raises, StoppingCriteria):
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         return self.hit(torch.zeros(input_ids.shape[0], dtype=torch.bool))
+
+
+class Pretends(Processor):
+    """It says that it is the library's."""
+
+    __module__ = "transformers.generation.logits_process"
+
+
+class Asked(Criterion):
+    """An attribute that is looked at may be code."""
+
+    @property
+    def eos_token_id(self) -> int:
+        self.calls = AT - 1
+        return self.hit(EOS)
 
 
 class EndsBadly(Raises, BaseStreamer):
@@ -152,6 +159,8 @@ OBJECTS: dict[str, tuple[type[Raises], Callable[[Any], dict[str, Any]]]] = {
     "processor of a list": (Processor, lambda mine: {**BEAM, "logits_processor": LogitsProcessorList([mine])}),
     "processor of a list of the user's": (Processor, lambda mine: {**BEAM, "logits_processor": Processors([mine])}),
     "processor of a tuple": (Processor, lambda mine: {**SAMPLE, "logits_processor": (mine,)}),
+    "processor that says it is the library's": (Pretends, lambda mine: {**BEAM, "logits_processor": [mine]}),
+    "property of a criterion": (Asked, lambda mine: {**SAMPLE, "stopping_criteria": [mine]}),
     "list that cannot be iterated": (Raises, _fails_to_iterate),
     "processor of a config": (Processor, _config),
     "criterion of a list": (Criterion, lambda mine: {**BEAM, "stopping_criteria": StoppingCriteriaList([mine])}),
@@ -169,30 +178,6 @@ def test_objects(name: str, loop: str) -> None:
     mine = kind(MyError("mine"))
     with loop_of(loop):
         assert_passed_on(BART, make(mine), mine)
-
-
-def test_a_class_that_says_that_it_is_the_librarys() -> None:
-    class Pretends(Raises, LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            return self.hit(scores)
-
-    Pretends.__module__ = "transformers.generation.logits_process"
-    mine = Pretends(MyError("mine"))
-    assert_passed_on(BART, {**BEAM, "logits_processor": [mine]}, mine)
-
-
-def test_property_of_a_criterion() -> None:
-    """An attribute that is looked at may be code."""
-
-    class Asked(Criterion):
-        @property
-        def eos_token_id(self) -> int:
-            self.calls = AT - 1
-            return self.hit(EOS)
-
-    mine = Asked(MyError("mine"))
-    with loop_of("captured"):
-        assert_passed_on(LLAMA, {**SAMPLE, "stopping_criteria": [mine]}, mine)
 
 
 def test_error_that_became_another() -> None:
