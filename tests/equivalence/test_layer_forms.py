@@ -1,4 +1,4 @@
-"""Forms of layers inside `generate`: they are used, they follow the weights, and nothing stays on the model."""
+"""FastGen's kernels for layers inside `generate`: they are used, tokens are the library's, and nothing stays."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 import fastgen
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.layer_forms import FloatLinear
+from fastgen.ops import elementwise
 from fastgen.ops.linear import choose, kernels
 from tests.equivalence.cases import BEAM
-from tests.equivalence.check import assert_same, check, run
+from tests.equivalence.check import accelerated, assert_same, check, run
 from tests.equivalence.options import every
 from tests.equivalence.others import made
 from tests.equivalence.test_failures import break_
 from tests.noting import noted
+from tests.ops.instructions import has_tiles
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
@@ -81,3 +83,39 @@ def test_a_failed_call_and_a_declined_one_run_on_the_original(
     assert prompt and installed(model) == 0
     run(model, inputs, {**BEAM, "use_cache": False})
     assert len(products) == prompt and installed(model) == 0
+
+
+@pytest.mark.skipif(not elementwise.is_available(), reason="the extension was not built")
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("length", "calls"), [(100, 2), (5, 0)])
+def test_gelu_of_a_long_prompt(beams: int, length: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one runs in FastGen's kernel, once in each layer."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=2, n_inner=256, bos_token_id=1, eos_token_id=2)
+    model, ids = GPT2LMHeadModel(config).eval(), torch.randint(1, 100, (2, length))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    sizes = noted(monkeypatch, elementwise, "bound", lambda found: [each.out.numel() for each in found])
+    options = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
+    check(model, {"input_ids": ids, "attention_mask": mask}, options)
+    assert sum(size > 2**15 for each in sizes for size in each) == calls
+
+
+@pytest.mark.skipif(not has_tiles(), reason="this processor has no AMX tiles")
+@pytest.mark.parametrize("options", [BEAM, {"num_beams": 1, "max_new_tokens": 16}], ids=["beams", "greedy"])
+@pytest.mark.parametrize("name", ["bart", "t5", "llama", "opt"])
+def test_products_in_three_parts_of_bfloat16(
+    name: str, options: dict[str, Any], strict: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On AMX tiles: everywhere, prefill and steps of many rows included."""
+    used, chosen = list[bool](), choose.kernel_for
+
+    def kernel_for(*given: Any) -> Any:
+        kernel = chosen(*given)
+        used.append(kernel is not None and kernel.name == "bf16x3")
+        return kernel
+
+    monkeypatch.setattr(choose, "kernel_for", kernel_for)
+    for _ in range(2):
+        check(*made(name), options)
+    assert any(used) and accelerated() == 2
