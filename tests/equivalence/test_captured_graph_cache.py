@@ -16,13 +16,7 @@ from fastgen import caches
 from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from tests.equivalence.captured import (
-    BEAMS,
-    GREEDY,
-    build,
-    captures,
-    reasons,
-)
+from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
 from tests.equivalence.check import assert_same, check, in_threads, run
 from tests.equivalence.models import BY_NAME
 

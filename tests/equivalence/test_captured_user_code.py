@@ -8,23 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from tests.equivalence.captured import (
-    BEAMS,
-    GREEDY,
-    Counting,
-    build,
-    captures,
-    reasons,
-    two,
-)
+from tests.equivalence.captured import BEAMS, GREEDY, Counting, build, captures, reasons, two
 from tests.equivalence.check import check
 from tests.equivalence.models import BY_NAME, Family
 
@@ -64,16 +50,17 @@ def test_stop_strings(family: Family, device: torch.device, tokenizer: Any) -> N
 def test_threads_that_the_users_code_waits_for(device: torch.device) -> None:
     """A processor may leave a call of another model to a thread, and wait for it."""
     (model, inputs), (other, its_inputs) = (build(BY_NAME[name], device) for name in ("gpt2", "llama"))
-    threads: list[threading.Thread] = []
+    its_call, threads = {**its_inputs, **GREEDY, "max_new_tokens": 8}, list[threading.Thread]()
 
     class Waiting(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            work = threading.Thread(target=other.generate, kwargs={**its_inputs, **GREEDY}, daemon=True)
+            work = threading.Thread(target=other.generate, kwargs=its_call, daemon=True)
             work.start()
             work.join(timeout=60)
             assert not work.is_alive(), "it waits for the call that waits for it"
             threads.append(work)
             return scores
 
-    check(model, inputs, lambda: {**BEAMS, "logits_processor": LogitsProcessorList([Waiting()])})
+    few = {**BEAMS, "max_new_tokens": 12}
+    check(model, inputs, lambda: {**few, "logits_processor": LogitsProcessorList([Waiting()])})
     assert threads and captures() > len(threads) // 2

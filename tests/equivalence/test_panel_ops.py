@@ -16,15 +16,7 @@ from fastgen.decoding import lm_head
 from fastgen.decoding.weights import cache, formats
 from fastgen.ops import exact_cast
 from fastgen.optimizer.transformers.captured import graph_cache
-from tests.equivalence.captured import (
-    BEAMS,
-    GREEDY,
-    build,
-    captures,
-    reasons,
-    record_programs,
-    two,
-)
+from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons, record_programs, two
 from tests.equivalence.check import check, run
 
 pytestmark = pytest.mark.sampled(5)
