@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fastgen
+from fastgen import settings
 from fastgen.ops import packed_attention
 from fastgen.optimizer.transformers.encoders import programs
 from tests.equivalence.cases import BEAM, SAMPLE
@@ -46,10 +47,7 @@ def test_attention_that_stays_as_it_is(case: str, own_attention: list[tuple[int,
     given = padded([LONG - 1, LONG] if case == "padding" else [LONG] * 2)
     if case == "half precision":
         model = copy.deepcopy(model).bfloat16()
-    inside = {
-        "without FastGen": fastgen.disabled(),
-        "autocast": torch.autocast("cpu", torch.bfloat16),
-    }
+    inside = {"without FastGen": fastgen.disabled(), "autocast": torch.autocast("cpu", torch.bfloat16)}
     with inside.get(case, contextlib.nullcontext()):
         model.generate(**given, max_new_tokens=3)
     assert own_attention == []
@@ -67,14 +65,30 @@ def test_a_module_that_may_be_causal_keeps_its_attention(says: str, own_attentio
     assert own_attention == []
 
 
-@pytest.mark.parametrize("count, is_own", [(8, True), (2, False)])
 @pytest.mark.parametrize("name", ["Bert", "DistilBert", "Roberta"])
 def test_large_batches_of_an_encoder(
-    name: str, count: int, is_own: bool, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    name: str, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without padding, attention is FastGen's in each layer. Few positions are not worth looking at the layers."""
+    """Without padding, attention is FastGen's in each layer."""
     monkeypatch.setattr(programs, "MOST_TOKENS", 4 * LONGEST)
-    model, given = build(name), inputs([LONGEST] * count)
-    assert_close(*both(model, given))
+    model = build(name)
+    assert_close(*both(model, inputs([LONGEST] * 8)))
     heads, size = model.config.num_attention_heads, model.config.hidden_size
-    assert own_attention == [(heads, count * LONGEST, size // heads)] * (model.config.num_hidden_layers * is_own)
+    assert own_attention == [(heads, 8 * LONGEST, size // heads)] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("case", ["few positions", "torch's products", "half precision", "compiled", "gradients"])
+def test_an_encoder_that_stays_as_it_is(
+    case: str, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at the layers is not worth it, or FastGen has nothing for them."""
+    monkeypatch.setattr(programs, "MOST_TOKENS", 4 * LONGEST)
+    model = copy.deepcopy(build("Bert"))
+    if case == "half precision":
+        model.bfloat16()
+    elif case == "compiled":
+        model.compile(backend="eager")
+    changes = {"packed_weights": "never"} if case == "torch's products" else {}
+    with settings.changed(**changes), torch.set_grad_enabled(case == "gradients"):
+        model(**inputs([LONGEST] * (2 if case == "few positions" else 8)))
+    assert own_attention == []
