@@ -80,6 +80,13 @@ def in_floating_point(model: Any) -> Any:
     return plain
 
 
+def check(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> None:
+    """The original code runs the model in floating point."""
+    with fastgen.disabled():
+        expected = run(in_floating_point(model), inputs, options)
+    assert_same(expected.cpu(), run(model, inputs, options).cpu())
+
+
 @two
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize(("bits", "form"), [(4, "zeros"), (8, "middle")])
@@ -88,10 +95,7 @@ def test_layers_in_few_bits(
 ) -> None:
     model, inputs = build(family, device)
     make_low_bit(model, bits, form)
-    with fastgen.disabled():
-        expected = run(in_floating_point(model), inputs, options)
-        assert not rows
-    assert_same(expected, run(model, inputs, options))
+    check(model, inputs, options)
     assert captures() == 1 and replays, reasons()
     assert rows and min(rows) <= grouped_linear.MAX_ROWS
 
@@ -119,9 +123,7 @@ def test_more_rows_than_the_kernel_takes(
     monkeypatch.setattr(grouped_linear, "MAX_ROWS", 0)
     model, inputs = build(BY_NAME["llama"], device)
     make_low_bit(model, 4, "zeros")
-    with fastgen.disabled():
-        expected = run(in_floating_point(model), inputs, GREEDY)
-    assert_same(expected, run(model, inputs, GREEDY))
+    check(model, inputs, GREEDY)
     assert captures() == 1 and replays and rows
 
 
@@ -180,10 +182,7 @@ def test_with_the_kernels(device: torch.device, kernels: None, rows: list[int], 
     model, _ = build(BY_NAME["llama"], device)
     make_low_bit(model, 4, "zeros")
     few = to(device, BY_NAME["llama"].make_inputs(1, 3))  # the interpreter is slow
-    options = {**GREEDY, "max_new_tokens": 3}
-    with fastgen.disabled():
-        expected = run(in_floating_point(model), few, options)
-    assert_same(expected, run(model, few, options))
+    check(model, few, {**GREEDY, "max_new_tokens": 3})
     assert captures() == 1 and rows, reasons()
 
 
