@@ -45,6 +45,19 @@ def cache_with(model: Any, tokens: torch.Tensor, cache: Any = None) -> Any:
     return cache
 
 
+def chat(
+    model: Any, tokens: torch.Tensor, cache: Any, options: Callable[[int], dict[str, Any]], turns: int = 3
+) -> list[tuple[torch.Tensor, int]]:
+    """Tokens after each turn behind this cache, and how many positions are there then. A question is five tokens."""
+    question, found = tokens[:, :5], []
+    for turn in range(turns):
+        given = options(turn) | releases.with_cache(cache)
+        tokens = model.generate(tokens, attention_mask=torch.ones_like(tokens), **given)
+        found.append((tokens, cache.get_seq_length()))
+        tokens = torch.cat([tokens, question], dim=1)
+    return found
+
+
 def accelerated() -> int:
     """Calls that ran accelerated since the last `fastgen.reset_stats()`."""
     return fastgen.stats().get(ENTRY_POINT, {}).get("accelerated", 0)

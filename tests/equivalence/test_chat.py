@@ -19,7 +19,7 @@ from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import sizes
 from tests import near_ties
 from tests.equivalence.captured import captures, fail_at, reasons
-from tests.equivalence.check import accelerated, cache_with, fallbacks
+from tests.equivalence.check import accelerated, cache_with, chat, fallbacks
 from tests.equivalence.models import BY_NAME, EOS
 from tests.equivalence.user_code import Listens, MyError
 
@@ -246,23 +246,19 @@ def test_turns_of_a_chat(
     if way == "graphs" and "do_sample" in options:
         pytest.skip("other samples are drawn there")
 
+    turns = 1 if "num_beams" in options else 3
+
+    def of_turn(turn: int) -> dict[str, Any]:
+        given = {"streamer": transformers.TextStreamer(tokenizer)} if streams else {}
+        return {**NEW, "max_new_tokens": 10 + turn, "eos_token_id": None, **options, **given}
+
     def call() -> Any:
         torch.manual_seed(1)
-        cache, tokens, found = _cache(model), inputs["input_ids"], []
-        for turn in range(3):
-            given = {"streamer": transformers.TextStreamer(tokenizer)} if streams else {}
-            more = {**NEW, "max_new_tokens": 10 + turn, "eos_token_id": None, **options, **given}
-            tokens = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), **more, **releases.with_cache(cache)
-            )
-            found.append((tokens, cache.get_seq_length()))
-            if options.get("num_beams"):
-                return found, cache
-            tokens = torch.cat([tokens, inputs["input_ids"][:, :5]], dim=1)
-        return found, cache
+        cache = _cache(model)
+        return chat(model, inputs["input_ids"], cache, of_turn, turns), cache
 
     near_ties.check(call)
-    assert accelerated() == captures() == (1 if options.get("num_beams") else 3), (reasons(), fallbacks())
+    assert accelerated() == captures() == turns, (reasons(), fallbacks())
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
