@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fastgen
 from fastgen.optimizer.transformers.encoders import unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS
-from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, assert_close, both, build, class_of, inputs
+from tests.equivalence.encoder_models import PAD, WITHOUT_PADDING, assert_close, both, build, class_of, inputs
+from tests.equivalence.test_encoders import LENGTHS, _with
 from tests.noting import noted
 
-LENGTHS = [7, LONGEST, 20, 6, 2]
 PADDING_ZERO = "transformers.encoder, padding zero"
 pytestmark = pytest.mark.sampled(4)
 EMBED_TOKENS = [
@@ -52,19 +52,12 @@ def test_tokens_alone(architecture: str, option: str, side: str, monkeypatch: py
     if side == "left" and class_of(architecture, "TokenClassification") is None:
         pytest.skip("there is no such model")
     # Poolers read the first position, which is padding on the left.
-    model, given = build(architecture, "" if side == "right" else "TokenClassification"), inputs(LENGTHS, side)
-    ids = given["input_ids"]
-    if option == "positions":
-        given["position_ids"] = torch.arange(LONGEST).flip(0).expand_as(ids) + 2
-    elif option == "positions of one row":
-        given["position_ids"] = torch.arange(LONGEST).flip(0)[None] + 2
-    elif option == "embeddings":
-        given["inputs_embeds"] = torch.randn(*ids.shape, 16 if architecture == "Albert" else 32)
-        del given["input_ids"]
-    elif option == "token types":
+    model = build(architecture, "" if side == "right" else "TokenClassification")
+    given = _with(option, side, 16 if architecture == "Albert" else 32)
+    if option == "token types":
         if architecture == "DistilBert":
             pytest.skip("has none")
-        given["token_type_ids"] = (torch.arange(LONGEST) > 3).long().expand_as(ids) % model.config.type_vocab_size
+        given["token_type_ids"] = given["token_type_ids"] % model.config.type_vocab_size
     seen = noted(monkeypatch, unpadded_forward.UnpaddedForward, "embedded", lambda self, row: row.shape)
     _check(model, given)
     assert [shape[:2] for shape in seen] == [(1, sum(LENGTHS))]

@@ -43,10 +43,7 @@ pytestmark = pytest.mark.sampled(6)
 
 LENGTHS = [7, LONGEST, 20, 6, 21, 7, 2]
 # The architectures whose heads read padded positions: a last position, or an average that multiplies them with zero.
-READS_PADDING = {
-    ("EuroBert", "SequenceClassification"),
-    ("RoFormer", "MultipleChoice"),
-}
+READS_PADDING = {("EuroBert", "SequenceClassification"), ("RoFormer", "MultipleChoice")}
 # The heads whose results have nothing in the place of padding.
 WITHOUT_STATES = ("SequenceClassification", "MultipleChoice")
 
@@ -150,19 +147,19 @@ def classifier() -> Any:
     return build("Bert", "SequenceClassification")
 
 
-def _with(name: str) -> dict[str, Any]:
-    """Inputs with one more argument, or in another form."""
-    given: dict[str, Any] = inputs(LENGTHS)
+def _with(name: str, side: str = "right", width: int = 32) -> dict[str, Any]:
+    """Inputs with one more argument, or in another form; embeddings have this width."""
+    given: dict[str, Any] = inputs(LENGTHS, side)
     ids = given["input_ids"]
     if name == "token types":
         given["token_type_ids"] = (torch.arange(LONGEST) > 3).long().expand_as(ids)
     elif name == "positions":
-        given["position_ids"] = torch.arange(LONGEST).flip(0).expand_as(ids)
+        given["position_ids"] = torch.arange(LONGEST).flip(0).expand_as(ids) + 2
     elif name == "positions of one row":
-        given["position_ids"] = torch.arange(LONGEST).flip(0)[None]
+        given["position_ids"] = torch.arange(LONGEST).flip(0)[None] + 2
     elif name == "embeddings":
         generator = torch.Generator().manual_seed(0)
-        given["inputs_embeds"] = torch.randn(*ids.shape, 32, generator=generator)
+        given["inputs_embeds"] = torch.randn(*ids.shape, width, generator=generator)
         del given["input_ids"]
     elif name == "labels":
         given["labels"] = torch.arange(len(ids)) % 3
