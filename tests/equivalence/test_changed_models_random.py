@@ -150,16 +150,10 @@ def _around(world: World) -> None:
 
 
 def _switched(world: World) -> bool:
-    has_switched = False
-    for module in world.model.modules():
-        if isinstance(module, (Around, Scaled)):
-            module.by *= -1.7
-        else:
-            continue
-        has_switched = True
-    for switch in world.switches:
+    found = [vars(module) for module in world.model.modules() if isinstance(module, (Around, Scaled))]
+    for switch in (*found, *world.switches):
         switch["by"] *= -1.7
-    return has_switched or bool(world.switches)
+    return bool(found or world.switches)
 
 
 def _forward(world: World) -> None:
@@ -256,10 +250,10 @@ def _untied(world: World) -> bool:
 
 def _layer_deleted(world: World) -> bool:
     layers = world.layers()
-    if len(layers) > 1:
-        del layers[len(layers) - 1]
-        return True
-    return False
+    if len(layers) == 1:
+        return False
+    del layers[len(layers) - 1]
+    return True
 
 
 def _exchanged(world: World) -> None:

@@ -188,18 +188,12 @@ def test_nested_generate(family: Family, decoding: dict[str, Any]) -> None:
 # ---- where it runs
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
 @any_decoding
 @every
-def test_inference_mode(family: Family, decoding: dict[str, Any]) -> None:
-    with torch.inference_mode():
-        checked(family, decoding)
-
-
-@any_decoding
-@every
-def test_with_gradients_wanted(family: Family, decoding: dict[str, Any]) -> None:
-    """Parameters that are being trained, in a model that is in evaluation mode for the moment."""
-    with torch.enable_grad():
+def test_modes_of_torch(family: Family, decoding: dict[str, Any], mode: Any) -> None:
+    """Parameters may be trained, in a model that is in evaluation mode for the moment: scores have no gradients."""
+    with mode():
         checked(family, decoding)
         with settings.changed(captured_step="never"):  # which would keep no scores
             result = run(family.build(), family.make_inputs(), {**decoding, **SCORES})
