@@ -19,6 +19,12 @@ def patches_as_before() -> Iterator[None]:
     fastgen.enable()
 
 
+@pytest.fixture(autouse=True)
+def the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no connection, but that this is found at once."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 @pytest.fixture
 def one_line(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
     """What was printed on standard error, which must be one line."""

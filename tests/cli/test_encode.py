@@ -55,27 +55,6 @@ def test_a_run_from_end_to_end(name, model, inputs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "required: MODEL, INPUT, OUTPUT"),
-        (["m", "i", "o.jsonl", "--batch-size", "many"], "a whole number or 'auto'"),
-        (["m", "i", "o.jsonl", "--max-length", "x"], "invalid int value"),
-        (["m", "i", "o.jsonl", "--num-beams", "3"], "unrecognized arguments: --num-beams 3"),
-        (["m", "i", "o"], "no format"),
-        (["m", "i", "-", "--resume"], "standard output cannot be continued"),
-        (["m", "/none/i.txt", "o.jsonl"], "no such file"),
-        (["./none", "i.txt", "o.jsonl"], "no such directory"),
-    ],
-)
-def test_wrong_words_are_one_line(name, words, message, one_line, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "i.txt").write_text("light\n")
-    assert call(name, *words) == 2
-    assert message in one_line()
-
-
-@pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_says_how_to_continue(name, model, inputs, tmp_path, one_line):
     from fastgen.pipeline.encoding.run import EncodingStage
 

@@ -68,30 +68,6 @@ def test_words_after_a_double_dash_are_left_alone():
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "required: MODEL, INPUT, OUTPUT"),
-        (["m", "i", "o", "--num-beam", "3"], "unknown option --num-beam: did you mean --num-beams?"),
-        (["m", "i", "o", "extra"], "unexpected argument 'extra'"),
-        (["m", "i", "o", "--num-beams", "three"], "'three' is not a value of type int"),
-        (["m", "i", "o", "--bad-words-ids", "[[1"], "not valid JSON"),
-        (["m", "i", "o", "--batch-size", "many"], "a whole number or 'auto'"),
-        (["m", "i", "o", "--batch-size", "0"], "at least 1"),
-        (["m", "i", "o", "--metrics", "meteor", "--reference", "r"], "metrics is 'meteor'"),
-        (["m", "i", "o", "--metrics", "bleu"], "need references"),
-        (["m", "i", "o", "--reference", "r", "--reference-column", "c"], "or a reference column, not both"),
-        (["m", "i", "o", "--batching", "continuous", "--max-tokens", "9"], "max-tokens cuts static batches"),
-        (["m", "i", "-", "--resume"], "standard output cannot be continued"),
-        (["m", "/none/i.txt", "o"], "no such file"),
-    ],
-)
-def test_usage_errors_are_one_line(words, message, one_line, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert call(*words) == 2
-    assert message in one_line()
-
-
 def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, one_line):
     source, out = tmp_path / "some.txt", tmp_path / "out.txt"
     source.write_text("let there be light\n\nthe earth\n")

@@ -11,11 +11,9 @@ import pytest
 
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation import options as generation_options
-from fastgen_cli import encode, generate, quantize
+from fastgen_cli import generate
+from tests.cli.test_usage import COMMANDS
 
-COMMANDS = {
-    "generate": generate.main, "embed": encode.embed, "classify": encode.classify, "quantize": quantize.main,
-}  # fmt: skip
 Said = Callable[..., str]
 
 

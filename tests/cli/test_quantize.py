@@ -37,41 +37,6 @@ def test_every_option_is_on_the_command_line():
     assert (given.bits, given.max_error, given.asymmetric, given.dtype) == (8, 0.5, True, "bf16")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "required: MODEL, OUT"),
-        ("m o", "give a file of calibration text: --calibration FILE"),
-        ("m o --bit 4", "unrecognized arguments: --bit 4"),
-        ("m o --bits 3 --calibration f", "bits is 3: choose from 4, 8"),
-        ("m o --bits four", "invalid int value: 'four'"),
-        ("m o --method awq --calibration f", "method is 'awq': choose from gptq, rtn, autoround"),
-        ("m o --iterations 0 --calibration f", "iterations is 0: it must be at least 1"),
-        ("m o --method autoround --bits 8 --asymmetric --calibration f", "autoround has no zero points with 8 bits"),
-        ("m o --method autoround --max-error 0.1 --calibration f", "max-error is for gptq and rtn"),
-        ("m o --group-size 12 --calibration f", "group-size is 12: it must be a multiple of 8"),
-        ("m o --group-size -1 --calibration f", "group-size is -1"),
-        ("m o --samples 0 --calibration f", "samples is 0: it must be at least 1"),
-        ("m o --damping nan --calibration f", "damping is nan: it must be more than 0"),
-        ("m o --max-error 0.1 --bits 8 --calibration f", "use it with 4 bits"),
-        ("m o --max-error 0.1 --asymmetric --calibration f", "max-error needs symmetric weights"),
-        ("m o --method rtn --max-error 0.1", "max-error measures layers on calibration text: --calib"),
-        ("m o --max-error 0.1 --bits-per-weight 5 --calibration f", "both say which layers have 8 bits"),
-        ("m o --calibration f --reference r", "references need --evaluate FILE"),
-        ("m o --calibration -", "give files and a directory"),
-        ("m - --calibration f", "give files and a directory"),
-        ("m o --calibration /none/i.txt", "no such file"),
-        (f"/none/model o --calibration {__file__}", "no such directory"),
-        (f"m /none/o --calibration {__file__}", "does not exist"),
-    ],
-)
-def test_wrong_options_are_one_line(words, message, one_line, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert call(*words.split()) == 2
-    assert message in one_line()
-    assert not list(tmp_path.iterdir())
-
-
 def test_errors_of_models_and_places_are_one_line(bart, pairs, tmp_path, one_line):
     out = tmp_path / "out"
     (tmp_path / "taken").mkdir()
