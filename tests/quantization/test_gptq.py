@@ -48,8 +48,7 @@ def obq(weight, hessian, grid, damping, order):
             number = plain_rounding(float(values[row, column]), scale, zero, grid.bits)
             numbers[row, column] = number
             lost = (values[row, column] - (number - zero) * scale) / inverse[column, column]
-            for other in left:
-                change[row, other] = -lost * inverse[column, other]
+            change[row, left] = -lost * inverse[column, left]
         values += change
         left.remove(column)
         inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
