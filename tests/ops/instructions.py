@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,34 @@ def instruction_set(name: str | None) -> Iterator[None]:
             yield
     finally:
         _choose(True)
+
+
+def each_set(*names: str | None) -> list[Any]:
+    """Parameters of tests: these instruction sets. Those that would be another one of them again are skipped."""
+    return [pytest.param(name, id=name or "widest", marks=unless_again(name, names)) for name in names]
+
+
+def unless_again(name: str | None, names: Sequence[str | None]) -> pytest.MarkDecorator:
+    """Skips a set that the processor lacks, where the next narrower one is used, and None where it is a named one."""
+    widest, has_vnni = _of_the_processor()
+    lacks = {"avx512": widest < Isa.AVX512, "avx-vnni": not has_vnni, "avx2": widest < Isa.AVX2}
+    own = {Isa.PORTABLE: "default", Isa.AVX2: "avx-vnni" if has_vnni else "avx2", Isa.AVX512: "avx512"}.get(widest)
+    is_again = own in names if name is None else lacks.get(name, False)
+    return pytest.mark.skipif(is_again, reason="another instruction set again, on this processor")
+
+
+@functools.cache
+def _of_the_processor() -> tuple[Isa, bool]:
+    """Its instruction set, whatever ATEN_CPU_CAPABILITY allows, and whether it has AVX-VNNI, if that is known."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+            _choose(True)
+            widest = Isa.PORTABLE if _library.load("CPU") else Isa(torch.ops.fastgen.instruction_set.default())
+    finally:
+        _choose(True)
+    about = Path("/proc/cpuinfo")
+    return widest, not about.exists() or "avx_vnni" in about.read_text()
 
 
 @contextlib.contextmanager

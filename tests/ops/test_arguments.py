@@ -120,36 +120,32 @@ def test_grouped_rows_of_a_line_that_is_not_there():
             ops.grouped_rows(torch.zeros(0), which, *weight[:4], 5, 8, 8, 8)
 
 
-def test_kv_write_with_more_rows_of_values_than_positions():
-    keys, values, position = torch.ones(2, 1, 4), torch.ones(5, 1, 4), torch.zeros(2, dtype=torch.int64)
-    caches = torch.zeros(2, 1, 3, 4), torch.zeros(5, 1, 3, 4)
-    args = dict(enumerate((keys, values, *caches, position)))
-    assert_refused(ops.kv_write, args, "as many rows of values as of keys")
+KV = torch.zeros(2, 1, 3, 12)
 
 
-def test_kv_write_into_a_cache_whose_rows_overlap():
-    new, caches = torch.randn(2, 1, 4), torch.zeros(2, 1, 1, 3, 4)
-    args = dict(enumerate((new, new, *caches.expand(2, 2, 1, 3, 4), torch.tensor([2, 0]))))
-    assert_refused(ops.kv_write, args, "pass a copy")
-
-
-@pytest.mark.parametrize("row_map", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0]), torch.ones(2)])
-def test_kv_write_with_a_row_map_that_does_not_fit(row_map):
-    new, caches = torch.randn(2, 1, 4), torch.zeros(2, 3, 1, 3, 4)
-    args = dict(enumerate((new, new, *caches, torch.tensor([2, 0]), row_map)))
-    assert_refused(ops.kv_write, args, "row map")
-
-
-@pytest.mark.parametrize(("begin", "fits"), [(4, True), (8, True), (0, False), (1, False), (3, False)])
-def test_kv_write_into_one_buffer(begin, fits):
-    """K and V of it may lie between each other, but not in each other."""
-    both, new = torch.zeros(2, 1, 3, 12), torch.ones(2, 1, 4)
-    args = dict(enumerate((new, new, both[..., :4], both[..., begin : begin + 4], torch.tensor(1))))
-    if not fits:
-        assert_refused(ops.kv_write, args, "shares memory")
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"values": torch.ones(5, 1, 4), "value_cache": torch.zeros(5, 1, 3, 4)}, "as many rows of values as of keys"),
+        ({f"{of}_cache": torch.zeros(1, 1, 3, 4).expand(2, 1, 3, 4) for of in ("key", "value")}, "pass a copy"),
+        *(({"row_map": torch.tensor(each)}, "row map") for each in ([0, 3], [-1, 0], [0], [1.0, 1.0])),
+        # In one buffer, K and V may lie between each other, but not in each other.
+        *(({"key_cache": KV[..., :4], "value_cache": KV[..., n : n + 4]}, "shares memory") for n in (0, 1, 3)),
+        ({"key_cache": KV[..., :4], "value_cache": KV[..., 4:8]}, None),
+        ({"key_cache": KV[..., :4], "value_cache": KV[..., 8:]}, None),
+    ],
+)
+def test_kv_write(changes, match):
+    args = {name: torch.ones(2, 1, 4) for name in ("keys", "values")}
+    args |= {name: torch.zeros(2, 1, 3, 4) for name in ("key_cache", "value_cache")}
+    args |= {"position": torch.tensor([2, 0]), "row_map": None} | changes
+    if match is not None:
+        assert_refused(ops.kv_write, args, match)
         return
+    KV.zero_()
     ops.kv_write(*args.values())
-    assert both[:, :, 1, :4].all() and both[:, :, 1, begin : begin + 4].all() and both.sum() == 16
+    assert all(args[name][row, :, at].all() for name in ("key_cache", "value_cache") for row, at in ((0, 2), (1, 0)))
+    assert KV.sum() == 16
 
 
 @pytest.mark.parametrize("operator", [ops.no_repeat_ngram_, ngram.reference], ids=["kernel", "reference"])

@@ -13,15 +13,15 @@ import torch
 from fastgen.ops import _library, attention
 from fastgen.ops.attention import on_cpu, reference, shared_prefix_attention
 from tests.noting import noted
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import each_set, instruction_set
 from tests.ops.torch_attention import skipped_where_torch_fails
 
 KERNEL_TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.fixture(params=["avx512", "avx2", "default", "reference"], scope="session")
+@pytest.fixture(params=[*each_set("avx512", "avx2", "default"), "reference"], scope="session")
 def operator(request):
-    """The operator on one instruction set. Where the machine lacks it, the next narrower one is used instead."""
+    """The operator on one instruction set, and its reference."""
     if request.param == "reference":
         return reference
     if _library.load("CPU"):

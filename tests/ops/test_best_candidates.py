@@ -13,7 +13,7 @@ from fastgen.ops import _library
 from fastgen.ops import best_candidates as operator
 from fastgen.ops.best_candidates import best_candidates
 from tests.decoding.captured.test_program import Replayed
-from tests.ops.instructions import instruction_set, threads
+from tests.ops.instructions import each_set, instruction_set, threads
 
 
 def _expected(scores: torch.Tensor, running: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,7 @@ def test_a_log_softmax(
 
 
 @needs_kernel
-@pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("instructions", each_set("default", "avx2", "avx512"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_log_softmax_on_every_instruction_set(instructions: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)

@@ -15,10 +15,10 @@ from fastgen.ops import gpu as package
 from fastgen.ops.attention import composed, decode_attention, reference
 from tests.ops.gpu.test_attention import PLAIN, TOLERANCE, assert_right, make
 from tests.ops.gpu.test_attention import cases as gpu_cases
-from tests.ops.instructions import instruction_set, threads
+from tests.ops.instructions import each_set, instruction_set, threads
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
-instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"])
+instruction_sets = pytest.mark.parametrize("name", each_set("default", "avx2", "avx512"))
 CPU = torch.device("cpu")
 
 # What the kernel for the CPU takes beyond what the cases of the one for GPUs have.

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops import elementwise, rms_norm
-from tests.ops.instructions import instruction_set, threads
+from tests.ops.instructions import each_set, instruction_set, threads
 
 pytestmark = pytest.mark.skipif(not elementwise.is_available(), reason="the extension was not built")
 
 aten = torch.ops.aten
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 BINARY = [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor]
-SETS = ["avx512", "avx2", "default"]
+SETS = each_set("avx512", "avx2", "default")
 
 
 def executed(function: Any, args: list[Any], like: Tensor, **options: Any) -> Tensor:
@@ -274,24 +274,41 @@ def test_named_arguments_and_other_results() -> None:
     assert elementwise.instructions(aten.native_layer_norm.default, norm, {}, [None, None, None]) is None
 
 
-DIMS, SIZE, MEMORY, TYPE, BEGIN, STRIDE = 1, 2, 17, 18, 19, 20  # where they are in an instruction: those of the result
-FIRST, SECOND = 28, 39  # where its operands begin
+def added(out: Tensor) -> list[elementwise.Instruction]:
+    return [elementwise.Instruction(2, out, (torch.ones(2, 3), torch.ones(2, 3)))]
 
 
-WRONG = [
-    (0, 13), (0, -1), (TYPE, 6), (TYPE, -1), (TYPE, 3), (TYPE, 4), (DIMS, 9), (DIMS, -1), (SIZE, 0), (SIZE, 4),
-    (SIZE, 2**40), (MEMORY, 3), (MEMORY, -1), (MEMORY, -2), (BEGIN, -4), (BEGIN, 2), (BEGIN, 4), (BEGIN, 2**63 - 4),
-    (STRIDE, -1), (STRIDE, 4), (STRIDE, 2**62), (SECOND, 7), (SECOND, -2), (SECOND + 1, 6), (SECOND + 1, 5),
-    (SECOND + 2, 24), (SECOND + 2, 2**63 - 4), (SECOND + 3, 2**61),
-]  # fmt: skip
+def written(cache: Tensor) -> list[elementwise.Instruction]:
+    new, caches = torch.ones(2, 3), [cache.view(1, 1, 2, 3), torch.zeros(1, 1, 2, 3)]
+    arguments = [new[:1].view(1, 1, 3), new[1:].view(1, 1, 3), *caches, torch.zeros((), dtype=torch.int64)]
+    return elementwise.instructions(torch.ops.fastgen.kv_write.default, arguments, {}, [])
 
 
-@pytest.mark.parametrize(("place", "value"), WRONG)
-def test_memory_of_others_is_not_touched(place: int, value: int) -> None:
+# Where they are in an instruction: those of the result, where its operands begin, and where its position is.
+DIMS, SIZE, MEMORY, TYPE, BEGIN, STRIDE, SECOND, AT = 1, 2, 17, 18, 19, 20, 39, 13
+WRONG = {
+    added: [
+        (0, 13), (0, -1), (TYPE, 6), (TYPE, -1), (TYPE, 3), (TYPE, 4), (DIMS, 9), (DIMS, -1), (SIZE, 0), (SIZE, 4),
+        (SIZE, 2**40), (MEMORY, 3), (MEMORY, -1), (MEMORY, -2), (BEGIN, -4), (BEGIN, 2), (BEGIN, 4),
+        (BEGIN, 2**63 - 4), (STRIDE, -1), (STRIDE, 4), (STRIDE, 2**62), (SECOND, 7), (SECOND, -2), (SECOND + 1, 6),
+        (SECOND + 1, 5), (SECOND + 2, 24), (SECOND + 2, 2**63 - 4), (SECOND + 3, 2**61),
+    ],
+    written: [
+        (AT, 9), (AT, -2), (AT + 1, -8), (AT + 1, 8), (AT + 1, 2**62), (AT + 2, -1), (AT + 2, 9), (AT + 2, 2**62),
+        (AT + 3, 0), (AT + 3, 5), (AT + 3, 2**62),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "value"), [(make, *wrong) for make, several in WRONG.items() for wrong in several]
+)
+def test_memory_of_others_is_not_touched(make: Any, place: int, value: int) -> None:
     """Whoever calls the operator itself with wrong numbers gets an error, and nothing has been written."""
-    out, first, second = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3)
-    memory, code = elementwise.bound([elementwise.Instruction(2, out, (first, second))]).args
-    assert code.shape == (1, 61) and code[0, SIZE] == 2 and code[0, STRIDE] == 3 and code[0, SECOND] == 2
+    out = torch.zeros(2, 3)
+    memory, code = elementwise.bound(make(out)).args
+    assert code.shape[1] == 61 and (make is added or code[0, AT + 2 : AT + 4].tolist() == [3, 2])
+    assert make is written or (code[0, SIZE] == 2 and code[0, STRIDE] == 3 and code[0, SECOND] == 2)
     code[0, place] = value
     with pytest.raises(RuntimeError, match="elementwise"):
         torch.ops.fastgen.elementwise(memory, code)
@@ -334,24 +351,6 @@ def test_keys_and_values_are_written(
                 if 0 <= at < capacity:
                     each[:, row, at + 1, :dim] = new[row]
         assert all(torch.equal(a, b) for a, b in zip(memory, expected, strict=True))
-
-
-AT = 13  # where the position is in an instruction
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [(0, 9), (0, -2), (1, -8), (1, 8), (1, 2**62), (2, -1), (2, 9), (2, 2**62), (3, 0), (3, 5), (3, 2**62)],
-)
-def test_positions_outside_of_memory(place: int, value: int) -> None:
-    cache, new, position = torch.zeros(1, 1, 3, 4), torch.ones(1, 1, 4), torch.zeros((), dtype=torch.int64)
-    found = elementwise.instructions(torch.ops.fastgen.kv_write.default, [new, new, cache, cache, position], {}, [])
-    memory, code = elementwise.bound(found).args
-    assert code.shape[0] == 2 and code[0, AT + 2 : AT + 4].tolist() == [4, 3]
-    code[0, AT + place] = value
-    with pytest.raises(RuntimeError, match="elementwise"):
-        torch.ops.fastgen.elementwise(memory, code)
-    assert not cache.any()
 
 
 # More numbers than one thread takes.

@@ -13,10 +13,10 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops import packed_attention as module
 from fastgen.ops.packed_attention import packed_attention
-from tests.ops.instructions import instruction_set, threads
+from tests.ops.instructions import each_set, instruction_set, threads
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
-instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"])
+instruction_sets = pytest.mark.parametrize("name", each_set("default", "avx2", "avx512"))
 
 cases = st.fixed_dictionaries(
     {
@@ -58,18 +58,12 @@ def made(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def defined(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
     """What the operator gives, in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
-    group = query.shape[0] // keys.shape[0]
-    found, begin = [], 0
-    for length in lengths.tolist():
-        text = slice(begin, begin + length)
-        for token in range(begin, begin + length):
-            of_heads = []
-            for head in range(query.shape[0]):
-                scores = keys[head // group, text] @ query[head, token] * (scale or query.shape[2] ** -0.5)
-                of_heads.append(scores.softmax(0) @ values[head // group, text])
-            found.append(torch.stack(of_heads))
-        begin += length
-    return torch.stack(found) if found else torch.empty(0, query.shape[0], values.shape[2], dtype=torch.float64)
+    group, found = query.shape[0] // keys.shape[0], []
+    for text in torch.arange(query.shape[1]).split(lengths.tolist()):
+        own, other = (part[:, text].repeat_interleave(group, dim=0) for part in (keys, values))
+        scores = query[:, text] @ own.transpose(1, 2) * (scale or query.shape[2] ** -0.5)
+        found.append((scores.softmax(-1) @ other).transpose(0, 1))
+    return torch.cat(found)
 
 
 @instruction_sets

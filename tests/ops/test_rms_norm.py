@@ -15,7 +15,7 @@ from fastgen.ops import gpu as package
 from fastgen.ops import rms_norm as module
 from fastgen.ops.gpu.rms_norm import launch
 from fastgen.ops.rms_norm import reference, rms_norm
-from tests.ops.instructions import instruction_set
+from tests.ops.instructions import each_set, instruction_set
 
 HALF = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -28,7 +28,7 @@ class Norm(NamedTuple):
     cuts_off: bool = False
 
 
-@pytest.fixture(params=["reference", "default", "avx2", "avx512", "triton"], scope="session")
+@pytest.fixture(params=["reference", *each_set("default", "avx2", "avx512"), "triton"], scope="session")
 def norm(request: pytest.FixtureRequest, device: torch.device) -> Norm:
     if request.param == "triton":
         request.getfixturevalue("kernels")

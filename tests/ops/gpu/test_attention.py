@@ -102,38 +102,35 @@ def make(case, device):
 
 
 def expected(arguments):
-    """The definition for one query a row, a row and a head at a time, in float64 on the CPU."""
+    """The definition for one query a row, a row at a time, in float64 on the CPU."""
     given = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    query, keys, values = (given[k].double() for k in ("query", "prefix_keys", "prefix_values"))
+    query, keys = given["query"].double(), given["prefix_keys"]
     rows, heads, _, dim = query.shape
     batch, kv_heads, prefix, _ = keys.shape
     lengths = given["suffix_lengths"].expand(rows).tolist() if "suffix_lengths" in given else [0] * rows
-    out = torch.zeros(rows, heads, 1, values.shape[3], dtype=torch.float64)
+    out = torch.zeros(rows, heads, 1, given["prefix_values"].shape[3], dtype=torch.float64)
     scale = given["scale"] if given["scale"] is not None else dim**-0.5
-    for row in range(rows):
-        b, length = row // (rows // batch), lengths[row]
+    for row, length in enumerate(lengths):
+        b, first = row // (rows // batch), 0
         low = int(given["starts"][b]) if "starts" in given else 0
         high = int(given["ends"][b]) if "ends" in given else prefix
         if given["window"] is not None:
-            low = max(low, prefix + length - given["window"])
-        positions = [("prefix", n, n) for n in range(low, high)]
-        for t in range(length):
-            if given["window"] is None or t >= length - given["window"]:
-                positions.append((int(given["ancestry"][row, t]) if "ancestry" in given else row, t, prefix + t))
-        for head in range(heads):
-            h = head // (heads // kv_heads)
-            scores, seen = [], []
-            for source, t, where in positions:
-                own = source != "prefix"
-                key = given["suffix_keys"][source, h, t].double() if own else keys[b, h, t]
-                score = float(query[row, head, 0] @ key) * scale
-                if "mask" in given:
-                    score += float(given["mask"].expand(rows, heads, 1, -1)[row, head, 0, where])
-                scores.append(score)
-                seen.append(given["suffix_values"][source, h, t].double() if own else values[b, h, t])
-            if scores and max(scores) > -math.inf:
-                weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
-                out[row, head, 0] = weights @ torch.stack(seen)
+            low, first = max(low, prefix + length - given["window"]), max(length - given["window"], 0)
+        steps = torch.arange(first, length)
+        sources = given["ancestry"][row, steps].long() if "ancestry" in given else torch.full_like(steps, row)
+        seen = []  # keys, and values: [heads, positions, dim]
+        for name in ("keys", "values"):
+            parts = [given[f"prefix_{name}"][b, :, low:high]]
+            if length:
+                parts.append(given[f"suffix_{name}"][sources, :, steps].transpose(0, 1))
+            seen.append(torch.cat(parts, dim=1).double().repeat_interleave(heads // kv_heads, dim=0))
+        scores = (seen[0] @ query[row].transpose(1, 2)).squeeze(2) * scale
+        if "mask" in given:
+            places = [*range(low, high), *range(prefix + first, prefix + length)]
+            scores += given["mask"].expand(rows, heads, 1, -1)[row, :, 0, places]
+        if scores.shape[1]:
+            is_seen = scores.amax(dim=1, keepdim=True) > -math.inf
+            out[row] = torch.where(is_seen, scores.softmax(1), 0.0).unsqueeze(1) @ seen[1]
     return out
 
 

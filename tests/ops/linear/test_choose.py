@@ -251,23 +251,12 @@ def test_a_profile_takes_the_place_of_the_rows_that_it_has(cache: Path, use: Cal
     assert choose.backend() != said  # which profile it is
 
 
-def test_a_profile_of_another_machine_says_nothing(cache: Path) -> None:
-    _write(cache, "another processor | AVX512", {"float32 rows": [[None, "gemm"]]})
-    assert choose._table(Isa.AVX512) == TABLE[Isa.AVX512]
-
-
-def _check_ignored(cache: Path) -> None:
+def _check_ignored() -> None:
     choose.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for isa in Isa:
             assert choose._table(isa) == TABLE[isa]
-
-
-@pytest.mark.parametrize("content", ["", "[]", "7", "null", "\x00", "[" * 200_000], ids=lambda text: text[:8])
-def test_a_broken_file_is_ignored(content: str, cache: Path) -> None:
-    cache.write_text(content)
-    _check_ignored(cache)
 
 
 # Of float32 by rows, what is no row of a table; then profiles of what there is not, or of kernels that do not serve it.
@@ -281,29 +270,31 @@ NO_PROFILES: list[Any] = [
     {"bfloat16 rows": [[None, "gemv"]], "float32 rows": [[None, "blas"]]}, {"float32 columns": [[None, "bf16x3"]]},
     {"float32 columns": [[None, "upcast"]]}, {"bfloat16 rows": [[None, "gemm"]]}, {"float16 rows": [[None, "bf16x3"]]},
 ]  # fmt: skip
+FILES = [
+    *("", "[]", "7", "null", "\x00", "[" * 200_000),  # which are broken
+    *(json.dumps({choose.machine(isa): {"float32 rows": row} for isa in Isa}) for row in NO_ROWS),
+    *(json.dumps({choose.machine(isa): profile for isa in Isa}) for profile in NO_PROFILES),
+    json.dumps({"another processor | AVX512": {"float32 rows": [[None, "gemm"]]}}),
+    json.dumps({choose.machine(Isa.AVX512): {"float32 rows": [[None, "bf16x3"]]}}),  # which that processor lacks
+]
 
 
-@pytest.mark.parametrize("profile", [*({"float32 rows": row} for row in NO_ROWS), *NO_PROFILES], ids=json.dumps)
-def test_what_is_no_profile_is_ignored(profile: Any, cache: Path) -> None:
-    cache.write_text(json.dumps({choose.machine(isa): profile for isa in Isa}))
-    _check_ignored(cache)
-
-
-def test_a_kernel_that_the_processor_lacks_is_no_profile(cache: Path) -> None:
-    _write(cache, choose.machine(Isa.AVX512), {"float32 rows": [[None, "bf16x3"]]})
-    assert choose._table(Isa.AVX512) == TABLE[Isa.AVX512]
+@pytest.mark.parametrize("content", FILES, ids=range(len(FILES)))
+def test_what_is_no_profile_of_this_machine_is_ignored(content: str, cache: Path) -> None:
+    cache.write_text(content)
+    _check_ignored()
 
 
 def test_a_folder_in_its_place_is_ignored(cache: Path) -> None:
     cache.mkdir()
-    _check_ignored(cache)
+    _check_ignored()
 
 
 def test_where_the_profile_lies(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
     assert choose.profile_path() == cache
     monkeypatch.setenv("FASTGEN_CACHE", "")
     assert choose.profile_path() is None
-    _check_ignored(cache)
+    _check_ignored()
     monkeypatch.delenv("FASTGEN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert choose.profile_path() == tmp_path / "fastgen" / "linear.json"

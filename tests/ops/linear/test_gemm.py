@@ -10,15 +10,14 @@ import torch
 
 from fastgen.ops.linear import kernels
 from fastgen.ops.linear.kernels import GEMM
-from tests.ops.instructions import instruction_set, zen5
+from tests.ops.instructions import each_set, instruction_set, zen5
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
-# The instruction sets that the kernels are compiled for. Where the machine lacks one, the next narrower one is used.
-INSTRUCTION_SETS = ["avx512", "avx2", "default"]
+SETS = each_set("avx512", "avx2", "default")
 
 
-@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
+@pytest.mark.parametrize("backend", SETS)
 @pytest.mark.parametrize("rows", [1, 9, 70, 128, 129, 200])
 @pytest.mark.parametrize("inputs", [37, 513])
 def test_every_layout_of_a_weight_gives_the_same_bits(backend: str, rows: int, inputs: int) -> None:
@@ -37,7 +36,7 @@ def test_every_layout_of_a_weight_gives_the_same_bits(backend: str, rows: int, i
 
 @pytest.mark.parametrize("rows", [1, 9, 18, 28, 40, 49])
 @pytest.mark.parametrize("inputs", [37, 300])
-@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
+@pytest.mark.parametrize("backend", SETS)
 def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, inputs: int, rows: int) -> None:
     """One element of a line at a time, or four as on Zen 5. With AVX-512; otherwise both are the same."""
     generator = torch.Generator().manual_seed(rows)

@@ -10,16 +10,15 @@ import torch
 
 from fastgen.ops.linear import kernels
 from fastgen.ops.linear.kernels import GEMV
-from tests.ops.instructions import instruction_set, needs_amx
+from tests.ops.instructions import each_set, instruction_set, needs_amx
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
-# None: those that multiply pairs of bfloat16, where the machine has them. Of a set that it lacks, the next narrower one
-# is used.
-INSTRUCTION_SETS = [None, "avx512", "avx2", "default"]
+# None: those that multiply pairs of bfloat16, where the machine has them.
+SETS = each_set(None, "avx512", "avx2", "default")
 
 
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", SETS)
 def test_every_number_of_float16(name: str | None) -> None:
     """Denormal numbers, infinities and NaN too, read from a weight and written as a result."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
@@ -36,7 +35,7 @@ def test_every_number_of_float16(name: str | None) -> None:
     torch.testing.assert_close(out[0], numbers, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", SETS)
 def test_float16_is_rounded_once_to_the_nearest(name: str | None) -> None:
     """Sums of two numbers: ties, what is denormal, and what is too large."""
     generator = torch.Generator().manual_seed(0)

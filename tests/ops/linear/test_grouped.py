@@ -19,7 +19,7 @@ from fastgen.ops.gpu import grouped_linear as in_rows
 from fastgen.ops.linear import grouped
 from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
 from fastgen.ops.linear.kernels import GEMM
-from tests.ops.instructions import instruction_set, needs_amx
+from tests.ops.instructions import each_set, instruction_set, needs_amx
 from tests.ops.linear import dequantizing
 from tests.quantization.definitions import by_definition, random_weight
 
@@ -29,7 +29,7 @@ FORMS = ("middle", "zeros", "mins")
 
 
 # None: with AMX tiles, where the processor has them.
-@pytest.fixture(params=[None, "avx512", "avx-vnni", "avx2", "default"], scope="session")
+@pytest.fixture(params=each_set(None, "avx512", "avx-vnni", "avx2", "default"), scope="session")
 def vectors(request: pytest.FixtureRequest) -> str | None:
     return request.param
 
