@@ -72,18 +72,6 @@ def test_a_batch_gives_what_each_text_gives_alone(kind, beams, request):
         assert result["scores"] == pytest.approx(scores, abs=1e-4)
 
 
-def test_prompts_are_padded_on_the_left(gpt2, monkeypatch):
-    loaded, asked = loaded_for(gpt2)
-    seen = {}
-    failing(loaded, monkeypatch, seen.update)  # it fails for nothing
-    rows = batch(loaded, asked, ["god", "in the beginning god created"])
-    ModelStage(loaded, asked).run(rows)
-    width = len(rows.rows[0].ids)
-    short = len(rows.rows[1].ids)
-    assert seen["attention_mask"][1].tolist() == [0] * (width - short) + [1] * short
-    assert seen["input_ids"][1, width - short :].tolist() == rows.rows[1].ids
-
-
 def test_the_prompt_can_be_kept(gpt2):
     loaded, asked = loaded_for(gpt2, include_prompt=True)
     plain = settings(gpt2)
