@@ -30,10 +30,11 @@ WAIT = 300.0
 
 
 @contextlib.contextmanager
-def in_thread(app: Any) -> Iterator[str]:
+def in_thread(app: Any, **options: Any) -> Iterator[str]:
     """The address of an application that is served in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on"))
+    options = {"log_level": "warning", "access_log": False, "lifespan": "on", **options}
+    server = uvicorn.Server(uvicorn.Config(app, **options))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

@@ -14,14 +14,7 @@ import pytest
 
 from fastgen.pipeline.errors import SetupError
 from fastgen_serve.app import create_app
-from fastgen_serve.cache import (
-    CachedModel,
-    MemoryCache,
-    RedisCache,
-    identity_of,
-    keep_responses,
-    make_cache,
-)
+from fastgen_serve.cache import CachedModel, MemoryCache, RedisCache, identity_of, keep_responses, make_cache
 from fastgen_serve.jobs import Encode, Generate, Generated
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
@@ -113,9 +106,7 @@ async def test_vectors_that_are_not_known_are_made_together(lookups: Any) -> Non
     assert lookups() == {"hit": 4, "miss": 3, "down": 0}
 
 
-async def test_of_several_inputs_those_that_are_not_known_are_generated(
-    lookups: Any,
-) -> None:
+async def test_of_several_inputs_those_that_are_not_known_are_generated(lookups: Any) -> None:
     own, model = await in_memory()
     known, new, drawn = Generate((1,), GREEDY), Generate((2,), GREEDY), Generate((3,), {"do_sample": True})
     await asked(model, known)
@@ -148,7 +139,9 @@ async def test_the_rest_is_the_models_own() -> None:
     assert own.events == ["start", "stop"]
 
 
-def test_nothing_is_kept_before_the_model_is_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_kept_before_the_model_is_known(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         own, job = Model(), Generate((1, 2), GREEDY)
         own.is_ready = False
@@ -167,6 +160,7 @@ def test_nothing_is_kept_before_the_model_is_known(caplog: pytest.LogCaptureFixt
 
     async def fails() -> None:
         own = Model()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         model = CachedModel(own, MemoryCache(2**20), lambda: identity_of("no-folder/at-all", ServeSettings()))
         await model.identify()
         for _ in range(2):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from fastgen_serve.cache import CacheDown, RedisCache
 from fastgen_serve.jobs import Encode, Generate
 from tests.serve.caches import GREEDY, Model, asked, cached, settled
+from tests.serve.servers import connected, until
 
 
 class Redis:
@@ -35,14 +36,14 @@ class Redis:
     def start(self) -> None:
         command = ["redis-server", "--port", self.port, "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
         self.process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline and self.process.poll() is None
-                time.sleep(0.02)
+        until(self._listens)
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError):
+            connected(f"http://127.0.0.1:{self.port}").close()
+            return True
+        assert self.process.poll() is None
+        return False
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 
 from fastgen_serve.protocol import Protocol
-from tests.serve.servers import WAIT, until
+from tests.serve.servers import connected, in_thread
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
 LENGTH = b"POST /a HTTP/1.1\r\nHost: a\r\n" + UPGRADE + b"Content-Length: 10\r\n\r\n0123456789"
@@ -36,21 +35,14 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(echo, http=Protocol, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    yield listening.getsockname()[1]
-    server.should_exit = True
-    thread.join(WAIT)
-    listening.close()
+def url() -> Iterator[str]:
+    with in_thread(echo, http=Protocol, lifespan="off") as address:
+        yield address
 
 
-def answers(port: int, sent: list[bytes], count: int) -> list[str]:
+def answers(url: str, sent: list[bytes], count: int) -> list[str]:
     """So many answers on one connection, whose client sends this in pieces."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with connected(url) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         received, found = b"", []
         for piece in sent:
@@ -65,21 +57,21 @@ def answers(port: int, sent: list[bytes], count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("request_", ANSWERS, ids=["length", "chunks", "empty", "plain"])
-def test_a_body_behind_another_protocol_that_is_asked_for(port: int, request_: bytes) -> None:
-    assert answers(port, [request_], 1) == [ANSWERS[request_]]
+def test_a_body_behind_another_protocol_that_is_asked_for(url: str, request_: bytes) -> None:
+    assert answers(url, [request_], 1) == [ANSWERS[request_]]
     pieces = [request_[at : at + 7] for at in range(0, len(request_), 7)]
-    assert answers(port, pieces, 1) == [ANSWERS[request_]], "in any packets"
+    assert answers(url, pieces, 1) == [ANSWERS[request_]], "in any packets"
 
 
-def test_the_connection_goes_on(port: int) -> None:
+def test_the_connection_goes_on(url: str) -> None:
     sent = [LENGTH, PLAIN, CHUNKS, EMPTY, LENGTH, PLAIN]
     expected = [ANSWERS[each] for each in sent]
-    assert answers(port, sent, len(sent)) == expected
-    assert answers(port, [b"".join(sent)], len(sent)) == expected, "pipelined"
+    assert answers(url, sent, len(sent)) == expected
+    assert answers(url, [b"".join(sent)], len(sent)) == expected, "pipelined"
 
 
-def test_a_broken_body_is_refused(port: int) -> None:
+def test_a_broken_body_is_refused(url: str) -> None:
     broken = CHUNKS.replace(b"3\r\nabc", b"zz\r\nabc")
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with connected(url) as client:
         client.sendall(broken)
         assert b" 400 " in client.recv(1000)

@@ -35,6 +35,7 @@ def test_options_have_the_defaults_of_the_settings() -> None:
     assert (found.slots, found.slo_ms, found.scheduler, found.host, found.drain_s) == (8, 250.0, "lazy", "::1", 0.0)
     assert read([BART, "--dtype", "bfloat16"]).dtype == "bf16" and read([BART, "--dtype", "auto"]).dtype == "auto"
     found = read([BART, "--cache-gib", "1.5", "--cors-origin", "http://localhost:3000", "--cors-origin", "*"])
+    assert read([BART, "--max-images", "1"]).max_images == 1
     assert (found.cache_gib, found.cors_origins) == (1.5, ("http://localhost:3000", "*"))
 
 
@@ -53,6 +54,12 @@ def test_options_have_the_defaults_of_the_settings() -> None:
         ([BART, "--cache-gib", "0"], "cache_gib is 0"),
         ([BART, "--scheduler", "lazy"], "give --slo-ms"),
         ([BART, "--cors-origin", "https://example.org/page"], "cors_origin is 'https://example.org/page'"),
+        ([BART, "--languages", "other=en:de"], "no model is named other"),
+        ([BART, "--languages", "en-de"], "no pair of languages"),
+        ([BART, "--replicas", "2"], "give --ray"),
+        ([BART, "--ray", "local", "--replicas", "0"], "replicas is 0"),
+        ([BART, "--ray", "local", "--replicas", "3", "--max-replicas", "2"], "max_replicas is 2: give 3 or more"),
+        ([BART, "--ray", "local", "--port", "0"], "port is 0"),
         ([BART, "--nonsense"], "--nonsense"),
     ],
 )
