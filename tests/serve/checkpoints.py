@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 import fastgen
+from fastgen_serve.jobs import Generate
 from tests.pipeline import tiny
 from tests.serve.servers import BART, GPT2
 
@@ -69,6 +76,42 @@ def generated(path: str, prompt: str | Sequence[int], seed: int | None = None, *
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), tokenizer=tokenizer,
             return_dict_in_generate=True, **options,
         )  # fmt: skip
+
+
+def of_job(model: Any, job: Generate, **options: Any) -> list[tuple[tuple[int, ...], float | None]]:
+    """Tokens and scores that `generate` gives for a job alone, cut behind the prompt and before EOS."""
+    with torch.random.fork_rng():
+        torch.manual_seed(job.seed or 0)
+        options = {**job.options, **options, "return_dict_in_generate": True, "output_scores": True}
+        made = model.generate(torch.tensor([job.tokens]), **options)
+    prompt = 1 if model.config.is_encoder_decoder else len(job.tokens)
+    ends = (model.generation_config.eos_token_id, model.generation_config.pad_token_id)
+    rows = [tuple(token for token in row if token not in ends) for row in made.sequences[:, prompt:].tolist()]
+    scores = getattr(made, "sequences_scores", None)
+    return list(zip(rows, [None] * len(rows) if scores is None else scores.tolist(), strict=True))
+
+
+@cache
+def encoder(path: str, kind: Any = AutoModel) -> tuple[Any, Any]:
+    """A model that encodes, and its tokenizer."""
+    return kind.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+
+
+def encoded(path: str, *text: str | None) -> Any:
+    """The inputs of a model for a text, or a pair of texts, alone."""
+    return encoder(path)[1](*text, return_tensors="pt")
+
+
+def states(path: str, text: str) -> Any:
+    """The last hidden states of a text alone, [length, hidden]."""
+    with torch.no_grad():
+        return encoder(path)[0](**encoded(path, text)).last_hidden_state[0]
+
+
+def logits(path: str, *text: str) -> Any:
+    """The numbers of the labels of a text, or a pair of texts, alone, in float64."""
+    with torch.no_grad():
+        return encoder(path, AutoModelForSequenceClassification)[0](**encoded(path, *text)).logits[0].double()
 
 
 def texts(path: str, prompt: str, **options: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, BertModel
 
 import fastgen
 from fastgen.pipeline.batches import MOST_FAILURES
@@ -20,6 +20,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.encoders import VectorEncoder, classifies, load_encoder
 from fastgen_serve.workers.encoding import EncodingWorker
 from tests.pipeline import tiny
+from tests.serve.checkpoints import encoded, encoder, states
 
 TEXTS = tiny.sentences(24, longest=8)
 Asked = Callable[..., Any]
@@ -60,36 +61,8 @@ def ask(worker: EncodingWorker, job: Encode) -> Future[list[float]]:
     return future
 
 
-@functools.cache
-def tokenizer_of(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@functools.cache
-def model_of(folder: Path) -> Any:
-    from transformers import AutoModel
-
-    return AutoModel.from_pretrained(folder).eval()
-
-
-def tokens_of(folder: Path, text: str, pair: str | None = None) -> Any:
-    return tokenizer_of(folder)(text, pair, return_tensors="pt")
-
-
 def job_of(folder: Path, text: str) -> Encode:
-    return Encode(tuple(tokens_of(folder, text)["input_ids"][0].tolist()))
-
-
-def states_of(folder: Path, text: str) -> Any:
-    """The last hidden states [length, hidden] of a text alone, by the library."""
-    with torch.no_grad():
-        return model_of(folder)(**tokens_of(folder, text)).last_hidden_state[0]
-
-
-def unit(vector: Any) -> Any:
-    return torch.nn.functional.normalize(vector, dim=-1)
+    return Encode(tuple(encoded(str(folder), text)["input_ids"][0].tolist()))
 
 
 def same(found: list[float], expected: Any) -> None:
@@ -110,12 +83,10 @@ def test_whether_padding_is_left_out(bert: Path) -> None:
 
 
 def test_labels_are_those_of_each_text_alone(classifier: Path, labels: EncodingWorker) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
+    model, _ = encoder(str(classifier), AutoModelForSequenceClassification)
     assert labels.info.labels == ("kind 0", "kind 1", "kind 2") and labels.info.tasks == ("labels",)
     assert classifies(str(classifier))
-    given = [tokens_of(classifier, text, TEXTS[0] if number % 3 else None) for number, text in enumerate(TEXTS)]
+    given = [encoded(str(classifier), text, TEXTS[0] if number % 3 else None) for number, text in enumerate(TEXTS)]
     futures = []
     for number, each in enumerate(given):
         ids = tuple(each["input_ids"][0].tolist())
@@ -210,8 +181,6 @@ def test_closing_cancels_what_has_no_result(held: tuple[EncodingWorker, Future[A
 @pytest.fixture
 def faulty(bert: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EncodingWorker]:
     """A worker whose model has faults, planted by the tokens of a text."""
-    from transformers import BertModel
-
     original = BertModel.forward
 
     def forward(self: Any, input_ids: Any = None, **given: Any) -> Any:
@@ -278,11 +247,11 @@ def test_prompts_that_are_no_part_of_a_vector(tmp_path: Path) -> None:
     asked: list[tuple[str, int]] = []
     for prompt, tokens in (("light was ", None), ("and the: ", None), ("", 0), ("and there", 0)):
         # <s>, and those of the prompt; </s> ends the text.
-        tokens = len(tokens_of(folder, prompt)["input_ids"][0]) - 1 if tokens is None else tokens
+        tokens = encoded(str(folder), prompt)["input_ids"].shape[1] - 1 if tokens is None else tokens
         asked.append((prompt + "god created heaven", tokens))
     made = worker._encoder.run([job_of(folder, text) for text, _ in asked])  # in one batch
     for (text, tokens), vector in zip(asked, made, strict=True):
-        same(vector, states_of(folder, text)[tokens:].mean(0))
+        same(vector, states(str(folder), text)[tokens:].mean(0))
     worker.close()
 
 

@@ -25,10 +25,6 @@ def test_models(client: OpenAI, paths: dict[str, str]) -> None:
     assert refused.value.code == "model_not_found"
 
 
-def test_the_first_model_is_the_default(url: str) -> None:
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": SOURCE}, timeout=60).json()["model"] == "bart"
-
-
 def test_a_source_becomes_the_target_that_the_generation_config_asks_for(client: OpenAI) -> None:
     answer = complete(client, "bart", SOURCE)
     output = generated(BART, SOURCE, output_scores=True)

@@ -109,10 +109,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-        ),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"max_output_tokens": 10**6}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "light " * 5000}, "input"),
@@ -262,12 +259,6 @@ def test_options_have_the_names_of_the_request(option: str | None, fields: dict[
     with pytest.raises(BadRequest) as refused, named_by(ChatRequest.model_validate(fields)):
         raise BadRequest("no", param=option)
     assert refused.value.param == param
-
-
-def test_an_unknown_model(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as refused:
-        complete(client, "no-such-model")
-    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
 
 class _Fails:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.serve.checkpoints import encoded, encoder, logits, states
 
 TEXTS = ["let there be light", "day", "darkness upon the face of the deep"]
 QUERY = "the light"
@@ -21,21 +20,8 @@ def post(client: httpx.Client, path: str, **fields: Any) -> Any:
     return response.json()
 
 
-@cache
-def loaded(path: str, kind: Any) -> tuple[Any, Any]:
-    return kind.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
-
-
-def logits(path: str, *text: str) -> torch.Tensor:
-    model, tokenizer = loaded(path, AutoModelForSequenceClassification)
-    with torch.no_grad():
-        return model(**tokenizer(*text, return_tensors="pt")).logits[0].double()
-
-
 def vector(path: str, text: str) -> Any:
-    model, tokenizer = loaded(path, AutoModel)
-    with torch.no_grad():
-        return model(**tokenizer(text, return_tensors="pt"))[0][0].mean(0).double().numpy()
+    return states(path, text).mean(0).double().numpy()
 
 
 def cosine(first: Any, second: Any) -> float:
@@ -43,7 +29,7 @@ def cosine(first: Any, second: Any) -> float:
 
 
 def tokens_of(path: str, *text: str) -> list[int]:
-    return AutoTokenizer.from_pretrained(path)(*text)["input_ids"]
+    return encoded(path, *text)["input_ids"][0].tolist()
 
 
 def test_classes(http: httpx.Client, paths: dict[str, str]) -> None:
@@ -113,7 +99,7 @@ def test_tokens(http: httpx.Client, paths: dict[str, str]) -> None:
 
 
 def test_tokens_of_a_chat(http: httpx.Client, paths: dict[str, str]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(paths["chat"])
+    tokenizer = encoder(paths["chat"])[1]
     messages = [{"role": "user", "content": "what is the law"}]
     answer = post(http, "/tokenize", model="chat", messages=messages)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

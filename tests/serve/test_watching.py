@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteriaList
+from transformers import AutoModelForCausalLM
 
 from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import Delta, Generate, Generated
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.watching import BeamWatcher, Ends, RowWatcher, StopTexts
+from tests.serve.checkpoints import of_job
 from tests.serve.servers import BART, GPT2
 
 TEXTS = (
@@ -65,21 +65,15 @@ def joined(deltas: list[Delta], index: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_beams": 1},
-        {"num_beams": 1, "do_sample": True, "temperature": 1.3},
-        {"num_beams": 1, "do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 2, "early_stopping": True},
+        {"num_beams": 4, "early_stopping": False},
+        {"num_beams": 5, "early_stopping": "never", "length_penalty": 2.0},
+        {"num_beams": 4, "length_penalty": -1.0, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True, "temperature": 1.5},
+        {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},
+        {"num_beams": 3, "no_repeat_ngram_size": 2, "max_new_tokens": 40},
     ],
-    ids=["greedy", "drawn", "several"],
-)
-def test_sequences_stream_all_of_their_tokens(model: LocalModel, options: dict[str, Any]) -> None:
-    for deltas, result in run(model, jobs(model, **options)[:5]):
-        assert len(result.sequences) == options.get("num_return_sequences", 1)
-        for index, sequence in enumerate(result.sequences):
-            assert joined(deltas, index) == sequence.tokens
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 4}, {"num_beams": 3, "do_sample": True, "num_return_sequences": 2}], ids=["best", "drawn"]
+    ids=lambda options: "-".join(options),
 )
 def test_with_beams_a_beginning_of_the_best_one_streams(model: LocalModel, options: dict[str, Any]) -> None:
     found = run(model, jobs(model, **options)[:5])
@@ -88,35 +82,6 @@ def test_with_beams_a_beginning_of_the_best_one_streams(model: LocalModel, optio
         assert certain == result.sequences[0].tokens[: len(certain)]
         assert {delta.index for delta in deltas} <= {0}
     assert "do_sample" in options or any(deltas for deltas, _ in found)  # drawn beams may have little in common
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2, "early_stopping": True},
-        {"num_beams": 4, "early_stopping": False},
-        {"num_beams": 5, "early_stopping": "never", "length_penalty": 2.0},
-        {"num_beams": 4, "length_penalty": -1.0, "num_return_sequences": 2},
-        {"num_beams": 3, "do_sample": True, "temperature": 1.5},
-        {"num_beams": 3, "no_repeat_ngram_size": 2, "max_new_tokens": 40},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_what_is_certain_of_a_search_in_slots_begins_its_result(model: LocalModel, options: dict[str, Any]) -> None:
-    runner: Any = model._worker._runner
-    told: list[list[int]] = []
-    futures = []
-    chosen = jobs(model, **options)[:5]
-    for job in chosen:
-        tokens: list[int] = []
-        told.append(tokens)
-        take = partial(lambda tokens, delta: tokens.extend(delta.tokens), tokens)
-        watcher = BeamWatcher(runner._prompt(job), options["num_beams"], runner._ends(job), take)
-        criteria = StoppingCriteriaList([watcher])
-        futures.append(runner._engine.submit([*job.tokens], stopping_criteria=criteria, seed=job.seed, **job.options))
-    for job, tokens, future in zip(chosen, told, futures, strict=True):
-        assert tokens == future.result()[0, runner._prompt(job) :].tolist()[: len(tokens)]
-    assert "do_sample" in options or any(told)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +99,10 @@ def test_a_stop_text_ends_sequences_where_the_librarys_does(
 ) -> None:
     chosen = [job for number, job in enumerate(jobs(model, **options)) if number in (0, 2, 5, 7)]
     wanted = [Generate(job.tokens, job.options, job.seed, stops, streams=True) for job in chosen]
-    has_stopped = False
+    has_stopped, reference = False, model._worker._runner._model
     for job, (deltas, result) in zip(wanted, run(model, wanted), strict=True):
-        for index, (sequence, tokens) in enumerate(zip(result.sequences, librarys(model, job), strict=True)):
+        expected = of_job(reference, job, stop_strings=list(stops), tokenizer=model.tokenizer)
+        for index, (sequence, (tokens, _)) in enumerate(zip(result.sequences, expected, strict=True)):
             assert sequence.tokens == tokens
             certain = joined(deltas, index)
             assert certain == tokens[: len(certain)] and (job.options["num_beams"] > 1 or certain == tokens)
@@ -145,18 +111,6 @@ def test_a_stop_text_ends_sequences_where_the_librarys_does(
             assert sequence.finish_reason == ("stop" if is_stopped or len(tokens) < 24 else "length")
             assert sequence.generated == len(tokens) + (not is_stopped and len(tokens) < 24)
     assert has_stopped
-
-
-def librarys(model: LocalModel, job: Generate) -> list[tuple[int, ...]]:
-    """The new tokens that `generate` gives with its own `stop_strings`."""
-    reference: Any = model._worker._runner._model
-    with torch.random.fork_rng():
-        torch.manual_seed(job.seed or 0)
-        options = {**job.options, "stop_strings": list(job.stop), "tokenizer": model.tokenizer}
-        made = reference.generate(torch.tensor([job.tokens]), **options)
-    prompt = 1 if reference.config.is_encoder_decoder else len(job.tokens)
-    ends = (reference.generation_config.eos_token_id, reference.generation_config.pad_token_id)
-    return [tuple(token for token in row if token not in ends) for row in made[:, prompt:].tolist()]
 
 
 def test_log_probabilities_are_those_of_the_model_in_float64() -> None:

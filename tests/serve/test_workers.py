@@ -29,6 +29,7 @@ from fastgen_serve.workers.remote import RemoteModel
 from fastgen_serve.workers.worker import Worker
 from tests.equivalence.check import in_threads
 from tests.pipeline import tiny
+from tests.serve.checkpoints import of_job
 from tests.serve.servers import BART, GPT2, WAIT, happens
 
 MODELS = (("bart", BART), ("gpt2", GPT2))
@@ -88,23 +89,8 @@ def reference(name: str) -> Any:
     return kind.from_pretrained(dict(MODELS)[name], dtype=torch.float32).eval()
 
 
-def expected(model: Any, job: Generate) -> list[tuple[tuple[int, ...], float | None]]:
-    """Tokens and scores of a call of `generate` for this input alone, cut behind the prompt and before EOS."""
-    with torch.random.fork_rng():
-        if job.seed is not None:
-            torch.manual_seed(job.seed)
-        made = model.generate(
-            torch.tensor([job.tokens]), **job.options, return_dict_in_generate=True, output_scores=True
-        )
-    prompt = 1 if model.config.is_encoder_decoder else len(job.tokens)
-    eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
-    rows = [[token for token in row if token not in (eos, pad)] for row in made.sequences[:, prompt:].tolist()]
-    scores = getattr(made, "sequences_scores", None)
-    return [(tuple(row), None if scores is None else float(scores[i])) for i, row in enumerate(rows)]
-
-
 def check(model: Any, job: Generate, sequences: tuple[Sequence, ...]) -> None:
-    wanted = expected(model, job)
+    wanted = of_job(model, job)
     assert [sequence.tokens for sequence in sequences] == [tokens for tokens, _ in wanted]
     for sequence, (_, score) in zip(sequences, wanted, strict=True):
         assert sequence.score == (None if score is None else pytest.approx(score, abs=1e-4))
