@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fastgen_serve.app import create_app
 from fastgen_serve.models import Models
@@ -15,6 +17,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
 from tests.serve.checkpoints import GREEDY, PROMPT, USER, texts
 from tests.serve.servers import GPT2, in_thread
+from tests.serve.test_deploy import DASHBOARD
 
 CHAT = {"model": "chat", "messages": [USER], **GREEDY}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -87,6 +90,16 @@ def test_fields_of_rerank_that_ask_for_nothing(http: httpx.Client) -> None:
     body = {"model": "pairs", "query": "light", "documents": ["day"]}
     assert http.post("/v2/rerank", json={**body, "max_tokens_per_doc": 0}).status_code == 200
     assert refusal(http.post("/v2/rerank", json={**body, "max_tokens_per_doc": 9}))[:2] == (400, "max_tokens_per_doc")
+
+
+def test_the_dashboard_offers_models_of_all_kinds(http: httpx.Client, paths: dict[str, str]) -> None:
+    """Also those that only encode, which have no slots."""
+    [query] = [each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["name"] == "model"]
+    found = re.fullmatch(r"label_values\((\w+), model\)", query)
+    assert found is not None
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name == found[1]]
+    assert {sample.labels["model"] for sample in samples} >= paths.keys()
 
 
 def test_as_many_inputs_as_clients_send_at_once(paths: dict[str, str]) -> None:
