@@ -257,7 +257,7 @@ def begun(python: str | Path, words: list[Any], partial: Path, batches: int) -> 
 def test_an_interrupted_and_a_killed_command_are_resumed_to_the_same_file(bart, tmp_path, programs):
     """In the middle of sampling with a worker process. What is replaced stays as it was until the run is complete."""
     source, out, report = tmp_path / "in.txt", tmp_path / "out.jsonl", tmp_path / "report.json"
-    source.write_text("\n".join(["", "", *tiny.sentences(800)]) + "\n")
+    source.write_text("\n".join(["", "", *tiny.sentences(400)]) + "\n")
     errors, partial = Path(f"{out}.errors.jsonl"), Path(f"{out}.partial")
     for path in (out, errors, report):
         path.write_text('{"line": "old"}')
@@ -280,7 +280,7 @@ def test_an_interrupted_and_a_killed_command_are_resumed_to_the_same_file(bart, 
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
     assert {path.read_text() for path in (out, errors, report)} == {'{"line": "old"}'}
-    assert 6 <= partial.read_bytes().count(b'{"batch"') < 200
+    assert 6 <= partial.read_bytes().count(b'{"batch"') < 100
     done = partial.read_bytes().count(b'{"position"')
     assert call(*words, "--resume") == 1
     assert json.loads(report.read_text())["resumed_samples"] == done

@@ -34,7 +34,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading
 from fastgen_serve.workers.local import LocalModel
 from tests.pipeline import tiny
-from tests.serve.servers import GPT2, WAIT, command, in_thread, until
+from tests.serve.servers import GPT2, WAIT, in_thread, until
 
 RED, BLUE, WIDE = ((24, 24), (255, 0, 0)), ((24, 24), (0, 0, 255)), ((48, 16), (90, 200, 10))
 TEXT = "let there be light"
@@ -56,6 +56,14 @@ def user(*contents: str | Picture) -> dict[str, Any]:
         for each in contents
     ]
     return {"role": "user", "content": parts}
+
+
+def librarys(*contents: str | Picture) -> list[dict[str, Any]]:
+    """The parts of a message, as the library's processors take them."""
+    return [
+        {"type": "text", "text": each} if isinstance(each, str) else {"type": "image", "image": Image.new("RGB", *each)}
+        for each in contents
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +95,8 @@ def loaded(folder: str) -> tuple[Any, Any]:
 def expected(folder: str, *contents: str | Picture, seed: int | None = None, **options: Any) -> tuple[list[str], int]:
     """What the library's `generate` writes, and the tokens of the prompt."""
     model, processor = loaded(folder)
-    parts = [
-        {"type": "text", "text": each} if isinstance(each, str) else {"type": "image", "image": Image.new("RGB", *each)}
-        for each in contents
-    ]
     inputs = processor.apply_chat_template(
-        [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=True, return_dict=True,
+        [{"role": "user", "content": librarys(*contents)}], add_generation_prompt=True, tokenize=True, return_dict=True,
         return_tensors="pt",
     )  # fmt: skip
     if seed is not None:
@@ -225,11 +229,7 @@ def test_forms_of_an_image(client: OpenAI, folder: str) -> None:
 def test_a_conversation_with_images(client: OpenAI, folder: str, url: str) -> None:
     messages = [user(RED, "what is it"), {"role": "assistant", "content": "light"}, user("and this", BLUE)]
     _, processor = loaded(folder)
-    parts = [
-        [{"type": "image", "image": Image.new("RGB", *RED)}, {"type": "text", "text": "what is it"}],
-        [{"type": "text", "text": "light"}],
-        [{"type": "text", "text": "and this"}, {"type": "image", "image": Image.new("RGB", *BLUE)}],
-    ]
+    parts = librarys(RED, "what is it"), librarys("light"), librarys("and this", BLUE)
     said = [{"role": each["role"], "content": part} for each, part in zip(messages, parts, strict=True)]
     ids = processor.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
     fields = {"extra_body": {"return_token_ids": True}}
@@ -351,17 +351,18 @@ def test_a_processor_that_cannot_be_loaded(folder: str, tmp_path: Path, caplog: 
         assert loading.read_processor(folder)[0] is None and "pip install pillow" in caplog.text
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_model_in_a_process_of_its_own(folder: str) -> None:
     (text,), length = expected(folder, RED, TEXT)
-    with command(f"llava={folder}", "--no-warm-up", "--max-images", "1") as server:
-        server.wait_until_ready()
-        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            answer = ask(client, RED, TEXT)
-            assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, length)
-            (text,), _ = expected(folder, TEXT)
-            assert ask(client, TEXT).choices[0].message.content == text
-            with pytest.raises(openai.BadRequestError, match="has 2 images: this server takes 1"):
-                ask(client, RED, BLUE)
+    app = create_app(ServeSettings(models=(("llava", folder),), warm_up=False, max_images=1))
+    with in_thread(app) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        until(lambda: app.state.models.get("llava").is_ready)
+        answer = ask(client, RED, TEXT)
+        assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, length)
+        (text,), _ = expected(folder, TEXT)
+        assert ask(client, TEXT).choices[0].message.content == text
+        with pytest.raises(openai.BadRequestError, match="has 2 images: this server takes 1"):
+            ask(client, RED, BLUE)
 
 
 def test_a_model_in_16_bits(folder: str) -> None:
