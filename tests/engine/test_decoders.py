@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.engine.continuous import ContinuousBatches
+from fastgen.engine.options import make
 from fastgen.optimizer.transformers import buckets
-from tests.engine.conftest import WAIT
+from tests.engine.conftest import WAIT, run
 from tests.equivalence.models import BOS, EOS, FIRST_WORD, PAD, VOCABULARY, Weights, enliven
 
 # What configurations call their sizes, those of a tiny model.
@@ -86,3 +88,26 @@ def test_requests_share_prefills_and_steps(name: str, options: dict[str, Any]) -
         expected = alone()
     for want, found in zip(expected, together(), strict=True):
         assert torch.equal(want, found), (name, options)
+
+
+# XGLM makes its table of positions anew for a longer prompt: what runs begins again.
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "xglm"])
+def test_beginnings_are_shared_and_long_prompts_read_in_chunks(name: str) -> None:
+    """Behind what the cache holds, a pass gives what it gives behind a prompt that is read at once."""
+    model, generator = build(name), torch.Generator().manual_seed(5)
+    words = torch.randint(FIRST_WORD, VOCABULARY, (4, 150), generator=generator)
+    words[2:, :90] = words[1, :90]
+    lengths, counts = (9, 150, 130, 101), (16, 6, 8, 7)
+    inputs = [ids[None, :length] for ids, length in zip(words, lengths, strict=True)]
+    options = [{"max_new_tokens": count, "min_new_tokens": count} for count in counts]
+    requests = [
+        make(model, {"input_ids": ids}, None, given, None, 4) for ids, given in zip(inputs, options, strict=True)
+    ]
+    executor = ContinuousBatches(model, 4, max_stall=1e-4)
+    run(executor, requests)
+    stats = executor.stats()
+    assert stats["shared_positions"] and stats["chunks"] and not stats["alone"], stats
+    with fastgen.disabled():
+        expected = [model.generate(ids, **given) for ids, given in zip(inputs, options, strict=True)]
+    assert all(torch.equal(request.future.result(0), each) for request, each in zip(requests, expected, strict=True))
