@@ -19,7 +19,6 @@ from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache
 from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
-from fastgen.optimizer.transformers.captured.kind import without_drafts
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.conftest import ROOT
@@ -68,9 +67,9 @@ def test_tokens_are_those_without_drafts(name: str, options: dict[str, Any]) -> 
     executor = ContinuousBatches(model, 32, lookup=6)
     requests = requests_for(model, REPEATING, **options)
     run(executor, requests, at_once=2)
+    assert (graph_cache._models[model].shares_kv is False) is (name == "bloom")
     assert_as_alone(model, requests, REPEATING)
     assert not executor.alone or name == "bloom"
-    assert (model in without_drafts) is (name == "bloom")
     assert executor.counts["drafted_tokens"] > 0 or name not in ("llama", "bart", "gpt2") or options
 
 
@@ -316,7 +315,7 @@ def test_a_step_with_drafts_that_cannot_be_recorded(llama: Any, monkeypatch: pyt
         requests = requests_for(llama, REPEATING[:count])
         run(executor, requests)
         assert_as_alone(llama, requests, REPEATING[:count])
-    assert executor.counts["steps"] > 0 and llama in without_drafts
+    assert executor.counts["steps"] > 0 and graph_cache._models[llama].shares_kv is False
 
 
 class _Form:
@@ -368,4 +367,4 @@ def test_a_model_whose_attention_cannot_share_beside_code_of_the_users() -> None
     requests = requests_for(model, REPEATING[1:4], eos_token_id=None)
     run(executor, [own, *requests])
     assert_as_alone(model, [own, *requests], REPEATING[:4])
-    assert not executor.counts["repeated"] and model in without_drafts
+    assert not executor.counts["repeated"] and graph_cache._models[model].shares_kv is False

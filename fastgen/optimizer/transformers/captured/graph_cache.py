@@ -66,6 +66,7 @@ class _OfModel:
     refused: dict[Hashable, str] = field(default_factory=dict)
     symbolic: OrderedDict[Key, Any] = field(default_factory=OrderedDict)  # recorded for any number of inputs
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
+    shares_kv: bool | None = None  # whether rows can share K and V; None if no step has shown it
     former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
 
 
@@ -228,6 +229,21 @@ def is_refused(model: Any, key: Hashable) -> bool:
             return key in _known(model).refused and key in _of(model).refused
         except CannotBeCaptured:
             return True
+
+
+def note_shared_kv(model: Any, can: bool) -> None:
+    """A step has shown whether rows can share K and V, as those do that verify what is drafted."""
+    with _lock:
+        _known(model).shares_kv = can
+
+
+def shares_kv(model: Any) -> bool | None:
+    """Whether rows of the model as it is now can share K and V; None if no step has shown it."""
+    with _lock:
+        try:  # what has changed in the model is looked for only where there is a reason to
+            return None if _known(model).shares_kv is None else _of(model).shares_kv
+        except CannotBeCaptured:
+            return False
 
 
 def kept(model: Any, key: Hashable) -> Any:

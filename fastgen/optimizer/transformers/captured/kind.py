@@ -6,7 +6,6 @@ number, a draw that a greedy row does not take, a copy of scores that nobody kee
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import RECORDS
 from fastgen.optimizer.transformers.captured.key import Key
@@ -26,11 +26,6 @@ from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters, in_ord
 MOST_ALIKE = 4
 # Adapters that a step serves, at the most: it computes for all rows what each of them adds.
 MOST_ADAPTERS = 8
-
-# Models that compute attention in a way in which rows cannot share K and V.
-without_drafts: weakref.WeakSet[Any] = weakref.WeakSet()
-# Those of which a step has shown that rows can.
-with_drafts: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Kind(NamedTuple):
@@ -70,7 +65,7 @@ class Kind(NamedTuple):
         """Whether rows could verify what is drafted: of one sequence, which no code on the host looks at."""
         key = self.key
         is_one = key.per_input == 1 and key.early_stopping is None
-        return is_one and not (key.forms or key.waits_for_host or model in without_drafts)
+        return is_one and not (key.forms or key.waits_for_host) and graph_cache.shares_kv(model) is not False
 
     def drafting(self) -> Kind:
         """The kind of a step whose rows may verify what is drafted for inputs of this one."""

@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS, DraftR
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.kind import Kind, with_drafts, without_drafts
+from fastgen.optimizer.transformers.captured.kind import Kind
 from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.places import Places
 from fastgen.optimizer.transformers.captured.sizes import Sizes
@@ -111,7 +111,7 @@ class Slots:
         if wider is None or wider == self._kind:
             return wider is not None
         # Whether rows can share K and V is to be found out in a step of its own: code of the user's must not run twice.
-        if wider.key.maps_rows > self._kind.key.maps_rows and self._model not in with_drafts:
+        if wider.key.maps_rows > self._kind.key.maps_rows and not graph_cache.shares_kv(self._model):
             return False
         batches = {*(1 << n for n in range(self._most.bit_length())), self._most}
         return not any(graph_cache.is_refused(self._model, replace(wider.key, batch=n)) for n in batches)
@@ -135,7 +135,7 @@ class Slots:
         if not step.forward.is_watched:  # before code of the user's sees a token
             self._try(step, prompts[0])
         if step.key.maps_rows:
-            with_drafts.add(self._model)
+            graph_cache.note_shared_kv(self._model, True)
         self._check_window(step, decoding, needed)
         for slot, prompt in zip(entering, prompts, strict=True):
             slot.certain_tokens, slot.entered = decoding.certain_tokens, self._steps
@@ -353,7 +353,7 @@ class Slots:
         graph_cache.refuse(self._model, step.key, str(error))
         if not step.key.maps_rows:
             return CannotBeCaptured(str(error))
-        without_drafts.add(self._model)
+        graph_cache.note_shared_kv(self._model, False)
         return OfThisCall(str(error))
 
     def _close_ranks(self, step: DecodeStep) -> None:

@@ -53,10 +53,6 @@ def seconds_of_step(model: Any, key: Key) -> float | None:
     return min(step.seconds_of_calls) if step is not None and step.seconds_of_calls else None
 
 
-# Models whose rows cannot share the tokens of a verify: their attention is not one operator, for example.
-_not_ragged: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
 class SpeculativeDecoding(Decoding):
     """Draft-verify iterations, until all sequences are finished. Raises CannotBeCaptured before anything is changed."""
 
@@ -152,14 +148,14 @@ class SpeculativeDecoding(Decoding):
             return replace(key, draft=draft._replace(together=True))
         ragged = replace(key, draft=draft._replace(is_ragged=True))
         is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self.model.device)
-        return ragged if is_served and self.model not in _not_ragged else key
+        return ragged if is_served and graph_cache.shares_kv(self.model) is not False else key
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
         try:
             return super()._start(step, run)
         except Exception:
             if self._key.draft.is_ragged and graph_cache.is_refused(self.model, self._key):
-                _not_ragged.add(self.model)  # whatever the shapes of a call are
+                graph_cache.note_shared_kv(self.model, False)  # whatever the shapes of a call are
             raise
 
     def _records(self) -> tuple[bool, bool]:
