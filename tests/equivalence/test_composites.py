@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+import fastgen
+from fastgen import counters, settings
 from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import DECODING
 from tests.equivalence.check import accelerated, check, fallbacks
@@ -48,3 +53,48 @@ def test_a_model_that_hands_on_more_than_its_cache() -> None:
     assert accelerated() == 1 and not fallbacks()
     check(model, of_idefics(), {"num_beams": 3})
     assert list(fallbacks()) == ["IdeficsForVisionText2Text hands on more than K/V from step to step"]
+
+
+def _encoded(name: str) -> tuple[Any, Any, int]:
+    """A model, what its encoder has made of its inputs, and of how many positions."""
+    make, inputs = MODELS[name]
+    model = build(make)
+    with torch.no_grad():
+        encoded = model.get_encoder()(**inputs())
+    return model, encoded, encoded[0].shape[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", ["vit and trocr", "donut", "moonshine"])
+def test_a_mask_that_the_decoder_does_not_read(name: str, options: dict[str, Any], way: str) -> None:
+    """It attends to all that the encoder gives, or to what the output of that says."""
+    model, encoded, positions = _encoded(name)
+    mask = torch.ones(2, positions, dtype=torch.int64)
+    mask[1, positions // 2 :] = 0
+    check(model, {"encoder_outputs": encoded, "attention_mask": mask}, {**options, **SCORES})
+    check(model, {"encoder_outputs": encoded}, {**options, **SCORES})
+    assert captures() == 2, (reasons(), fallbacks())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_mask_of_states(options: dict[str, Any], way: str) -> None:
+    """BLIP's text model leaves it out: no step is captured where it says something."""
+    model, generator = build(MODELS["blip, captions"][0]).text_decoder, torch.Generator().manual_seed(0)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    inputs = {**tokens(2, 4), "encoder_hidden_states": torch.randn(2, 9, 32, generator=generator)}
+    check(model, {**inputs, "encoder_attention_mask": mask}, {**options, **SCORES})
+    assert captures() == 0 and list(reasons()) == ["a mask of the states of an encoder"]
+    check(model, {**inputs, "encoder_attention_mask": torch.ones_like(mask)}, {**options, **SCORES})
+    assert captures() == 1, (reasons(), fallbacks())
+
+
+@pytest.mark.parametrize("name", ["roberta and roberta", "speech to text", "vit and trocr, waves"])
+def test_nothing_is_drafted_where_positions_are_counted(name: str, way: str) -> None:
+    """Behind a padding token in the middle of a pass, the model would count others than step by step."""
+    make, inputs = MODELS[name]
+    with settings.changed(self_speculation="int8"):
+        check(build(make), inputs(), {"max_new_tokens": 24})
+    assert captures() == 1 and list(fastgen.stats()[counters.DRAFTS]["not used"]) == [
+        "positions that the model counts from what it has stored and the tokens of a pass"
+    ]

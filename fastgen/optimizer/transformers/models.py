@@ -100,14 +100,29 @@ _INDEPENDENT = frozenset(
 # stores beside its own in a cache that it makes itself.
 _READS_STATES = "transformers.models.blip.modeling_blip_text.BlipTextLMHeadModel"
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
+# These count positions from the length of the cache; and some of them in a pass, where a padding token has none. Behind
+# one, those of a verify would be others than those of steps.
+_COUNTING = frozenset(
+    """
+    BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM ElectraForCausalLM RobertaForCausalLM
+    SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
+    Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM XLMRobertaForCausalLM
+    """.split()
+)
 # With the hooks of captured/prophetnet.py.
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
 _PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
-# Its attention reads all of the source, whatever mask `generate` is given, which counts the frames of a recording.
-_SOURCE_WITHOUT_MASK = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
+# The decoder attends to all of the source, whatever mask `generate` is given: Whisper's counts the frames of a
+# recording, and what reads pictures may be given one of their parts.
+_SOURCE_WITHOUT_MASK = frozenset(
+    (
+        "transformers.models.vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
+        "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration",
+    )
+)
 # Inputs that the library hands to steps, which do not read them: Qwen2-Audio reads this one with a sound alone.
 _UNREAD = {
-    _SOURCE_WITHOUT_MASK: ("attention_mask",),
+    **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
     "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
         "feature_attention_mask",
     ),
@@ -116,7 +131,7 @@ _UNREAD = {
 
 def masks_source(model: Any) -> bool:
     """Whether `attention_mask` says which positions of the source the decoder attends to."""
-    return _class_of(model) != _SOURCE_WITHOUT_MASK
+    return _class_of(model) not in _SOURCE_WITHOUT_MASK
 
 
 def reads_states(model: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -129,14 +144,11 @@ def mask_of_source(model: Any, mask: Tensor, encoded: Any) -> Tensor | None:
 
     Args:
         mask: of what the encoder has read, [inputs, ...]: maybe of more positions, as of frames of a sound.
-        encoded: its output, of which each input has one row or several.
+        encoded: its output.
     """
     length, encoder = encoded[0].shape[1], model.get_encoder()
     if mask.shape[1:] == (length,):
         return mask
-    own: Tensor | None = getattr(encoded, "attention_mask", None)
-    if own is not None:
-        return own[:: len(own) // len(mask)]
     for part in (encoder, getattr(encoder, "prenet", encoder)):
         if hasattr(part, "_get_feature_vector_attention_mask"):
             found: Tensor = part._get_feature_vector_attention_mask(length, mask)
@@ -215,9 +227,13 @@ def unsupported(model: Any) -> str | None:
     return modules_unsupported(model)
 
 
-def keeps_states(model: Any) -> bool:
-    """Whether a model keeps states besides K/V, which cannot go back: no draft can be verified and dropped."""
-    return states.are_kept(model, text_config(model.config))
+def why_no_drafts(model: Any) -> str | None:
+    """Why no draft can be verified, of which a part may be dropped; None where it can."""
+    if states.are_kept(model, text_config(model.config)):
+        return "a model with states that cannot go back"
+    if any(type(part).__name__ in _COUNTING for part in parts_that_decode(model)):
+        return "positions that the model counts from what it has stored and the tokens of a pass"
+    return None
 
 
 def text_config(config: Any) -> Any:
@@ -308,7 +324,10 @@ def attention_functions() -> Hashable:
 
 def has_independent_rows(model: Any) -> bool:
     """Whether that is known of what generates, whichever the encoder is: of one input, it gets that alone."""
-    return all(type(part).__name__ in _INDEPENDENT for part in parts_that_decode(model))
+    parts = parts_that_decode(model)
+    are_known = all(_class_of(part).startswith("transformers.models.") for part in parts)
+    are_as_they_were = all("forward" not in vars(part) and library_code.is_own(type(part).forward) for part in parts)
+    return are_known and are_as_they_were and all(type(part).__name__ in _INDEPENDENT for part in parts)
 
 
 def rows_depend_on_each_other(model: Any) -> bool:

@@ -228,13 +228,8 @@ def prefilled(
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
     if cross:
         cross_kv = [layer.kv.prompt() for layer in cross]
-        positions, mask = cross_kv[0][0].shape[2], masks.get("attention_mask")
-        if not config.is_encoder_decoder:
-            mask = given.get(STATES_MASK)
-        elif mask is not None and mask.shape != (inputs, positions):
-            mask = _mask_of_source(model, mask, model_kwargs)
-            del masks["attention_mask"]  # without it, attention keeps to the span
-        cross_span = _span(mask, inputs, positions, tokens.device)
+        mask = _mask_of_source(model, inputs, masks, model_kwargs)
+        cross_span = _span(mask, inputs, cross_kv[0][0].shape[2], tokens.device)
     elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
         source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
         own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
@@ -269,11 +264,27 @@ def _without_last_unused(layers: list[SharedLayer]) -> list[SharedLayer]:
     return layers[:count]
 
 
-def _mask_of_source(model: Any, mask: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-    encoded = model_kwargs.get("encoder_outputs")
-    found = None if encoded is None else mask_of_source(model, mask, encoded)
+def _mask_of_source(model: Any, inputs: int, masks: dict[str, Tensor], model_kwargs: dict[str, Any]) -> Tensor | None:
+    """Which positions of the source steps attend to, [inputs, positions]; None for all. Without a mask among those of
+    the steps, attention keeps to the span of this one.
+    """
+    if not model.config.is_encoder_decoder:
+        mask = model_kwargs.get(STATES_MASK)
+        if mask is not None and not bool(mask.all()):  # which the library leaves out
+            raise CannotBeCaptured("a mask of the states of an encoder")
+        return None
+    encoded, mask = model_kwargs.get("encoder_outputs"), masks.get("attention_mask")
+    if encoded is not None and hasattr(encoded, "attention_mask"):  # which is what the decoder reads
+        masks.pop("attention_mask", None)
+        own: Tensor | None = encoded.attention_mask
+        return None if own is None else own[:: max(len(own) // inputs, 1)]
+    if mask is None or encoded is None:
+        return mask
+    found = mask_of_source(model, mask, encoded)
     if found is None:
         raise CannotBeCaptured("a mask that is not one number per stored position")
+    if found is not mask:
+        del masks["attention_mask"]
     return found
 
 

@@ -18,6 +18,7 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.host import RECORDS
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.processors import Signed
+from fastgen.optimizer.transformers.models import why_no_drafts
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters, in_order
 
 # Processors of one signature in a step, at the most, that inputs of several kinds have brought. Each reads all scores
@@ -65,7 +66,8 @@ class Kind(NamedTuple):
         """Whether rows could verify what is drafted: of one sequence, which no code on the host looks at."""
         key = self.key
         is_one = key.per_input == 1 and key.early_stopping is None
-        return is_one and not (key.forms or key.waits_for_host) and graph_cache.shares_kv(model) is not False
+        may_verify = not (key.forms or key.waits_for_host) and why_no_drafts(model) is None
+        return is_one and may_verify and graph_cache.shares_kv(model) is not False
 
     def drafting(self) -> Kind:
         """The kind of a step whose rows may verify what is drafted for inputs of this one."""

@@ -86,6 +86,8 @@ class PrefilledCall:
 
     def _prepare_for_slots(self) -> None:
         """What the inputs of a step with slots are."""
+        if self.prompt.cross and not self.model.config.is_encoder_decoder:
+            raise CannotBeCaptured("states of an encoder in slots")
         if self.prompt.cross:  # there, a source has no padding
             self.prompt.tensors.pop("attention_mask", None)
         if row_adapters.layers_of(self.model):

@@ -23,10 +23,10 @@ from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.models import (
     has_captured_steps,
-    keeps_states,
     positions_of_step,
     takes_more_than_text,
     unsupported,
+    why_no_drafts,
 )
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Draft, EarlyExitDraft, LookupDraft
 
@@ -86,7 +86,7 @@ class Request:
         return (
             may_capture
             and positions_of_step(self.model) == 1
-            and not keeps_states(self.model)
+            and why_no_drafts(self.model) is None
             and self.model.device.type in ("cpu", "cuda")
             and graph.unavailable(self.model.device) is None
             and not any(self.asked(name) for name in _NOT_SERVED)
@@ -164,7 +164,7 @@ def _assistant(request: Request, assistant: Any) -> Draft | None:
     alike = (model.device, model.dtype) == (assistant.device, assistant.dtype)
     if not (same and alike and has_captured_steps(assistant) and positions_of_step(assistant) == 1):
         return None
-    if keeps_states(assistant):
+    if why_no_drafts(assistant) is not None:
         return None
     source = None
     if model.config.is_encoder_decoder:

@@ -28,7 +28,7 @@ from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftK
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.models import keeps_states, positions_of_step
+from fastgen.optimizer.transformers.models import positions_of_step, why_no_drafts
 from fastgen.optimizer.transformers.prefill import prefill
 from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
@@ -61,8 +61,9 @@ class SpeculativeDecoding(Decoding):
         self._length = 0  # tokens drafted in the last iteration
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments = arguments
-        if keeps_states(call.model):  # before anything is made for the call
-            raise CannotBeCaptured("a model with states that cannot go back")
+        reason = why_no_drafts(call.model)
+        if reason is not None:  # before anything is made for the call
+            raise CannotBeCaptured(reason)
         kind = type(draft), arguments["input_ids"].shape[0]
         self._back_off = _back_offs.setdefault(call.model, {}).setdefault(kind, draft_length.of_calls())
         if draft.schedule is None and self._back_off.waits():
