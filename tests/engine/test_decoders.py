@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.decoding import length_buckets
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers import buckets
 from tests.engine.conftest import WAIT, run
-from tests.equivalence.models import BOS, EOS, FIRST_WORD, PAD, VOCABULARY, Weights, enliven
+from tests.equivalence.models import BOS, EOS, FIRST_WORD, PAD, VOCABULARY, Weights, enliven, padded
 
 # What configurations call their sizes, those of a tiny model.
 SIZES: dict[str, int] = {
@@ -111,3 +112,17 @@ def test_beginnings_are_shared_and_long_prompts_read_in_chunks(name: str) -> Non
     with fastgen.disabled():
         expected = [model.generate(ids, **given) for ids, given in zip(inputs, options, strict=True)]
     assert all(torch.equal(request.future.result(0), each) for request, each in zip(requests, expected, strict=True))
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_a_batch_run_in_groups(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of about one length, without the padding in front."""
+    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
+    model, inputs = build(name), padded([96, 7, 90, 13, 1], side="left")
+    groups = length_buckets.by_mask(inputs["attention_mask"], in_front=True)
+    assert len(groups) > 1
+    with fastgen.disabled():
+        expected = model.generate(**inputs, max_new_tokens=10, **options)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=10, **options), expected)
