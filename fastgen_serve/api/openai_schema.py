@@ -158,7 +158,8 @@ class Generation(Cutting):
     @field_validator("logit_bias")
     @classmethod
     def _by_token(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if wrong := next((key for key in value or () if not (key.isascii() and key.isdigit() and len(key) < 10)), None):
+        wrong = next((key for key in value or () if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
+        if wrong is not None:
             raise PydanticCustomError("token_id", "has the key {key}, which is no token id", {"key": repr(wrong[:20])})
         return value
 

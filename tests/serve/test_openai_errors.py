@@ -38,6 +38,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
         ({"temperature": -1}, "temperature"),
