@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.blip import modeling_blip_text
 
 import fastgen
 from fastgen import counters, settings
@@ -15,6 +16,8 @@ from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.composites import MODELS, bert_and_rembert, build, idefics, of_idefics, options, tokens
 from tests.equivalence.models import LONG
 
+# Earlier releases of BLIP make masks for as many positions as the cache says that it has.
+MAKES_MASKS = hasattr(modeling_blip_text, "create_causal_mask")
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 
 
@@ -37,7 +40,8 @@ def test_their_steps_are_captured(name: str, decoding: str, way: str) -> None:
     (make, inputs), given = MODELS[name], {**options(name, DECODING[decoding]), **SCORES}
     check(build(make), inputs(), given)
     check(build(make), {key: value[1:] for key, value in inputs().items()}, given)
-    assert captures() == 2, (reasons(), fallbacks())
+    if MAKES_MASKS or not name.startswith("blip"):
+        assert captures() == 2, (reasons(), fallbacks())
 
 
 def test_the_class_inside_decides_whether_steps_are_captured(way: str) -> None:
@@ -76,6 +80,7 @@ def test_a_mask_that_the_decoder_does_not_read(name: str, options: dict[str, Any
     assert captures() == 2, (reasons(), fallbacks())
 
 
+@pytest.mark.skipif(not MAKES_MASKS, reason="no step of this release's is captured")
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_a_mask_of_states(options: dict[str, Any], way: str) -> None:
     """BLIP's text model leaves it out: no step is captured where it says something."""
