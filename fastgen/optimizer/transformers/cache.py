@@ -170,8 +170,8 @@ def _parts(cache: Cache) -> list[Cache]:
 
 
 def with_source(cache: Cache, config: Any) -> Cache:
-    """A cache of self-attention, with one for the K and V of what an encoder gives."""
-    return EncoderDecoderCache(cache, DynamicCache(config=config))
+    """A cache of self-attention, with one for the K and V of what an encoder gives; another cache as it is."""
+    return EncoderDecoderCache(cache, DynamicCache(config=config)) if type(cache) is DynamicCache else cache
 
 
 def layers_in(cache: Cache) -> list[list[Any]]:

@@ -12,7 +12,6 @@ import sys
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
@@ -84,7 +83,7 @@ def _prefill(
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
     cache = releases.cache_in(one_row_kwargs)
-    if reads_states(call.model, one_row_kwargs) and type(cache) is DynamicCache:  # as the model would make it
+    if reads_states(call.model, one_row_kwargs):
         cache = caches.with_source(cache, call.model.config)
         one_row_kwargs |= releases.with_cache(cache)
     store = call.store = ExchangedLayers(cache, per_input, initial_capacity)

@@ -212,9 +212,8 @@ def prefilled(
     (own, cross), with_states = layers_of(call.store.cache), states_in(call.store.cache)
     if not with_states:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
         own, cross = _without_last_unused(own), None if cross is None else _without_last_unused(cross)
-    if not (own or with_states) or not (
-        all(layer.kv.length for layer in own) and all(map(states_of_layers.have_begun, with_states))
-    ):
+    is_filled = all(layer.kv.length for layer in own) and all(map(states_of_layers.have_begun, with_states))
+    if not (is_filled and (own or with_states)):
         raise CannotBeCaptured("a layer of the cache that the model does not use")
     own_kv = [layer.kv.prompt() for layer in own]
     cached = own[0].kv.length if own else length

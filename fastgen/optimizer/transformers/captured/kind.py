@@ -66,8 +66,8 @@ class Kind(NamedTuple):
         """Whether rows could verify what is drafted: of one sequence, which no code on the host looks at."""
         key = self.key
         is_one = key.per_input == 1 and key.early_stopping is None
-        may_verify = not (key.forms or key.waits_for_host) and why_no_drafts(model) is None
-        return is_one and may_verify and graph_cache.shares_kv(model) is not False
+        may_verify = is_one and not (key.forms or key.waits_for_host)
+        return may_verify and why_no_drafts(model) is None and graph_cache.shares_kv(model) is not False
 
     def drafting(self) -> Kind:
         """The kind of a step whose rows may verify what is drafted for inputs of this one."""

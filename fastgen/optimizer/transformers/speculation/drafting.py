@@ -110,7 +110,7 @@ class Drafting:
         self.drafted.zero_()
         self.counts.zero_()
         # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
-        padding = prompt.span[0] if not self.key.is_encoder_decoder else torch.zeros_like(prompt.span[0])
+        padding = torch.zeros_like(prompt.span[0]) if self.key.is_encoder_decoder else prompt.span[0]
         self.prompt_lengths = (prompt.tokens.shape[1] - padding).repeat_interleave(self.key.per_input)
 
     def take_over(self, other: Drafting) -> None:
