@@ -45,9 +45,9 @@ def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> li
         if len(batch) > 1:
             return _together(model, batch, options)
         if enters_slots:  # with a generator of its own
-            return [_by_itself(model, request, request.options_in_slots | options)]
-        with _drawing(request):
-            return [_by_itself(model, request, request.options | options)]
+            return [by_itself(model, request, request.options_in_slots | options)]
+        with drawing(request):
+            return [by_itself(model, request, request.options | options)]
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 
 @contextlib.contextmanager
-def _drawing(request: Request) -> Iterator[None]:
+def drawing(request: Request) -> Iterator[None]:
     """A context in which no other engine draws from torch's generator, if this request may."""
     may_draw = request.seed is not None or request.config is None or request.config.do_sample
     has_it = may_draw and _draws.acquire(timeout=_PATIENCE)
@@ -80,7 +80,8 @@ def _drawing(request: Request) -> Iterator[None]:
             _draws.release()
 
 
-def _by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
+def by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
+    """What a call for this request alone returns."""
     device = model.device
     given = {name: _copied(value) for name, value in {**request.inputs, **options}.items()}
     with (
@@ -89,7 +90,7 @@ def _by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
     ):
         if request.seed is not None:
             torch.manual_seed(request.seed)
-        return model.generate(**given)
+        return (request.generate or model.generate)(**given)
 
 
 def _copied(value: Any) -> Any:
@@ -180,6 +181,14 @@ def pads(model: Any) -> bool:
     return buckets.ignores_padding(model)
 
 
+def what_shares_a_call(model: Any) -> str:
+    """Which requests of a model share a static batch, as a sentence."""
+    reason = alone_for_model(model)
+    if reason is not None:
+        return f"each request has a call of its own: {reason}"
+    return f"requests {'' if pads(model) else 'of one length '}that agree in their options share a call"
+
+
 def alone_for_model(model: Any) -> str | None:
     """Why no requests of this model may share a batch, as it is now; None where they may. A whitelist decides."""
     reason = adapters.alone_for_adapters(model)
@@ -213,3 +222,22 @@ def state_of(model: Any) -> list[tuple[Any, ...]]:
             place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
             found.append((id(weight), place, weight.requires_grad, 0 if weight.is_inference() else weight._version))
     return found
+
+
+class ModelState:
+    """What a model was when somebody looked the last time.
+
+    Attributes:
+        latest: the state.
+        changes: how often it was another one than before.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.changes = model, 0
+        self.latest: list[tuple[Any, ...]] | None = None
+
+    def has_changed(self) -> bool:
+        """Whether it is another one now than it was then."""
+        before, self.latest = self.latest, state_of(self._model)
+        self.changes += self.latest != before
+        return self.latest != before

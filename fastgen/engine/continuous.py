@@ -10,20 +10,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from fastgen import caches, patching, settings
+from fastgen import patching, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.engine import adapters
-from fastgen.engine.calls import alone_for_model, call, pads, state_of, written
+from fastgen.engine.calls import ModelState, alone_for_model, call, pads, what_shares_a_call, written
 from fastgen.engine.drafts import Drafts
 from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
-from fastgen.engine.planning import Arrivals, Costs, next_batch
+from fastgen.engine.own_generate import OwnCalls
+from fastgen.engine.planning import Arrivals, Costs, Entered, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
@@ -40,9 +41,6 @@ MOST_IN_USE = 8
 _TURN, _SHARED_TURN = 2.0, 0.25
 # Seconds between two turns, in which others may take theirs.
 _BREATH = 0.001
-# So many requests of a prefill group have to be declined until others are not tried: it may be a matter of one request,
-# as its length.
-_MOST_DECLINED = 3
 # So often a request may meet a step that fails, or a model that has changed, and begin again: the next time it fails.
 _MOST_FAILURES = 2
 COUNTED = "steps row_steps busy_row_steps batches rows tokens repeated preempted drafted_tokens accepted_tokens".split()
@@ -73,11 +71,9 @@ class ContinuousBatches:
         self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
-        self._expected = 0  # requests that waited with the latest, and may be in one step
-        self._has_slots: dict[Hashable, bool] = {}  # whether requests have entered, or could not, by prefill group
-        self._declined = dict[Hashable, int]()  # how many requests could not enter, by prefill group
-        self._is_for_itself = False  # the latest that could not says nothing of others
-        self._state: Any = None  # of the model that requests in slots have entered with
+        self._entered, self._expected = Entered(), 0  # requests that waited with the latest, and may be in one step
+        self._is_for_itself = False  # the latest that could not enter says nothing of others
+        self._state = ModelState(model)  # that requests in slots have entered with
         self._adapters, self._drafts = adapters.Served(), Drafts(lookup)
         self.reset()
 
@@ -86,6 +82,7 @@ class ContinuousBatches:
         self._in_use: list[Slots] = []
         self._running: list[Slot] = []  # in the order in which they entered
         self._again: list[Request] = []  # those that begin again, before others begin
+        self._own = OwnCalls(self.model, self.most_rows)
 
     @property
     def has_slots(self) -> bool:
@@ -102,13 +99,10 @@ class ContinuousBatches:
 
     def stats(self) -> dict[str, Any]:
         """What `Engine.stats` says of running."""
-        has_slots, reason = self.has_slots, alone_for_model(self.model)
-        why = f"requests {'' if pads(self.model) else 'of one length '}that agree in their options share a call"
-        if reason is not None:
-            why = f"each request has a call of its own: {reason}"
+        has_slots = self.has_slots
         return {
             "executor": "slots" if has_slots else "static batches",
-            "why": "requests enter and leave while others go on" if has_slots else why,
+            "why": "requests enter and leave while others go on" if has_slots else what_shares_a_call(self.model),
             "alone": dict(self.alone),
             "slots": self.most_rows,
             "busy": self.busy,
@@ -122,7 +116,7 @@ class ContinuousBatches:
     def choose(self, waiting: list[Request]) -> list[Request]:
         """Takes out those that run next: the first one, and what shares its call; none if the first must wait."""
         free = self.most_rows - self.busy
-        if waiting[0].rows > free or self._again:
+        if waiting[0].rows > free or self._again or self._own.some_may_go_on:
             return []
         is_time = self._arrivals.has_come(free, len(waiting) * waiting[0].rows, bool(self._running))
         return self._chosen(waiting, free) if is_time else []
@@ -142,7 +136,7 @@ class ContinuousBatches:
             like = [each for each in waiting if each.group == first.group] if shares else [first]
             chosen = self._cheapest(like, self.most_rows)
         else:
-            has_entered = self._has_slots.get(first.prefill_group, False)
+            has_entered = self._entered.has(first.prefill_group)
             like = [
                 each
                 for each in waiting
@@ -167,18 +161,19 @@ class ContinuousBatches:
         return next_batch([each for each in like if length in (None, each.length)], most_rows, self._costs)
 
     def _runs_static(self, request: Request) -> bool:
-        has_slots = self.has_slots and self._has_slots.get(request.prefill_group, True)
-        return not has_slots or request.config is None or request.is_static
+        may_enter = self.has_slots and self._entered.may(request.prefill_group)
+        return not may_enter or request.config is None or request.is_static
 
     # ---- running them
 
     def steps(self, more: Callable[[], list[Request]]) -> Iterator[None]:
         """Runs the requests that `more` gives, and those that it gives meanwhile, and settles their futures."""
-        while (requests := self._next(more)) or self._running:
-            if not self._running and self._runs_static(requests[0]):
-                self._begin(requests)
-                yield
-                continue
+        with self._own:  # nobody goes on with what an error has left
+            while (requests := self._next(more)) or self._running or self._own:
+                yield from self._run(requests, more)
+
+    def _run(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
+        if self._running or (requests and not self._runs_static(requests[0])):
             with contextlib.ExitStack() as turn:
                 try:
                     turn.enter_context(slots.running(self._inside.device))
@@ -186,8 +181,11 @@ class ContinuousBatches:
                     self._do_without_turn(requests, error)
                 else:
                     yield from self._take_turn(requests, more)
-            yield
             time.sleep(_BREATH)
+        else:
+            self._begin(requests)
+        self._run_own()  # outside of the turn, which their threads may take
+        yield
 
     def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
         begin = time.monotonic()
@@ -207,8 +205,8 @@ class ContinuousBatches:
                 self._advance(step)
             self._make_room()
             most = _SHARED_TURN if graph.is_wanted(self._inside.device) else _TURN
-            if time.monotonic() - begin > most:  # behind a step, and before it is asked who runs next, which counts
-                return
+            if self._own.some_may_go_on or time.monotonic() - begin > most:
+                return  # behind a step, and before it is asked who runs next, which counts
             requests = self._next(more)
 
     def _do_without_turn(self, requests: list[Request], error: CannotBeCaptured) -> None:
@@ -232,11 +230,14 @@ class ContinuousBatches:
         for request in batch:
             request.future.begun = request.future.begun or time.perf_counter()
         self._evict_if_changed()
+        if batch[0].asks_library and self.has_slots and not batch[0].is_static:
+            self._own.begin(batch[0], self._state.changes)
+            return
         is_static, self._is_for_itself = self._runs_static(batch[0]), False
         with contextlib.ExitStack() as way:
             if not is_static:
                 take, others_wait = partial(self._enter, batch), bool(self._running)
-                how = self.prefills.plan(batch, self._state, others_wait, take, self._step_between)
+                how = self.prefills.plan(batch, self._state.latest, others_wait, take, self._step_between)
                 way.enter_context(entering(how))
             outcome = self._outcome(batch, enters_slots=not is_static)
         entered = [slot for slot in self._running if slot.owner in batch]
@@ -245,6 +246,21 @@ class ContinuousBatches:
         self._withdraw(entered, outcome)  # what failed behind that
         self._settle_call(batch, outcome, is_static)
 
+    def _run_own(self) -> None:
+        """Has calls of the model's own `generate` go on, and takes what they ask for, or end with."""
+        for own, inner in self._own.go_on(self._changes):
+            if inner is not None:
+                self._again.append(inner)
+            elif own.changes != self._changes():
+                self._run_again([own.request], error=RuntimeError(CHANGED))
+            else:
+                self.alone.update(own.why_alone)
+                self._settle(own.request, own.outcome)
+
+    def _changes(self) -> int:
+        self._evict_if_changed()
+        return self._state.changes
+
     def _outcome(self, batch: list[Request], enters_slots: bool) -> Any:
         """What a call gives, or what it raises."""
         first, begin = batch[0], time.perf_counter()
@@ -252,11 +268,9 @@ class ContinuousBatches:
             results = call(self.model, batch, enters_slots)
         except BaseException as error:  # whatever the user's code raises: nothing ends the thread of the engine
             return error
-        rows = sum(request.rows for request in batch)
-        self.counts.update(batches=1, rows=rows, repeated=int(first.repeats > 0))
+        self.counts.update(batches=1, rows=sum(each.rows for each in batch), repeated=int(first.repeats > 0))
         if first.alone is None and self.prefills.max_stall is not None:
-            longest, most = max(each.length for each in batch), max(each.new_tokens or 0 for each in batch)
-            self._costs.note(longest, rows, most, time.perf_counter() - begin)
+            self._costs.note_call(batch, time.perf_counter() - begin)
         return results
 
     def _settle_call(self, batch: list[Request], outcome: Any, is_static: bool) -> None:
@@ -275,21 +289,13 @@ class ContinuousBatches:
                 self._run_again(batch)
                 return
             says_nothing = is_static or self._is_for_itself or len(self._in_use) >= MOST_IN_USE
-            if not (has_failed or says_nothing or first.prefill_group is None):
-                self._note_declined(first.prefill_group)
+            if not (has_failed or says_nothing):
+                self._entered.note_declined(first.prefill_group)
             reason = first.alone or alone_for_model(self.model) or (None if is_static else DECLINED)
             if reason and len(batch) == 1:
                 self.alone[reason] += 1
         for request, result in zip(batch, [outcome] * len(batch) if has_failed else outcome, strict=True):
             self._settle(request, result)
-
-    def _note_declined(self, prefill_group: Hashable) -> None:
-        """A call has run to its end whose inputs were to enter slots."""
-        caches.limit(self._declined)
-        self._declined[prefill_group] = self._declined.get(prefill_group, 0) + 1
-        if self._declined[prefill_group] >= _MOST_DECLINED:
-            caches.limit(self._has_slots)
-            self._has_slots.setdefault(prefill_group, False)
 
     def _settle(self, request: Request, result: Any) -> None:
         sequences = result if isinstance(result, Tensor) else getattr(result, "sequences", None)
@@ -316,7 +322,7 @@ class ContinuousBatches:
         if step is None:
             repeats = self.prefills.max_stall is None and is_repeatable()
             step = Slots(self._inside, kind, self.most_rows // batch[0].rows, self._drafts.seconds, repeats)
-        self._budget.note(*decoding.prompt.bytes_per_position, decoding.prompt.bytes_of_states)
+        self._budget.note(decoding.prompt)
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request, of_slot in zip(batch, drafts, strict=True):
             own, length = request.options.get("logits_processor") or (), None if is_whole else request.length
@@ -335,8 +341,7 @@ class ContinuousBatches:
             step.admit(decoding, kind, entered, self._expected)
             decoding.release()
             if kind.processors is not None:  # otherwise, each has to enter by a call of its own
-                caches.limit(self._has_slots)
-                self._has_slots[batch[0].prefill_group] = True
+                self._entered.note(batch[0].prefill_group, True)
         except BaseException as error:
             self._is_for_itself = isinstance(error, OfThisCall)
             self._withdraw(entered, error)
@@ -351,9 +356,8 @@ class ContinuousBatches:
 
     def _advance(self, step: Slots) -> None:
         """A decode step, and what comes of it."""
-        for slot in list(step.taken.values()):
-            if slot.owner.future.done():  # it was cancelled
-                self._leave(slot)
+        for slot in [slot for slot in step.taken.values() if slot.owner.future.done()]:  # it was cancelled
+            self._leave(slot)
         if not step.taken:
             return
         try:
@@ -408,8 +412,7 @@ class ContinuousBatches:
 
     def _evict_if_changed(self) -> bool:
         """Whether the model is no longer the one that requests in slots have entered with: all of them begin again."""
-        before, self._state = self._state, state_of(self.model)
-        if self._state == before:
+        if not self._state.has_changed():
             return False
         self._adapters.clear()
         for step in list(self._in_use):
@@ -422,8 +425,8 @@ class ContinuousBatches:
         says_all = isinstance(error, CannotBeCaptured) and not (step.is_widened or isinstance(error, OfThisCall))
         for slot in left:
             self._leave(slot)
-            if says_all and slot.owner.prefill_group is not None:
-                self._has_slots[slot.owner.prefill_group] = False
+            if says_all:
+                self._entered.note(slot.owner.prefill_group, False)
         self._run_again([slot.owner for slot in left], error=error)
 
     def _run_again(self, requests: list[Request], error: Exception | None = None, is_unseen: bool = False) -> None:
@@ -441,10 +444,7 @@ class ContinuousBatches:
 
     def _make_room(self) -> None:
         """Has the requests that came last begin again later, while the next step would store more than may be."""
-        while not self._budget.has_room(self._budget.stored(self._running) + self._budget.of_a_step(self._running)):
-            last = next((slot for slot in reversed(self._running) if slot.owner.may_begin_again), None)
-            if last is None or len(self._running) == 1:
-                return
+        while (last := self._budget.to_begin_again(self._running)) is not None:
             self._leave(last)
             self._again.insert(0, last.owner)
             self.counts["preempted"] += 1

@@ -4,9 +4,10 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from fastgen.engine.requests import Request
+from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.slot import Slot
 
 # A request enters where there is room for its prompt and so many tokens of each row: most end before their limit.
@@ -32,10 +33,15 @@ class KVBudget:
         self.most_bytes, self.peak, self._has_encoder = most_bytes, 0, has_encoder
         self._is_known = False
         self._own = self._cross = self._states = 0  # bytes of a position, and of a row
+        self._source = 0  # positions of the longest so far
 
-    def note(self, own: int, cross: int, states: int) -> None:
-        """What a position of self- and of cross-attention takes, in bytes, and the states of a row."""
-        self._own, self._cross, self._states, self._is_known = own, cross, states, True
+    def note(self, prompt: Prompt) -> None:
+        """What a position of self- and of cross-attention takes, in bytes, and the states of a row; and how many
+        positions of cross-attention an input has.
+        """
+        self._own, self._cross = prompt.bytes_per_position
+        self._states, self._source = prompt.bytes_of_states, max(self._source, prompt.sizes.source)
+        self._is_known = True
 
     def has_room(self, stored: int) -> bool:
         """Whether so many bytes may be stored."""
@@ -61,7 +67,9 @@ class KVBudget:
 
     def needed(self, request: Request, new_tokens: int) -> int:
         """Bytes with so many new tokens of each row, or as many as it may have."""
-        prompt, source = (1, request.length) if self._has_encoder else (request.prompt_positions, 0)
+        prompt, source = request.prompt_positions, 0
+        if self._has_encoder:  # of sounds and pictures, it is not known before they are encoded
+            prompt, source = request.start_positions, self._source if request.tokens is None else request.length
         most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
         return (prompt + request.rows * most) * self._own + source * self._cross + request.rows * self._states
 
@@ -81,6 +89,12 @@ class KVBudget:
             if self.most_bytes is not None and not self._is_known:
                 break
         return chosen
+
+    def to_begin_again(self, running: Sequence[Slot]) -> Slot | None:
+        """The one that leaves as the next step would store more than may be: the last that may. None with room."""
+        if self.has_room(self.stored(running) + self.of_a_step(running)) or len(running) == 1:
+            return None
+        return next((slot for slot in reversed(running) if slot.owner.may_begin_again), None)
 
     def _stored(self, slot: Slot) -> int:
         return slot.positions * self._own + slot.source * self._cross + slot.owner.rows * self._states

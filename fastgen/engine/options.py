@@ -7,12 +7,14 @@ import copy
 import inspect
 import operator
 from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import ModelOutput
 
 from fastgen.engine import adapters
 from fastgen.engine.requests import Request, inputs_of, is_form, is_of_the_engine, row_of, with_own_forms
@@ -57,6 +59,14 @@ _WHOLE = "num_beams num_return_sequences max_new_tokens max_length".split()
 # Seeds that torch takes.
 _SEEDS = range(-(2**63), 2**64)
 
+# Models whose own `generate` is known to change nothing of the model around its calls of the library's, but for these
+# options, which are of Whisper.
+_ASK_LIBRARY = frozenset(
+    "SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText "
+    "WhisperForConditionalGeneration".split()
+)
+_CHANGE_MODEL = ("return_token_timestamps", "assistant_model")
+
 # What configurations call the positions of a decoder, and of an encoder: the first that there is.
 _POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_position_embeddings")
 _SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
@@ -82,9 +92,50 @@ def make(
     made = Request(given, options, _index("seed", seed, _SEEDS))
     made.alone = adapters.alone_for_adapters(outer)
     if has_own_generate(model):
+        made.asks_library = made.alone is None and made.seed is None and _asks_library(outer, model, options)
         made.alone = f"{type(model).__name__} has a generate of its own"
     if made.alone is not None:  # which may take any options
         return made
+    _check(made, outer, model, most_rows)
+    return made
+
+
+def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int) -> Request | None:
+    """The request that stands for a call of the library's `generate`, made by a model's own; None where there is none
+    for it.
+
+    Args:
+        arguments: of the call, by name.
+    """
+    inputs = {name: value for name, value in arguments.items() if _is_input(name, value)}
+    others = {name: value for name, value in arguments.items() if name not in inputs}
+    others = {name: value for name, value in others.items() if value is not None or name not in _ARGUMENTS}
+    if not inputs or any(len(_first(value)) != 1 for value in inputs.values()):
+        return None
+    made = Request(inputs, others, generate=partial(GenerationMixin.generate, model))
+    if others.get("logits_processor") is not None:
+        others["logits_processor"] = with_own_forms(others["logits_processor"])
+    if others.get("generation_config") is not None:  # which the caller changes for its next call
+        others["generation_config"] = copy.deepcopy(others["generation_config"])
+    try:
+        _check(made, model, model, most_rows)
+    except ValueError:  # the call itself raises it, or has no room
+        return None
+    return made
+
+
+def _is_input(name: str, value: Any) -> bool:
+    is_argument = name in _ARGUMENTS and name != "inputs"
+    return isinstance(value, (Tensor, ModelOutput)) and not is_argument
+
+
+def _first(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else value[0]
+
+
+def _check(made: Request, outer: Any, model: Any, most_rows: int) -> None:
+    """Looks at what a request asks for, and notes what may share its batch. ValueError: `generate` would refuse it."""
+    given, options = made.inputs, made.options
     adapters.choose_config(outer, model)
     made.adapter = adapters.take_adapter(outer, model, options)
     of_peft = adapters.arguments_of(outer, options)
@@ -104,7 +155,6 @@ def make(
     made.group, made.prefill_group = _groups(made, has_encoder)
     if apart is not None:
         made.prefill_group = None
-    return made
 
 
 def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
@@ -290,6 +340,14 @@ def positions_of(config: Any, of_source: bool = False) -> int | None:
 def has_own_generate(model: Any) -> bool:
     """Whether `generate` of this model, such as Whisper's, is not the library's own for all."""
     return not _is_the_librarys(type(model), "generate")
+
+
+def _asks_library(outer: Any, model: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the model's own `generate` is known to leave the model as it is, while it waits for the library's."""
+    kind = type(model)
+    is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in _ASK_LIBRARY
+    changes_model = any(options.get(name) for name in _CHANGE_MODEL)
+    return is_known and not (changes_model or adapters.arguments_of(outer, options))
 
 
 def _is_the_librarys(kind: type, name: str) -> bool:

@@ -9,10 +9,11 @@ requests share a batch, never what a request gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import accumulate
 
+from fastgen import caches
 from fastgen.engine.requests import Request
 from fastgen.partition import cheapest
 
@@ -31,6 +32,9 @@ _NEW_TOKENS = 64
 _FEW = 0.25
 # A request waits for others for so many steps at the most; where enough of them wait, for so many prefills.
 _LONGEST_WAIT, _PREFILLS_TO_WAIT = 8, 4
+# So many requests of a prefill group have to be declined until others are not tried: it may be a matter of one request,
+# as its length.
+_MOST_DECLINED = 3
 # The part of the latest call in the mean of those like it.
 _LATEST = 0.25
 
@@ -55,6 +59,11 @@ class Costs:
         shape = _like(length, rows, new_tokens)
         self._seconds[shape] = mean(self._seconds.get(shape), seconds)
         self._of_model = mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
+
+    def note_call(self, batch: Sequence[Request], seconds: float) -> None:
+        """A call for these requests took so long."""
+        rows, most = sum(each.rows for each in batch), max(each.new_tokens or 0 for each in batch)
+        self.note(max(each.length for each in batch), rows, most, seconds)
 
 
 class Arrivals:
@@ -91,6 +100,37 @@ class Arrivals:
     def note(self, has_all: bool) -> None:
         """Requests enter; not `has_all` of those that were to: the others are not to wait."""
         self._waited = 0 if has_all else math.inf
+
+
+class Entered:
+    """Whether requests enter slots, by what has come of others of their prefill group."""
+
+    def __init__(self) -> None:
+        self._may: dict[Hashable, bool] = {}
+        self._declined: dict[Hashable, int] = {}
+
+    def may(self, prefill_group: Hashable) -> bool:
+        """Whether one may enter, as far as is known."""
+        return self._may.get(prefill_group, True)
+
+    def has(self, prefill_group: Hashable) -> bool:
+        """Whether one has entered."""
+        return self._may.get(prefill_group, False)
+
+    def note(self, prefill_group: Hashable, may_enter: bool) -> None:
+        """One has entered, or others cannot."""
+        if prefill_group is not None:
+            caches.limit(self._may)
+            self._may[prefill_group] = may_enter
+
+    def note_declined(self, prefill_group: Hashable) -> None:
+        """The call of one that was to enter has run to its end."""
+        if prefill_group is None:
+            return
+        caches.limit(self._declined)
+        self._declined[prefill_group] = self._declined.get(prefill_group, 0) + 1
+        if self._declined[prefill_group] >= _MOST_DECLINED and prefill_group not in self._may:
+            self.note(prefill_group, False)
 
 
 def _modelled(length: int, rows: int, new_tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -83,6 +83,8 @@ class Request:
         adapter: of peft, that it has of its own, beside others; None for those that are active.
         prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
         is_static: it has no slots any more, as it could not go on in them, or with others.
+        asks_library: it is of a model whose own `generate` asks the library's for tokens: that may be run in slots.
+        generate: what runs it; None for the model's `generate`.
         repeats: so often it has begun again.
         failures: so often it has met a step that failed, or a model that has changed.
     """
@@ -103,6 +105,8 @@ class Request:
     prefill_group: Hashable = None
     adapter: str | None = None
     is_static: bool = False
+    asks_library: bool = False
+    generate: Callable[..., Any] | None = None
     repeats: int = 0
     failures: int = 0
     future: RequestFuture = field(default_factory=RequestFuture)
@@ -119,6 +123,12 @@ class Request:
         if isinstance(embedded, Tensor) and embedded.dim() > 1:
             return max(self.length, embedded.shape[-2])
         return self.length
+
+    @property
+    def start_positions(self) -> int:
+        """Positions that a decoder behind an encoder stores of what it starts with."""
+        start = self.inputs.get("decoder_input_ids", self.options.get("decoder_input_ids"))
+        return start.shape[-1] if isinstance(start, Tensor) else 1
 
     @cached_property
     def token_list(self) -> list[int]:
@@ -153,8 +163,10 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether code of the user's sees the request run: it must not run twice."""
-        given = ((name, self.options.get(name)) for name in _USER_CODE)
-        return any(value is not None and not is_of_the_engine(name, value) for name, value in given)
+        given = [(name, value) for name in _USER_CODE if (value := self.options.get(name)) is not None]
+        if self.generate is not None:  # the model's own code passes some of the library's
+            given = [(name, value) for name, value in given if not _is_the_librarys(value)]
+        return any(not is_of_the_engine(name, value) for name, value in given)
 
     @property
     def may_begin_again(self) -> bool:
@@ -170,6 +182,10 @@ def is_of_the_engine(name: str, value: Any) -> bool:
     if name == "logits_processor":
         return is_form(value)
     return name == "stopping_criteria" and all(user_code.says(each, "releases_scores") for each in value)
+
+
+def _is_the_librarys(value: Any) -> bool:
+    return isinstance(value, list) and not user_code.has_own(value)
 
 
 def is_form(processors: Any) -> bool:

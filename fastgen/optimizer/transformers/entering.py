@@ -1,6 +1,7 @@
 """How a call of `generate` runs that is made to let its inputs enter slots: up to its decoding loop.
 
 Its prompt may begin with positions whose K and V are known, and is prefilled in chunks where others wait meanwhile.
+Where a model has a `generate` of its own, that calls the library's, the inner call may be run elsewhere.
 """
 
 from __future__ import annotations
@@ -88,3 +89,18 @@ def claimed() -> Entering | None:
         return None
     how._is_claimed = True
     return how
+
+
+# Runs a call of the library's `generate`: gets the model, the arguments by name, and what makes the call here.
+Elsewhere = Callable[[Any, dict[str, Any], Callable[[], Any]], Any]
+_elsewhere: ContextVar[Elsewhere | None] = ContextVar("fastgen_elsewhere", default=None)
+
+
+def running_elsewhere(how: Elsewhere | None) -> AbstractContextManager[None]:
+    """In this context, `how` gives what calls of the library's `generate` return; None: they run as ever."""
+    return patching.held(_elsewhere, how)
+
+
+def elsewhere() -> Elsewhere | None:
+    """Who runs a call of the library's `generate` that begins here; None where it runs as ever."""
+    return _elsewhere.get()

@@ -24,7 +24,7 @@ from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
-from fastgen.optimizer.transformers.entering import claimed
+from fastgen.optimizer.transformers.entering import claimed, elsewhere
 from fastgen.optimizer.transformers.prefill import prefill
 from fastgen.optimizer.transformers.speculation.assisted import OPTIONS, Request, taken_over
 from fastgen.releases import Usual
@@ -53,7 +53,9 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return wrapped(*args, **kwargs)
     arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     arguments.pop("kwargs", None)
-    return _attempted(model, partial(_decide, model, arguments), wrapped, partial(wrapped, *args, **kwargs))
+    as_ever = partial(_attempted, model, partial(_decide, model, arguments), wrapped, partial(wrapped, *args, **kwargs))
+    run = elsewhere()
+    return as_ever() if run is None else run(model, arguments, as_ever)
 
 
 @interrupts.guarded

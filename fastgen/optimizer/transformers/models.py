@@ -92,8 +92,9 @@ _CAPTURABLE = frozenset(
 _INDEPENDENT = frozenset(
     """
     BertLMHeadModel CamembertForCausalLM ElectraForCausalLM EncoderDecoderModel GPT2LMHeadModel MBartForCausalLM
-    MoonshineForConditionalGeneration RobertaForCausalLM Speech2TextForConditionalGeneration SpeechEncoderDecoderModel
-    SpeechT5ForSpeechToText TrOCRForCausalLM VisionEncoderDecoderModel XLMRobertaForCausalLM
+    MoonshineForConditionalGeneration RobertaForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText
+    SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText Speech2TextForConditionalGeneration
+    SpeechEncoderDecoderModel SpeechT5ForSpeechToText TrOCRForCausalLM VisionEncoderDecoderModel XLMRobertaForCausalLM
     """.split()
 )
 # It is no model with an encoder to `generate`, and has what one gives nevertheless: the inputs below, whose K and V it
