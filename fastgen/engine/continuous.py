@@ -248,18 +248,14 @@ class ContinuousBatches:
 
     def _run_own(self) -> None:
         """Has calls of the model's own `generate` go on, and takes what they ask for, or end with."""
-        for own, inner in self._own.go_on(self._changes):
+        for own, inner in self._own.go_on():
             if inner is not None:
                 self._again.append(inner)
-            elif own.changes != self._changes():
+            elif self._evict_if_changed() or own.changes != self._state.changes:
                 self._run_again([own.request], error=RuntimeError(CHANGED))
             else:
                 self.alone.update(own.why_alone)
                 self._settle(own.request, own.outcome)
-
-    def _changes(self) -> int:
-        self._evict_if_changed()
-        return self._state.changes
 
     def _outcome(self, batch: list[Request], enters_slots: bool) -> Any:
         """What a call gives, or what it raises."""

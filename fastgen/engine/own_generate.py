@@ -140,17 +140,14 @@ class OwnCalls:
         """A request begins, with the next `go_on`."""
         self._calls.append(OwnGenerate(self._model, request, self._most_rows, changes))
 
-    def go_on(self, changes: Callable[[], int]) -> Iterator[tuple[OwnGenerate, Request | None]]:
-        """Runs those that may go on, each to its next inner request, which is given with it; None for one that is over,
-        or the model of which has changed meanwhile.
+    def go_on(self) -> Iterator[tuple[OwnGenerate, Request | None]]:
+        """Runs those that may go on, each to its next inner request, which is given with it; None for one that is
+        over.
         """
         for each in [each for each in self._calls if each.may_go_on]:
-            has_changed = each.changes != changes()
-            inner = None if has_changed else each.go_on()
+            inner = each.go_on()
             if inner is None:
                 self._calls.remove(each)
-            if has_changed:
-                each.abandon()
             yield each, inner
 
     def __enter__(self) -> None:

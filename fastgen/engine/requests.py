@@ -19,7 +19,7 @@ from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
 # Options of `generate` that are code of the user's.
-_USER_CODE = (*user_code.ARGUMENTS, "custom_generate")
+_USER_CODE = (*user_code.ARGUMENTS, "custom_generate", "monitor_progress")
 _LOOKUP = "prompt_lookup_num_tokens"
 
 

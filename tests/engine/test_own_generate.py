@@ -161,7 +161,7 @@ def test_a_request_is_cancelled_between_two_tokens(whisper: Any, gate: Gate) -> 
         gate.may_go.set()
         assert_alone(whisper, SHORT[1:], [each.result(WAIT) for each in others])
         assert engine.stats()["cancelled"] == 1
-    assert not threads_left()
+    assert gate.calls == 1 and not threads_left()
 
 
 def test_a_closed_engine_leaves_no_thread(whisper: Any, gate: Gate) -> None:
@@ -170,28 +170,34 @@ def test_a_closed_engine_leaves_no_thread(whisper: Any, gate: Gate) -> None:
     assert gate.has_come.wait(WAIT)
     engine.close(wait=False, cancel=True)
     gate.may_go.set()
-    assert all(each.cancelled() for each in requests) and not threads_left()
+    assert all(each.cancelled() for each in requests) and not threads_left() and gate.calls == 1
 
 
 def test_the_model_changes_between_two_windows(whisper: Any) -> None:
     """What has begun begins again: no result is of two models."""
+    cut, windows = whisper._get_input_segment, list[int]()
+
+    def noted(**given: Any) -> torch.Tensor:
+        windows.append(given["cur_bsz"])
+        segment: torch.Tensor = cut(**given)
+        return segment
 
     class Changes(LogitsProcessor):
-        calls = 0
-
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            Changes.calls += 1
-            if Changes.calls == 4:
+            if len(windows) == 3 and not windows.count(0):  # its own, and two of the other recording
+                windows.append(0)
                 with torch.no_grad():
                     whisper.model.decoder.embed_tokens.weight.mul_(-1.0)
             return scores
 
-    (recording,), options = recordings(2 * WINDOW), {"return_timestamps": True, "max_new_tokens": 12}
+    (recording,), options = recordings(2 * WINDOW), {"return_timestamps": True, "max_new_tokens": 8}
+    whisper._get_input_segment = noted
     with fastgen.Engine(whisper, slots=8) as engine, engine.paused():
-        changes = engine.submit(SHORT[0], logits_processor=[Changes()])
+        changes = engine.submit(SHORT[0], logits_processor=[Changes()], max_new_tokens=50, eos_token_id=None)
         other = engine.submit(recording, **options)
     with pytest.raises(RuntimeError, match="changed"):  # its code has seen the request
         changes.result(WAIT)
+    assert 0 in windows
     assert_alone(whisper, [recording], [other.result(WAIT)], **options)
     assert not threads_left()
 
