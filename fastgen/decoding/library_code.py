@@ -403,6 +403,18 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
     return None
 
 
+def is_in_training(module: nn.Module) -> bool:
+    """Whether a module is in training mode, and may give something else in it: all may but torch's that do not name it.
+
+    peft's `add_adapter` and torch's `quantize_dynamic` leave new layers so in a model that is in evaluation mode.
+    """
+    if not module.training:
+        return False
+    forward = type(module).forward
+    is_torchs = isinstance(forward, FunctionType) and _package_of(forward) == "torch" and is_own(forward)
+    return not is_torchs or "training" in _named(forward.__code__)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch compiles this module: by `module.compile()`, or as what `torch.compile` made of it."""
     own = vars(module)

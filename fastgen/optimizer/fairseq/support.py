@@ -123,7 +123,7 @@ def _layer_unsupported(layer: Any, self_attention: type, beam_size: int) -> str 
 def _modules_unsupported(model: Any) -> str | None:
     ours = {id(attention) for attention in _attentions(model.decoder)} | {id(model.decoder)}
     for module in model.modules():
-        if module.training:
+        if library_code.is_in_training(module):
             return "the model, or a part of it, is in training mode"
         if isinstance(module, FairseqDropout) and module.apply_during_inference and module.p > 0:
             return "dropout is retained"

@@ -284,7 +284,7 @@ def modules_unsupported(model: Any) -> str | None:
         return _HOOKED
     may_have_adapters = "peft" in sys.modules
     for module in modules_of(model):
-        if module.training:
+        if library_code.is_in_training(module):
             return Usual("the model, or a part of it, is in training mode")
         if library_code.is_compiled(module):
             return Usual("the model, or a part of it, is compiled")
