@@ -12,7 +12,7 @@ from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from fastgen import patching
-from fastgen.decoding import library_code
+from fastgen.decoding import library_code, torch_functions
 from fastgen.models.prophetnet.attention import NgramSelfAttention
 from fastgen.models.prophetnet.model import ProphetNetDecoder
 
@@ -39,7 +39,7 @@ _ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out"
 
 def unsupported(generator: Any, bos_token: Any) -> str | None:
     """Why generators like this are not accelerated, or None when they are."""
-    unusual = library_code.unusual()
+    unusual = torch_functions.unusual()
     if unusual is not None:
         return unusual
     for owner, name in _HOOKED:
