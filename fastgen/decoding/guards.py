@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import interrupts, settings
-from fastgen.decoding import library_code
+from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import Replacement
 from fastgen.decoding.library_code import Reached
@@ -397,7 +397,7 @@ class GuardedModel:
         Raises:
             CannotBeCaptured: there can be no recording of it.
         """
-        unusual = library_code.unusual()
+        unusual = torch_functions.unusual()
         if unusual is not None:
             raise CannotBeCaptured(unusual)
         for state, (guards, reached) in reversed(self._known.items()):

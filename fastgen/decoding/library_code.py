@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +22,6 @@ import torch.nn.functional as F
 import wrapt
 from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
-from torch.overrides import _get_current_function_mode_stack
 
 from fastgen import interrupts, patching
 from fastgen.decoding.modules import modules_of
@@ -41,6 +39,8 @@ _HARMLESS = frozenset(
     "__module__ __doc__ __qualname__ __init__ __annotations__ __annotate_func__ __annotations_cache__ __firstlineno__ "
     "__static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl config_class".split()
 )
+# What users call, and a forward pass does not.
+_ENTRY_POINTS = frozenset({"encode", "from_pretrained", "generate", "save_pretrained"})
 # What prefills note in a module, which a step does not read that is given positions (`models.notes_positions`).
 NOTED_BY_PREFILL = frozenset({"rope_deltas"})
 # What torch calls of a module.
@@ -170,77 +170,36 @@ def _package_of(value: Any) -> str:
 
 
 def is_own_class(kind: type) -> bool:
-    """Whether the forward pass of a class is a library's own: it is one of theirs, or adds nothing to one.
+    """Whether the forward pass of a class is a library's own: it is one of theirs, or adds what this cannot call.
 
     Its functions are looked at elsewhere (`Reached`): somebody may exchange them.
     """
-    return all(is_own(base) or _HARMLESS.issuperset(vars(base)) for base in kind.__mro__)
+    added = {name for base in kind.__mro__ if not is_own(base) for name in vars(base).keys() - _HARMLESS}
+    return not added or (not any(map(_is_special, added)) and added.isdisjoint(_known_to_bases(kind)))
 
 
-# ---- what FastGen's operators and tensors stand for
+def _is_special(name: str) -> bool:
+    """Whether Python, or torch's modules, ask for a name by themselves."""
+    return name.startswith("__") and name.endswith("__")
 
 
-# Functions of torch.nn.functional that a step may run: losses are replaced by libraries for training.
-_OF_STEPS = sorted(name for name in vars(F) if not name.startswith("_") and not re.search("loss|entropy", name))
-
-
-def _are_the_same(now: list[Any], before: list[Any]) -> bool:
-    """Not whether they are equal: a proxy says that it equals what it stands for."""
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-class _Torch:
-    """The functions of torch that FastGen has operators and rules for. Those of a user's are not held."""
-
-    def __init__(self) -> None:
-        self._names: frozenset[str] = frozenset()
-        self._seen: list[Any] = []
-
-    def watch(self, functions: Iterable[Any]) -> None:
-        """Looks at what has the names of these in torch and its tensors, too."""
-        self._names |= {getattr(each, "__name__", "") for each in functions} - {"", "__get__"}
-        self._seen = []
-
-    def replaced(self) -> str | None:
-        """The name of one that is not torch's own any more."""
-        now = self._now()
-        if _are_the_same(now, self._seen):
-            return None
-        for owner, names in ((F, _OF_STEPS), (torch, self._names), (Tensor, self._names), (nn.Linear, ("forward",))):
-            for name in names:
-                value = vars(owner).get(name)
-                if callable(value) and not is_own(value):
-                    return f"{owner.__module__ if isinstance(owner, type) else owner.__name__}.{name}"
-        self._seen = now
-        return None
-
-    def _now(self) -> list[Any]:
-        of_torch = [value for owner in (torch, Tensor) for value in map(vars(owner).get, self._names)]
-        return [*map(vars(F).get, _OF_STEPS), *of_torch, nn.Linear.forward]
-
-
-_torch = _Torch()
-watch = _torch.watch
-
-
-def unusual() -> str | None:
-    """Why FastGen must not stand for functions of torch here and now; None where it may.
-
-    A mode of the user's sees each operation. A default device is torch's own mode.
-    """
-    if torch._C._len_torch_function_stack():
-        for mode in _get_current_function_mode_stack():
-            if not type(mode).__module__.startswith(("torch.utils._device", "fastgen.")):
-                return f"a TorchFunctionMode is active ({type(mode).__name__})"
-    for n in range(torch._C._len_torch_dispatch_stack()):
-        kind = type(torch._C._get_dispatch_stack_at(n))
-        if not kind.__module__.startswith("fastgen."):
-            return f"a TorchDispatchMode is active ({kind.__name__})"
-    replaced = _torch.replaced()
-    return None if replaced is None else f"a function of torch has been replaced ({replaced})"
+def _known_to_bases(kind: type) -> set[str]:
+    """The attributes of a class's bases that are a library's own, and what the code of these names."""
+    known: set[str] = set()
+    for base in filter(is_own, kind.__mro__):
+        for name, value in vars(base).items():
+            known.add(name)
+            for part in (value, *_parts(value)):
+                known |= _named(part.__code__) if isinstance(part, FunctionType) else set()
+    return known - _ENTRY_POINTS
 
 
 # ---- what the forward passes of a model run
+
+
+def are_the_same(now: list[Any], before: list[Any]) -> bool:
+    """Not whether they are equal: a proxy says that it equals what it stands for."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 class Reached:
@@ -289,10 +248,10 @@ class Reached:
         """Whether nobody has exchanged one since."""
         try:
             return all(
-                vars(kind).keys() == before.keys() and _are_the_same(list(vars(kind).values()), list(before.values()))
+                vars(kind).keys() == before.keys() and are_the_same(list(vars(kind).values()), list(before.values()))
                 for kind, before in self._kinds
             ) and all(
-                _are_the_same(list(map(namespace.get, names)), before) for namespace, names, before in self._spaces
+                are_the_same(list(map(namespace.get, names)), before) for namespace, names, before in self._spaces
             )
         except RuntimeError:  # another thread has changed one meanwhile
             return False
@@ -401,6 +360,18 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
             if not isinstance(each, (nn.Module, type)) and callable(each) and not is_own(each):
                 return f"{kind}.{name} is none of the libraries'"
     return None
+
+
+def is_in_training(module: nn.Module) -> bool:
+    """Whether a module is in training mode, and may give something else in it: all may but torch's that do not name it.
+
+    peft's `add_adapter` and torch's `quantize_dynamic` leave new layers so in a model that is in evaluation mode.
+    """
+    if not module.training:
+        return False
+    forward = type(module).forward
+    is_torchs = isinstance(forward, FunctionType) and _package_of(forward) == "torch" and is_own(forward)
+    return not is_torchs or "training" in _named(forward.__code__)
 
 
 def is_compiled(module: nn.Module) -> bool:

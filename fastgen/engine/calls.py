@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
-from fastgen.decoding import library_code
+from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.modules import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of
@@ -200,7 +200,7 @@ def alone_for_model(model: Any) -> str | None:
     is_known |= states.are_known(model) or models.has_independent_rows(model)
     if not is_known and not buckets.ignores_padding(model):
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
-    if "forward" in vars(model) or not library_code.is_own(kind.forward) or library_code.unusual() is not None:
+    if "forward" in vars(model) or not library_code.is_own(kind.forward) or torch_functions.unusual() is not None:
         return "other code in the place of the library's"
     reason = models.modules_unsupported(model)
     if reason is None and models.rows_depend_on_each_other(model):

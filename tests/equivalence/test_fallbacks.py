@@ -195,6 +195,29 @@ def test_reason(name: str) -> None:
     assert [(case.reason in reason, count) for reason, count in fallbacks().items()] == [(True, 1)], fallbacks()
 
 
+def _quantized_dynamically(model: Any) -> None:
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)
+
+
+def _one_projection(training: bool) -> Callable[[Any], Any]:
+    return lambda model: model.model.layers[1].mlp.up_proj.train(training)
+
+
+@pytest.mark.parametrize("change", [_quantized_dynamically, _one_projection(True)], ids=["dynamic", "linear"])
+def test_torchs_layers_that_are_the_same_in_training_mode(change: Callable[[Any], Any]) -> None:
+    model = _changed(change)()
+    assert any(module.training for module in model.modules())
+    check(model, LLAMA.make_inputs(), BEAM)
+    assert accelerated() == 1 and not fallbacks()
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(), torch.nn.RReLU(), torch.nn.BatchNorm1d(4)], ids=repr)
+def test_torchs_layers_that_are_others_in_training_mode(layer: torch.nn.Module) -> None:
+    model = _changed(lambda model: model.model.layers[1].mlp.register_module("other", layer))()
+    check(model, LLAMA.make_inputs(), BEAM)
+    assert list(fallbacks()) == ["the model, or a part of it, is in training mode"]
+
+
 @pytest.mark.parametrize("name", ["no cache", "training mode", "own forward"])
 def test_strict_raises_instead(name: str) -> None:
     case = CASES[name]
@@ -219,6 +242,23 @@ def test_no_fallback_with_beams(draft: Callable[[], dict[str, Any]], options: di
     """The library ignores what drafts then: the call is plain beam search."""
     check(LLAMA.build(), LLAMA.make_inputs(), {**options, **draft()})
     assert (accelerated(), fallbacks()) == (1, {})
+
+
+@pytest.mark.parametrize("loop", [None, fastgen.decode], ids=["hooks", "decode"])
+@pytest.mark.parametrize("draft", ["lookup", "assistant"])
+def test_beams_leave_a_draft_unused_with_the_librarys_warnings(
+    draft: str, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as without FastGen."""
+    said: list[str] = []
+    monkeypatch.setattr(transformers.generation.configuration_utils.logger, "warning", said.append)
+    made = {"lookup": lambda: {"prompt_lookup_num_tokens": 3}, "assistant": lambda: {"assistant_model": LLAMA.build()}}
+    options = {**BEAM, **made[draft]()}
+    with fastgen.disabled():
+        run(LLAMA.build(), LLAMA.make_inputs(), options)
+    expected, said[:] = list(said), []
+    run(LLAMA.build(), LLAMA.make_inputs(), {**options, "custom_generate": loop})
+    assert accelerated() == 1 and said == expected != []
 
 
 def test_compiled_model() -> None:

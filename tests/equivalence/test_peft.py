@@ -100,6 +100,20 @@ def test_adapters_in_turn_switched_off_and_merged(name: str, kind: str, captured
         assert found["transformers.captured_step"]["accelerated"] == found["transformers.generate"]["accelerated"]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_an_adapter_added_in_evaluation_mode(dropout: float) -> None:
+    """peft leaves its parts in training mode: its dropout is at work, its products are the same."""
+    model = peft.get_peft_model(copy.deepcopy(BY_NAME["llama"].build()), KINDS["lora"]("llama")).eval()
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout))
+    fill(model, 1)
+    inputs = BY_NAME["llama"].make_inputs(3)
+    fastgen.reset_stats()
+    for adapter in ("other", "default"):
+        model.set_adapter(adapter)
+        tokens(model, inputs, SEARCHES[0])
+    assert fastgen.stats()["transformers.generate"]["accelerated"] == (2 if dropout == 0 else 0)
+
+
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_a_changed_adapter(name: str) -> None:
     model, inputs = adapted(name, "lora"), BY_NAME[name].make_inputs(3)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastgen.decoding import library_code
+from fastgen.decoding import torch_functions
 from fastgen.ops.attention import (
     gather_suffix,
     pays,
@@ -363,4 +363,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     F.scaled_dot_product_attention: _attention,
 }
-library_code.watch(_RULES)
+torch_functions.watch(_RULES)

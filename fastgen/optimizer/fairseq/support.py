@@ -12,7 +12,7 @@ from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from fastgen import patching
-from fastgen.decoding import library_code
+from fastgen.decoding import library_code, torch_functions
 from fastgen.models.prophetnet.attention import NgramSelfAttention
 from fastgen.models.prophetnet.model import ProphetNetDecoder
 
@@ -39,7 +39,7 @@ _ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out"
 
 def unsupported(generator: Any, bos_token: Any) -> str | None:
     """Why generators like this are not accelerated, or None when they are."""
-    unusual = library_code.unusual()
+    unusual = torch_functions.unusual()
     if unusual is not None:
         return unusual
     for owner, name in _HOOKED:
@@ -123,7 +123,7 @@ def _layer_unsupported(layer: Any, self_attention: type, beam_size: int) -> str 
 def _modules_unsupported(model: Any) -> str | None:
     ours = {id(attention) for attention in _attentions(model.decoder)} | {id(model.decoder)}
     for module in model.modules():
-        if module.training:
+        if library_code.is_in_training(module):
             return "the model, or a part of it, is in training mode"
         if isinstance(module, FairseqDropout) and module.apply_during_inference and module.p > 0:
             return "dropout is retained"

@@ -25,7 +25,7 @@ from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.entering import claimed, elsewhere
-from fastgen.optimizer.transformers.prefill import prefill
+from fastgen.optimizer.transformers.prefill import mode_of_loop, prefill
 from fastgen.optimizer.transformers.speculation.assisted import OPTIONS, Request, taken_over
 from fastgen.releases import Usual
 
@@ -157,7 +157,7 @@ def _librarys_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any])
     `decode`.
     """
     config, assistant = arguments["generation_config"], given.get("assistant_model")
-    mode = config.get_generation_mode(assistant)
+    mode = mode_of_loop(config, assistant)
     of_loop = {"streamer": arguments["streamer"], "assistant_model": assistant}
     model._validate_generation_mode(mode, config, {name: x for name, x in of_loop.items() if x is not None})
     name = GENERATION_MODES_MAPPING[mode]

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_en
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import patching, releases
-from fastgen.decoding import library_code
+from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of
 from fastgen.optimizer.transformers import states
@@ -184,13 +184,19 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _class_of(model: Any) -> str:
-    kind = type(model)
+    """The name of its class; of one that derives from a library's, and runs its code, that of the library's."""
+    own: type = type(model)
+    kind = next(filter(library_code.is_own, own.__mro__), own)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _short_name_of(model: Any) -> str:
+    return _class_of(model).rpartition(".")[2]
 
 
 def unsupported(model: Any) -> str | None:
     """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
-    kind, unusual = type(model), library_code.unusual()
+    kind, unusual = type(model), torch_functions.unusual()
     if unusual is not None:
         return Usual(unusual)
     failed = releases.failed_before(kind)
@@ -232,7 +238,7 @@ def why_no_drafts(model: Any) -> str | None:
     """Why no draft can be verified, of which a part may be dropped; None where it can."""
     if states.are_kept(model, text_config(model.config)):
         return "a model with states that cannot go back"
-    if any(type(part).__name__ in _COUNTING for part in parts_that_decode(model)):
+    if any(_short_name_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None
 
@@ -285,7 +291,7 @@ def modules_unsupported(model: Any) -> str | None:
         return _HOOKED
     may_have_adapters = "peft" in sys.modules
     for module in modules_of(model):
-        if module.training:
+        if library_code.is_in_training(module):
             return Usual("the model, or a part of it, is in training mode")
         if library_code.is_compiled(module):
             return Usual("the model, or a part of it, is compiled")
@@ -328,7 +334,7 @@ def has_independent_rows(model: Any) -> bool:
     parts = parts_that_decode(model)
     are_known = all(_class_of(part).startswith("transformers.models.") for part in parts)
     are_as_they_were = all("forward" not in vars(part) and library_code.is_own(type(part).forward) for part in parts)
-    return are_known and are_as_they_were and all(type(part).__name__ in _INDEPENDENT for part in parts)
+    return are_known and are_as_they_were and all(_short_name_of(part) in _INDEPENDENT for part in parts)
 
 
 def rows_depend_on_each_other(model: Any) -> bool:

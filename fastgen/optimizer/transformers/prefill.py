@@ -6,6 +6,7 @@ keep a call from being accelerated is looked at before anything is changed.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import sys
@@ -32,6 +33,7 @@ from fastgen.optimizer.transformers.models import (
 )
 from fastgen.releases import Usual
 
+_NOT_WITH_BEAMS = ("prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers", *releases.ASSISTANCE)
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 # Arguments of the model that have no rows.
 _NOT_PER_ROW = (bool, int, float, str)
@@ -109,6 +111,16 @@ def _prefill(
     return outputs
 
 
+def mode_of_loop(config: Any, assistant: Any = None) -> Any:
+    """The generation mode of a call inside `generate`, which has warned already of what beams leave unused."""
+    if (config.num_beams or 1) > 1:
+        config, assistant = copy.copy(config), None
+        for name in _NOT_WITH_BEAMS:
+            if getattr(config, name, None):
+                setattr(config, name, None)
+    return config.get_generation_mode(assistant)
+
+
 def _one_row_each(
     call: Call, input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any], to_generate: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -117,7 +129,7 @@ def _one_row_each(
         raise NotAccelerated("the decoding loop is not hooked")
     if call.cache_is_the_users and call.runs_user_code:
         raise NotAccelerated(Usual("code of the user's beside a cache of the user's, which it may look into or change"))
-    mode = config.get_generation_mode()
+    mode = mode_of_loop(config)
     if mode.value not in _MODES:
         raise NotAccelerated(Usual(f"generation mode {mode.value}"))
     if config.is_assistant:

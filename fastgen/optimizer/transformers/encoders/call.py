@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, patching, releases, settings
-from fastgen.decoding import host_memory, library_code
+from fastgen.decoding import host_memory, library_code, torch_functions
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.layers import HALF
 from fastgen.ops._library import warn_if_missing
@@ -102,7 +102,7 @@ def is_left_alone() -> bool:
     # What is compiled, traced or captured must not look at values.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing():
         return True
-    unusual = library_code.unusual()
+    unusual = torch_functions.unusual()
     if unusual is not None:
         counters.count_not_used(ENTRY_POINT, unusual)
     return unusual is not None
