@@ -96,8 +96,9 @@ def _latents() -> list[Patch]:
     """What heads make their K and V with in multi-head latent attention."""
     expands = takes("self kv_nope k_rot", uses="kv_b_proj qk_nope_head_dim v_head_dim qk_rope_head_dim")
     classes = {
-        "axk1": "AXK1Attention", "deepseek_v2": "DeepseekV2Attention", "deepseek_v3": "DeepseekV3Attention",
-        "glm4_moe_lite": "Glm4MoeLiteAttention", "longcat_flash": "LongcatFlashMLA", "minicpm3": "MiniCPM3Attention",
+        "axk1": "AXK1Attention", "bailing_hybrid": "BailingHybridAttention", "deepseek_v2": "DeepseekV2Attention",
+        "deepseek_v3": "DeepseekV3Attention", "glm4_moe_lite": "Glm4MoeLiteAttention",
+        "kimi_linear": "KimiLinearAttention", "longcat_flash": "LongcatFlashMLA", "minicpm3": "MiniCPM3Attention",
         "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
     }  # fmt: skip
     return [
