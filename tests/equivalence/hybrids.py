@@ -28,10 +28,10 @@ _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 
 _LATENT = {
-    **HIDDEN, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
-    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4,
+    **HIDDEN, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "num_local_experts": 4,
 }  # fmt: skip
 
 _ALL = [
