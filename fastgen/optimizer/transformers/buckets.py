@@ -35,10 +35,10 @@ DECODERS = frozenset(
         ernie4_5 ernie4_5_moe exaone4 falcon gemma gemma2 gemma3 gemma3n gemma4 glm glm4 glm4_moe
         glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium
         hunyuan_v1_dense hyperclovax idefics3 internvl jais2 llama llava llava_next llava_onevision
-        minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mistral4 mixtral modernbert_decoder
-        nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_5_vl
-        qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl seed_oss smollm3 smolvlm solar_open stablelm
-        starcoder2 vaultgemma xglm youtu
+        mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mistral4 mixtral
+        modernbert_decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+        qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl seed_oss smollm3 smolvlm solar_open
+        stablelm starcoder2 vaultgemma xglm youtu
     """.split()
 )
 # Arguments of `generate` that the library does not pass to the encoder.

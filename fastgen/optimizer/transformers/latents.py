@@ -23,5 +23,4 @@ def expand_kv(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str
     if type(layer) is not nn.Linear or not is_plain(layer, latents.dtype, latents.device.type):
         return wrapped(*args, **kwargs)
     dim = module.qk_nope_head_dim
-    weight = layer.weight.view(-1, dim + module.v_head_dim, latents.shape[3])
-    return of_latents(latents, rotary, weight, dim)
+    return of_latents(latents, rotary, layer.weight.unflatten(0, (-1, dim + module.v_head_dim)), dim)
