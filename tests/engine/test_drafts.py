@@ -27,7 +27,9 @@ from tests.equivalence.models import BY_NAME
 from tests.equivalence.others import KNOWN
 
 REPEATING = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7], [20, 21, 22] * 6, [7] * 9, [40], *PROMPTS[3:5]]
-MODELS = "llama gpt2 opt bloom gpt-neox mistral-short-window mistral-long-window qwen3 mixtral bart t5 marian deepseek-v3"
+MODELS = """
+    llama gpt2 opt bloom gpt-neox mistral-short-window mistral-long-window qwen3 mixtral bart t5 marian deepseek-v3
+"""
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalty": {"repetition_penalty": 1.2, "min_new_tokens": 9},
