@@ -27,6 +27,9 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), 256),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "q_lora_rank"), 16),
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
     **dict.fromkeys(("head_dim", "rotary_dim", "hidden_size_per_layer_input", "query_pre_attn_scalar"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "num_key_value_heads": 2,
@@ -37,8 +40,8 @@ SIZES: dict[str, int] = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
-# What some models compute of others where a configuration has none.
-OF_OTHERS = {"head_dim", "num_key_value_heads"}
+# What some models compute of others, or do without, where a configuration has none.
+OF_OTHERS = {"head_dim", "num_key_value_heads", "num_experts_per_tok"}
 # Of each layer, where a configuration says it.
 OF_LAYERS = ("layer_types", "mlp_layer_types")
 # These are built, and run, by other tests; or read pictures around a decoder that is here.
@@ -55,6 +58,8 @@ def build(name: str) -> Any:
     usual = vars(kind.config_class())
     known = {key for key, value in usual.items() if value is not None} | (OF_OTHERS & usual.keys())
     given: dict[str, Any] = {key: value for key, value in SIZES.items() if key in known}
+    if "kv_lora_rank" in known:  # each head has K and V of its own
+        given["num_key_value_heads"] = SIZES["num_attention_heads"]
     for key in OF_LAYERS:
         if isinstance(of_each := usual.get(key), list):
             given[key] = [of_each[0], of_each[-1]]

@@ -24,9 +24,12 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.conftest import ROOT
 from tests.engine.conftest import PROMPTS, StopsAt, alone, assert_as_alone, both_kinds, run
 from tests.equivalence.models import BY_NAME
+from tests.equivalence.others import KNOWN
 
 REPEATING = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7], [20, 21, 22] * 6, [7] * 9, [40], *PROMPTS[3:5]]
-MODELS = "llama gpt2 opt bloom gpt-neox mistral-short-window mistral-long-window qwen3 mixtral bart t5 marian"
+MODELS = """
+    llama gpt2 opt bloom gpt-neox mistral-short-window mistral-long-window qwen3 mixtral bart t5 marian deepseek-v3
+"""
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalty": {"repetition_penalty": 1.2, "min_new_tokens": 9},
@@ -63,7 +66,7 @@ def requests_for(model: Any, prompts: list[Any], **options: Any) -> list[Request
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("name", MODELS.split())
 def test_tokens_are_those_without_drafts(name: str, options: dict[str, Any]) -> None:
-    model = BY_NAME[name].build()
+    model = KNOWN[name].build()
     executor = ContinuousBatches(model, 32, lookup=6)
     requests = requests_for(model, REPEATING, **options)
     run(executor, requests, at_once=2)

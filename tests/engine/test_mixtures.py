@@ -32,7 +32,7 @@ KINDS = 3  # of options in a mixture: some requests have the same
 LONGEST_PROMPT, MOST_NEW_TOKENS = 40, 24
 # Of the results, where a request asks for more than tokens.
 COMPARED = ("sequences", "sequences_scores", "scores")
-FAMILIES = [*BY_NAME.values(), *(each for each in OTHERS if each.name.startswith("falcon"))]
+FAMILIES = [*BY_NAME.values(), *(each for each in OTHERS if each.name.startswith(("falcon", "deepseek")))]
 
 
 class Bans:

@@ -14,8 +14,10 @@ from tests.engine.conftest import PROMPTS, assert_as_alone, requests_for, run
 from tests.equivalence.hybrids import BY_NAME
 
 pytestmark = pytest.mark.skipif(not releases.keeps_states_in_cache(), reason="states are kept elsewhere")
-# With K and V in some layers, in all of them, and in none.
-each_kind = pytest.mark.parametrize("name", [name for name in ("lfm2", "falcon-h1", "mamba2") if name in BY_NAME])
+# With K and V in some layers, in all of them, in none, and with latents in some.
+each_kind = pytest.mark.parametrize(
+    "name", [name for name in ("lfm2", "falcon-h1", "mamba2", "kimi-linear") if name in BY_NAME]
+)
 
 
 def _bytes_of_states(model: Any) -> int:

@@ -27,7 +27,16 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 
+_LATENT = {
+    **HIDDEN, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "num_local_experts": 4,
+}  # fmt: skip
+
 _ALL = [
+    Family("kimi-linear", "KimiLinearForCausalLM", _W, {**_LATENT, "linear_head_dim": 8, "linear_num_heads": 4}),
+    Family("bailing-hybrid", "BailingHybridForCausalLM", _W, {**_LATENT, "head_dim": 8}),
     Family("qwen3.5", "Qwen3_5ForCausalLM", _W, {**_DELTA, **_LAYERS}),
     Family("lfm2", "Lfm2ForCausalLM", _W, {**HIDDEN, "num_key_value_heads": 2, "num_hidden_layers": 3,
                                            "layer_types": ["conv", "full_attention", "conv"]}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+
 from tests.equivalence.models import BART, FAMILIES, GPT2, HIDDEN, LLAMA, PAD, Family, Weights
 
 _SEQ2SEQ = {name: value for name, value in BART.items() if name != "forced_eos_token_id"}
@@ -61,7 +63,23 @@ OTHERS = [
     _decoder("recurrent-gemma", "RecurrentGemma", {**HIDDEN, "lru_width": 32, "num_hidden_layers": 3,
              "attention_window_size": 16, "num_key_value_heads": 1}),
 ]  # fmt: skip
-KNOWN = {family.name: family for family in (*FAMILIES, *OTHERS)}
+_MLA = {key: value for key, value in _DEEPSEEK.items() if key not in ("n_group", "topk_group")}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 1 / 3, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_LATER = [
+    _decoder("deepseek-v2", "DeepseekV2", {**_MLA, "v_head_dim": 6, "first_k_dense_replace": 1}),
+    _decoder("glm4-moe-lite", "Glm4MoeLite", {**_DEEPSEEK, "v_head_dim": 12, "mlp_layer_types": ["dense", "sparse"]}),
+    _decoder("minicpm3", "MiniCPM3", {**_MLA, "q_lora_rank": 12}),
+    _decoder("longcat-flash", "LongcatFlash", {**_MLA, "num_layers": 1, "ffn_hidden_size": 64, "expert_ffn_size": 16,
+             "zero_expert_num": 2, "moe_topk": 2, "head_dim": 4}),
+    _decoder("youtu", "Youtu", {**_MLA, "q_lora_rank": None}),
+    _decoder("mistral4", "Mistral4", {**_DEEPSEEK, "rope_parameters": _YARN}),
+]  # fmt: skip
+# Not in every tested release: models with multi-head latent attention.
+LATER = [family for family in _LATER if hasattr(transformers, family.model_class)]
+KNOWN = {family.name: family for family in (*FAMILIES, *OTHERS, *LATER)}
 
 
 def made(name: str, *args: Any, **inputs: Any) -> tuple[Any, dict[str, Any]]:

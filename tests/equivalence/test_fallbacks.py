@@ -18,7 +18,7 @@ from fastgen import releases
 from tests.equivalence.cases import BEAM, DECODING, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, cache_with, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, EOS, VOCABULARY
-from tests.equivalence.others import OTHERS
+from tests.equivalence.others import LATER, OTHERS
 
 LLAMA, BART, MISTRAL = (BY_NAME[name] for name in ("llama", "bart", "mistral-short-window"))
 OTHERS_BY_NAME = {family.name: family for family in OTHERS}
@@ -32,7 +32,7 @@ WITHOUT_BEAMS = {"rwkv"}
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("decoding", ["beam", "sampling, 4 returned"], ids=["beam", "sample"])
-@pytest.mark.parametrize("family", OTHERS, ids=str)
+@pytest.mark.parametrize("family", [*OTHERS, *LATER], ids=str)
 def test_other_models(family: Any, decoding: str) -> None:
     """The result is the same whether the model is accelerated or not, and the failure path is never taken."""
     if family.name in WITHOUT_BEAMS:

@@ -59,6 +59,7 @@ PLAIN = {
 @example(case=PLAIN | {"position": [4, -1, 0, 5]})
 @example(case=PLAIN | {"position": [4, -1, 2**40, 0], "position_type": torch.int64})
 @example(case=PLAIN | {"dims": (7, 3), "position": 0})
+@example(case=PLAIN | {"dims": (9, 0), "position": 2})  # K and V in one tensor
 @example(case=PLAIN | {"dtype": torch.float64})
 @settings(max_examples=20)
 def test_positions(write, case):

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -308,12 +309,26 @@ def _tensor_of(*args: Any, **options: Any) -> Tensor:
     return torch.tensor(*args, **options)
 
 
+def _getitem(tensor: Tensor, index: Any) -> Any:
+    """`Tensor.__getitem__`, with a list of one place as a slice: torch would make a tensor of it."""
+    parts = index if type(index) is tuple else (index,)
+    lists = [at for at, part in enumerate(parts) if type(part) is list]
+    if len(lists) != 1 or not all(type(part) in (list, slice, EllipsisType) for part in parts):
+        return row_lengths.getitem(tensor, index)
+    (at,) = lists
+    if len(parts[at]) != 1 or type(parts[at][0]) is not int:
+        return row_lengths.getitem(tensor, index)
+    (place,) = parts[at]
+    only = slice(place, place + 1 or None)
+    return Tensor.__getitem__(tensor, (*parts[:at], only, *parts[at + 1 :])).clone()  # no view, as from a list
+
+
 _CAPTURABLE: dict[Any, Callable[..., Any]] = {
     torch.where: _where,
     Tensor.where: _where_of,
     torch.tensor: _tensor_of,
     torch.arange: row_lengths.arange,
-    Tensor.__getitem__: row_lengths.getitem,
+    Tensor.__getitem__: _getitem,
 }
 
 

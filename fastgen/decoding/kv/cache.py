@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
@@ -35,3 +36,16 @@ class KVCache:
             new[:, :, target] = old[:, :, source]
         keys, values = (self._replaced(old, new) for old, new in zip(pair, longer, strict=True))
         return keys, values
+
+
+def are_latents(keys: Tensor, values: Tensor) -> bool:
+    """Whether they may be latents and what is rotated, of multi-head latent attention: of one head, and two sizes.
+
+    On a GPU they stay apart: the kernel has whole heads in shared memory, and latents are long.
+    """
+    return keys.is_cpu and keys.shape[1] == 1 and keys.shape[3] != values.shape[3]
+
+
+def joined(keys: Tensor, values: Tensor) -> Pair:
+    """The same as one tensor, in the place of K; that of V is empty."""
+    return torch.cat([keys, values], dim=-1), values[..., :0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding import host_memory
-from fastgen.decoding.kv.cache import KVCache, Pair
+from fastgen.decoding.kv.cache import KVCache, Pair, are_latents, joined
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.streams import StreamKVView
@@ -65,6 +65,9 @@ class FixedKV(KVCache):
         # Inputs of which something is stored. One that is over writes to its first position, as the next one will.
         self._stored: set[int] = set()
         self._loaded = (prefix_capacity, 0)  # from which position of the prefix to which something may be
+        # Where K and V are one tensor, how many numbers of it are K's.
+        self._split = keys.shape[3] if are_latents(keys, values) else None
+        keys, values = self._stored_as(keys[:, :, :0], values[:, :, :0])
         self.prefix = self._zeros(keys, values, state.batch, prefix_capacity)
         self.suffix = self._zeros(keys, values, state.rows, state.capacity) if has_suffix else None
         if growing is not None:
@@ -73,6 +76,18 @@ class FixedKV(KVCache):
     def _zeros(self, keys: Tensor, values: Tensor, rows: int, length: int) -> Pair:
         first, second = (self._allocate((rows, part.shape[1], length, part.shape[3]), part) for part in (keys, values))
         return first, second
+
+    def _stored_as(self, keys: Tensor, values: Tensor) -> Pair:
+        return (keys, values) if self._split is None else joined(keys, values)
+
+    def _apart(self, keys: Tensor, values: Tensor) -> Pair:
+        """The opposite of `_stored_as`."""
+        return (keys, values) if self._split is None else (keys[..., : self._split], keys[..., self._split :])
+
+    def like(self) -> Pair:
+        """K and V of no position, which are as those that are stored."""
+        keys, values = (part[:, :, :0] for part in self.prefix)
+        return self._apart(keys, values)
 
     def _allocate(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return host_memory.zeros(shape, like.dtype, like.device)
@@ -141,7 +156,7 @@ class FixedKV(KVCache):
             self._clear(inputs)
             self._loaded = (min(begin, first), max(end, first + length))
         self._stored |= set(self._numbers(inputs))
-        for old, new in zip(self.prefix, (keys, values), strict=True):
+        for old, new in zip(self.prefix, self._stored_as(keys, values), strict=True):
             old[inputs][:count, :, first : first + length] = new
         for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
             bound[inputs] = 0
@@ -180,7 +195,10 @@ class FixedKV(KVCache):
         Returns:
             whether nothing is stored in the suffix then. The next `load` clears what is.
         """
-        prefix, suffix = ([host_memory.give_back(part) for part in parts or ()] for parts in (self.prefix, self.suffix))
+        prefix, suffix = (
+            [host_memory.give_back(part) for part in parts or () if part.numel()]
+            for parts in (self.prefix, self.suffix)
+        )
         if all(prefix):
             self._loaded = (self.prefix_capacity, 0)
         if all(prefix + suffix):
@@ -218,6 +236,7 @@ class FixedKV(KVCache):
         """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""
         state, suffix = self._state, self.suffix
         assert suffix is not None, "the keys of the encoder's output are not written in a step"
+        keys, values = self._stored_as(keys, values)
         for number, position in enumerate(state.positions):
             kv_write(keys[:, :, number], values[:, :, number], *suffix, position, state.row_map)
         return self.read()
@@ -231,7 +250,7 @@ class FixedKV(KVCache):
             KVView.of(prefix, own, state.per_input, ancestry, backend=self, queries=queries)
             for prefix, own in zip(self.prefix, suffix, strict=True)
         )
-        return keys, values
+        return (keys, values) if self._split is None else keys.cut(self._split)
 
     def materialize(self, inputs: int, length: int, new: int = 0, at_end: bool = False) -> Pair:
         """What is stored of the first inputs as ordinary tensors, [rows, heads, length + new, dim].
@@ -248,7 +267,7 @@ class FixedKV(KVCache):
             KVView.of(prefix[:inputs, :, first : first + length], own, state.per_input, ancestry).materialize()
             for prefix, own in zip(self.prefix, suffix, strict=True)
         )
-        return keys, values
+        return self._apart(keys, values)
 
     @property
     def nbytes(self) -> int:

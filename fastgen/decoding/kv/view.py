@@ -54,6 +54,9 @@ class Parts:
     ungrouped: bool = False  # [rows, kv heads, group, length, dim], half-way through such a repetition
     folded: bool = False  # heads are folded into rows: [rows * heads, length, dim]
     transposed: bool = False  # the last two dimensions are swapped
+    columns: slice | None = None  # the numbers of each position that count; None: all
+    # [heads, any, rank]: each head has these products with the first `rank` of them, and then the others as they are.
+    weight: Tensor | None = None
     # The suffix row by row, once somebody has asked for it: for all views of the tensor.
     gathered: list[Tensor] = field(default_factory=list, compare=False)
 
@@ -79,8 +82,28 @@ class Parts:
     def length(self) -> int:
         return self.prefix.shape[2] + (self.suffix.shape[2] if self.suffix is not None else 0)
 
+    @property
+    def width(self) -> int:
+        stored = len(range(self.prefix.shape[3])[self.columns or slice(None)])
+        return stored if self.weight is None else stored + self.weight.shape[1] - self.weight.shape[2]
+
+    def expand(self, x: Tensor) -> Tensor:
+        """What heads make of numbers as they are stored, [rows, heads, any, stored]."""
+        x = x if self.columns is None else x[..., self.columns]
+        if self.weight is None:
+            return x
+        rank = self.weight.shape[2]
+        return torch.cat([torch.einsum("rhqk,hdk->rhqd", x[..., :rank], self.weight), x[..., rank:]], dim=-1)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """The query, [rows, heads, queries, dim], whose products with what is stored are those with what heads make."""
+        if self.weight is None:
+            return query
+        dim = self.weight.shape[1]
+        return torch.cat([torch.einsum("rhqd,hdk->rhqk", query[..., :dim], self.weight), query[..., dim:]], dim=-1)
+
     def shape(self) -> tuple[int, ...]:
-        last = (self.length, self.prefix.shape[3])
+        last = (self.length, self.width)
         if self.transposed:
             last = last[::-1]
         if self.ungrouped:
@@ -110,6 +133,11 @@ class KVView(torch.Tensor):
         made._parts, made._full = parts, None
         return made
 
+    def cut(self, at: int) -> tuple[KVView, KVView]:
+        """The first so many of the numbers of each position, and the others."""
+        first, rest = (replace(self._parts, columns=each) for each in (slice(at), slice(at, None)))
+        return KVView._make(first), KVView._make(rest)
+
     def materialize(self) -> Tensor:
         """The ordinary tensor that this one stands for.
 
@@ -128,6 +156,7 @@ class KVView(torch.Tensor):
                 full = full.unsqueeze(2).expand(-1, -1, parts.group, -1, -1)
             elif parts.group > 1:
                 full = full.repeat_interleave(parts.group, dim=1)
+            full = parts.expand(full)
             if parts.folded:
                 full = full.flatten(0, 1)
             self._full = full.transpose(-1, -2) if parts.transposed else full
@@ -166,6 +195,35 @@ class KVView(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def of_latents(latents: KVView, rotary: KVView, weight: Tensor, dim: int) -> tuple[KVView, KVView]:
+    """K and V that heads make of one latent vector a position, as in multi-head latent attention.
+
+    Attention then reads the latents alone: the query takes over the products of K, and those of V follow ("absorbed",
+    DeepSeek-V2, 2024, section 2.1.2).
+
+    Args:
+        latents, rotary: [rows, 1, length, any], stored as the K and V of a layer. What is rotated is K's for all heads.
+        weight: [heads, dim + dim of V, rank]: what a head multiplies the latents with.
+        dim: how many numbers of K it gives.
+
+    Raises:
+        CannotBeCaptured: in a captured step, they are not next to each other.
+    """
+    parts, rank, heads = latents._parts, latents.shape[3], weight.shape[0]
+    if parts.columns is None:  # they are in two tensors
+        if parts.backend is not None:
+            raise CannotBeCaptured(ONE_TENSOR)
+        pairs = zip((parts.prefix, parts.suffix), (rotary._parts.prefix, rotary._parts.suffix), strict=True)
+        prefix, suffix = (None if one is None or two is None else torch.cat([one, two], -1) for one, two in pairs)
+        assert prefix is not None, "a view has a prefix"
+        parts = replace(parts, prefix=prefix, suffix=suffix, gathered=[])
+    keys, values = (
+        replace(parts, group=heads, columns=columns, weight=part)
+        for columns, part in ((None, weight[:, :dim]), (slice(rank), weight[:, dim:]))
+    )
+    return KVView._make(keys), KVView._make(values)
+
+
 class CannotBeCaptured(RuntimeError):
     """A decoding step does something that a captured one cannot, or should not."""
 
@@ -188,7 +246,12 @@ def _require(condition: bool) -> None:
 
 def _parts_of(value: Any) -> Parts:
     _require(isinstance(value, KVView))
-    return value._parts
+    parts: Parts = value._parts
+    if parts.columns is None or parts.weight is not None:
+        return parts
+    prefix, suffix = (None if part is None else part[..., parts.columns] for part in (parts.prefix, parts.suffix))
+    assert prefix is not None, "a view has a prefix"
+    return replace(parts, prefix=prefix, suffix=suffix, columns=None, gathered=[])
 
 
 def _refuse_write(tensor: Any, *args: Any) -> Any:
@@ -283,12 +346,16 @@ def _product(left: Any, right: Any) -> Tensor:
     rank = 3 if parts.folded else 4
     _require(left.dim() == rank)
     heads = parts.kv_heads * parts.group
+    if heads == 1 and not parts.folded:  # all of the query's read it
+        heads = left.shape[1]
     rows = left.shape[0] // heads if parts.folded else left.shape[0]
     x = left.reshape(rows, heads, *left.shape[-2:]) if parts.folded else left
-    inner = parts.prefix.shape[3] if parts.transposed else parts.length
+    inner = parts.width if parts.transposed else parts.length
     _require(x.shape[:2] == (parts.rows, heads) and x.shape[3] == inner)
-    compute = shared_prefix_scores if parts.transposed else shared_prefix_context
-    result = compute(x, parts.prefix, parts.own())
+    if parts.transposed:
+        result = shared_prefix_scores(parts.absorb(x), parts.prefix, parts.own())
+    else:
+        result = parts.expand(shared_prefix_context(x, parts.prefix, parts.own()))
     if parts.backend is not None and parts.transposed:
         result = parts.backend.leave_out(result)
     return result.flatten(0, 1) if parts.folded else result
@@ -335,13 +402,16 @@ def _attention(
         _require(not (parts.transposed or parts.folded or parts.ungrouped))
     heads = keys.kv_heads * keys.group
     _require(keys.group == values.group and keys.length == values.length and query.shape[0] == keys.rows)
-    _require(query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
+    _require(query.shape[1] == heads or heads == 1 or (enable_gqa and query.shape[1] % heads == 0))
+    if keys.weight is not None:
+        query, scale = keys.absorb(query), query.shape[3] ** -0.5 if scale is None else scale
     if keys.backend is not None:
-        return keys.backend.attend(query, keys, values, attn_mask, scale)
+        return values.expand(keys.backend.attend(query, keys, values, attn_mask, scale))
     ancestry, own = keys.ancestry, (keys.suffix, values.suffix)
     if ancestry is not None and not pays(query, (keys.prefix, values.prefix), own, attn_mask):
         ancestry, own = None, (keys.own(), values.own())
-    return shared_prefix_attention(query, keys.prefix, values.prefix, *own, attn_mask, scale, ancestry=ancestry)
+    context = shared_prefix_attention(query, keys.prefix, values.prefix, *own, attn_mask, scale, ancestry=ancestry)
+    return values.expand(context)
 
 
 # Methods, and functions of torch by the same names.

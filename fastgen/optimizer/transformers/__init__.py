@@ -17,7 +17,7 @@ _SCORES = "self input_ids scores"  # of processors and criteria
 
 def patches() -> list[Patch]:
     """Every patch that FastGen applies to Transformers."""
-    return [*_checkpoints(), *_generation(), *_processors(), *_prophetnet(), *_encoders()]
+    return [*_checkpoints(), *_generation(), *_processors(), *_prophetnet(), *_latents(), *_encoders()]
 
 
 def _hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
@@ -89,6 +89,21 @@ def _prophetnet() -> list[Patch]:
     return [
         _hook(module, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
         _hook(module, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
+    ]
+
+
+def _latents() -> list[Patch]:
+    """What heads make their K and V with in multi-head latent attention."""
+    expands = takes("self kv_nope k_rot", uses="kv_b_proj qk_nope_head_dim v_head_dim qk_rope_head_dim")
+    classes = {
+        "axk1": "AXK1Attention", "bailing_hybrid": "BailingHybridAttention", "deepseek_v2": "DeepseekV2Attention",
+        "deepseek_v3": "DeepseekV3Attention", "glm4_moe_lite": "Glm4MoeLiteAttention",
+        "kimi_linear": "KimiLinearAttention", "longcat_flash": "LongcatFlashMLA", "minicpm3": "MiniCPM3Attention",
+        "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
+    }  # fmt: skip
+    return [
+        _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", "latents:expand_kv", expands)
+        for name, kind in classes.items()
     ]
 
 

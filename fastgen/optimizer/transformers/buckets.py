@@ -31,13 +31,14 @@ from fastgen.optimizer.transformers.models import parts_that_decode
 DECODERS = frozenset(
     f"transformers.models.{name}.modeling_{name}"
     for name in """
-        apertus arcee biogpt bitnet bloom codegen cohere cohere2 cwm ernie4_5 ernie4_5_moe exaone4 gemma
-        gemma2 gemma3 gemma3n gemma4 glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
-        granitemoe granitemoeshared helium hunyuan_v1_dense hyperclovax idefics3 internvl jais2 llama llava
-        llava_next llava_onevision minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert_decoder
-        nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe
-        qwen2_vl qwen3 qwen3_moe qwen3_vl seed_oss smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma
-        xglm
+        apertus arcee axk1 biogpt bitnet bloom codegen cohere cohere2 cwm deepseek_v2 deepseek_v3
+        ernie4_5 ernie4_5_moe exaone4 falcon gemma gemma2 gemma3 gemma3n gemma4 glm glm4 glm4_moe
+        glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium
+        hunyuan_v1_dense hyperclovax idefics3 internvl jais2 llama llava llava_next llava_onevision
+        mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mistral4 mixtral
+        modernbert_decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+        qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl seed_oss smollm3 smolvlm solar_open
+        stablelm starcoder2 vaultgemma xglm youtu
     """.split()
 )
 # Arguments of `generate` that the library does not pass to the encoder.

@@ -31,8 +31,8 @@ _TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 _IN_CACHE = frozenset(
     f"transformers.models.{name}.modeling_{name}"
     for name in (
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h olmo_hybrid "
-        "qwen3_5 qwen3_5_moe qwen3_next"
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 "
+        "nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next"
     ).split()
 )
 

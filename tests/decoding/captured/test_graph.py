@@ -29,6 +29,8 @@ from tests.recorded_graph import RecordedGraph
         lambda x, mask: x.index_copy(0, torch.tensor([2, 0], device=x.device), x[:2]),
         lambda x, mask: x + torch.tensor((1.5, -0.1, 2.0), device=x.device, dtype=x.dtype),
         lambda x, mask: mask & torch.tensor([True, False, True], device=x.device),
+        lambda x, mask: x[[1]].neg_() + x,
+        lambda x, mask: x.view(1, 3, 1)[..., [-1], :],
     ],
 )
 def test_numbers_are_made_on_the_device(device, function):

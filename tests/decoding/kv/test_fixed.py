@@ -12,7 +12,7 @@ from fastgen.decoding import host_memory
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.rows import StepState
-from fastgen.decoding.kv.view import CannotBeCaptured, KVView
+from fastgen.decoding.kv.view import CannotBeCaptured, KVView, of_latents
 
 BATCH, PER_INPUT, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
 PREFIX, PREFIX_CAPACITY, CAPACITY = 5, 8, 6
@@ -323,6 +323,43 @@ def test_masks(device, says_more, each_backend):
     plain = F.scaled_dot_product_attention(query, *kv.read(), enable_gqa=True)
     torch.testing.assert_close(unread, plain)
     assert torch.equal(wanted, plain) is not says_more
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "products"])
+def test_latents_are_read_where_they_are_stored(attention):
+    """Beside what is rotated, in one tensor, which nobody else sees."""
+    device, rank, rotated, dim = torch.device("cpu"), 6, 3, 5
+    state = StepState(BATCH, PER_INPUT, CAPACITY, device, 1)
+    weight = torch.randn(HEADS, 2 * dim, rank)
+
+    def new(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 1, length, rank), torch.randn(rows, 1, length, rotated)
+
+    kv = FixedKV(*new(1, 0), state, PREFIX_CAPACITY, has_suffix=True)
+    assert [part.shape[3] for part in kv.like()] == [rank, rotated]
+    given = new(BATCH, PREFIX)
+    kv.load(*given, torch.tensor(STARTS), torch.tensor(ENDS), at_end=True)
+    state.begin()
+    stored = [part.repeat_interleave(PER_INPUT, dim=0) for part in given]
+    for _ in range(CAPACITY - 1):
+        own = new(BATCH * PER_INPUT, 1)
+        stored = [torch.cat(parts, dim=2) for parts in zip(stored, own, strict=True)]
+        query = torch.randn(BATCH * PER_INPUT, HEADS, 1, dim + rotated)
+        keys, values = of_latents(*kv.write(*own), weight, dim)
+        if attention == "sdpa":
+            found = F.scaled_dot_product_attention(query, keys, values)
+        else:
+            found = ((query @ keys.transpose(2, 3)) * (dim + rotated) ** -0.5).softmax(-1) @ values
+        made = torch.einsum("rtk,hdk->rhtd", stored[0][:, 0], weight)
+        full = torch.cat([made[..., :dim], stored[1].expand(-1, HEADS, -1, -1)], dim=-1)
+        position = torch.arange(full.shape[2])
+        starts, ends = (torch.tensor(each).repeat_interleave(PER_INPUT)[:, None] for each in (STARTS, ENDS))
+        counts = ((position >= starts) & (position < ends)) | (position >= PREFIX)
+        wanted = F.scaled_dot_product_attention(query, full, made[..., dim:], attn_mask=counts[:, None, None])
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        state.advance(None)
+    found = kv.materialize(BATCH, PREFIX, CAPACITY - 1, at_end=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, stored, strict=True))
 
 
 def test_the_full_tensor_is_refused(device):

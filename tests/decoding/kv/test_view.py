@@ -4,23 +4,38 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastgen.decoding.kv.view import KVView
+from fastgen.decoding.kv.view import KVView, of_latents
 
 BATCH, PER_INPUT, HEADS, PREFIX, SUFFIX, DIM = 2, 3, 2, 7, 4, 8
 ROWS = BATCH * PER_INPUT
+RANK, ROTATED = 6, 3
+STORED = {"with suffix": True, "prefix only": False}
 
 
-@pytest.fixture(params=[True, False], ids=["with suffix", "prefix only"])
+def stored(has_suffix, device, heads=HEADS, dim=DIM):
+    """A KVView, and the full tensor it stands for."""
+    prefix = torch.randn(BATCH, heads, PREFIX, dim, device=device)
+    suffix = torch.randn(ROWS, heads, SUFFIX, dim, device=device) if has_suffix else None
+    full = prefix.repeat_interleave(PER_INPUT, dim=0)
+    return KVView.of(prefix, suffix, PER_INPUT), full if suffix is None else torch.cat([full, suffix], dim=2)
+
+
+def made_of_latents(has_suffix, device):
+    (latents, full), (rotated, full_rotated) = (stored(has_suffix, device, 1, dim) for dim in (RANK, ROTATED))
+    weight = torch.randn(HEADS, 2 * DIM - ROTATED, RANK, device=device)
+    made = torch.einsum("rtk,hdk->rhtd", full[:, 0], weight)
+    keys = torch.cat([made[..., : DIM - ROTATED], full_rotated.expand(-1, HEADS, -1, -1)], dim=-1)
+    views = of_latents(latents, rotated, weight, DIM - ROTATED)
+    return [*zip(views, (keys, made[..., DIM - ROTATED :].contiguous()), strict=True)]
+
+
+@pytest.fixture(params=[*STORED, *(f"latents, {name}" for name in STORED)])
 def pair(request, device):
     """(KVView, the full tensor it stands for) for K and for V."""
-
-    def make():
-        prefix = torch.randn(BATCH, HEADS, PREFIX, DIM, device=device)
-        suffix = torch.randn(ROWS, HEADS, SUFFIX, DIM, device=device) if request.param else None
-        full = prefix.repeat_interleave(PER_INPUT, dim=0)
-        return KVView.of(prefix, suffix, PER_INPUT), full if suffix is None else torch.cat([full, suffix], dim=2)
-
-    return make(), make()
+    kind, _, name = request.param.rpartition(", ")
+    if kind:
+        return made_of_latents(STORED[name], device)
+    return stored(STORED[name], device), stored(STORED[name], device)
 
 
 @pytest.fixture
@@ -93,6 +108,7 @@ def test_attention_is_computed_on_the_parts(attention, pair, device, request):
     assert type(result) is torch.Tensor
 
 
+@pytest.mark.parametrize("pair", STORED, indirect=True)
 @pytest.mark.parametrize("group", [1, 4])
 def test_grouped_queries(group, pair, never_full, device):
     (keys, full_keys), (values, full_values) = pair
@@ -103,6 +119,15 @@ def test_grouped_queries(group, pair, never_full, device):
     torch.testing.assert_close(F.scaled_dot_product_attention(query, *repeated), expected)
     weights = (torch.matmul(query, repeated[0].transpose(2, 3)) * DIM**-0.5).softmax(-1)
     torch.testing.assert_close(torch.matmul(weights, repeated[1]), expected)
+
+
+def test_one_head_is_read_by_all_of_the_query(never_full, device):
+    (keys, full_keys), (values, full_values) = (stored(True, device, heads=1) for _ in range(2))
+    query = torch.randn(ROWS, HEADS, 1, DIM, device=device)
+    for attention in (scaled_dot_product, eager):
+        mask = torch.randn(ROWS, 1, 1, full_keys.shape[2], device=device)
+        result = attention(query, keys, values, mask)
+        torch.testing.assert_close(result, attention(query, full_keys, full_values, mask))
 
 
 def test_any_other_operation_sees_the_full_tensor(pair):
@@ -126,7 +151,7 @@ def test_any_other_operation_sees_the_full_tensor(pair):
         lambda x: repeat_kv(x, 2).flatten(),
     ):
         result = operation(keys)
-        torch.testing.assert_close(result, operation(full))
+        torch.testing.assert_close(result, operation(full), rtol=1e-5, atol=1e-5)
         assert type(result) is torch.Tensor
 
 
