@@ -93,11 +93,15 @@ def _settings(owner: Any, describer: _Describer, names: Container[str]) -> Hasha
     """
     return tuple(
         [
-            (name, value if type(value) in _ATOMS else describer.describe(value))
+            (name, value if type(value) in _ATOMS else describer.describe(_guarded(name, value)))
             for name, value in vars(owner).items()
             if name not in _OF_TORCH and name in names
         ]
     )
+
+
+def _guarded(name: str, value: Any) -> Any:
+    return library_code.without_capturing(value) if name in _HOOKS else value
 
 
 class IdentityGuard:
@@ -244,7 +248,7 @@ class Guards:
         self._chosen = _chosen()
 
     def hold(self, model: Any) -> bool:
-        """Whether nothing of `state_of` has changed, and there are no hooks. False: something may have changed."""
+        """Whether nothing of `state_of` has changed, and no hooks count. False: something may have changed."""
         if not self._is_comparable:
             return False
         everything = [model, *self._others]
@@ -307,7 +311,7 @@ def _is_guarded(name: str, names: Container[str]) -> bool:
 
 def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
     if name in _HOOKS:
-        return {}
+        return _NoHooks()
     if name in _HELD:
         return dict(value)
     return value if value is config else _copy(value)
@@ -315,6 +319,8 @@ def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
 
 def _is_harmless(name: str, value: Any, config: Any) -> bool:
     """Whether an attribute of a module certainly does not refer to the model that it is in."""
+    if name in _HOOKS:
+        return not _guarded(name, value)
     # A form of FastGen's knows its own layer.
     is_leaf = type(value) in _ATOMS or isinstance(value, (Tensor, Enum, BuiltinFunctionType, Replacement))
     if is_leaf or name in _HELD or value is config:
@@ -345,6 +351,15 @@ def _copy(value: Any) -> Any:
 
 # Equals nothing that an attribute may be.
 _NOTHING = object()
+
+
+class _NoHooks:
+    """Equals hooks that are nothing to a recording."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and not library_code.without_capturing(other)
 
 
 class _IdentityCopy:

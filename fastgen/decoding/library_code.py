@@ -43,6 +43,8 @@ _HARMLESS = frozenset(
 _ENTRY_POINTS = frozenset({"encode", "from_pretrained", "generate", "save_pretrained"})
 # What prefills note in a module, which a step does not read that is given positions (`models.notes_positions`).
 NOTED_BY_PREFILL = frozenset({"rope_deltas"})
+# A hook that the library leaves on a model once somebody has asked for hidden states or attentions, and its note of it.
+_CAPTURING_HOOK, _HAS_CAPTURING_HOOKS = "output_capturing_hook", "_output_capturing_hooks_installed"
 # What torch calls of a module.
 _ENTRIES = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"})
 _METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
@@ -228,7 +230,7 @@ class Reached:
                 constructor = vars(base).get("__init__")
                 if isinstance(constructor, FunctionType) and self._is_followed(constructor):
                     self.names |= _named(constructor.__code__)
-        self.names -= NOTED_BY_PREFILL
+        self.names -= {*NOTED_BY_PREFILL, _HAS_CAPTURING_HOOKS}
         self._settle()
 
     @classmethod
@@ -386,6 +388,17 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     """Whether a forward hook is none of the libraries'."""
     hooks = module._forward_hooks, module._forward_pre_hooks
     return any(hooks) and not all(is_of_library(hook) for each in hooks for hook in each.values())
+
+
+def without_capturing(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """These hooks but for those of the library that pass outputs on to who has asked for them: to others they are
+    nothing.
+    """
+    return {n: hook for n, hook in hooks.items() if not (_is_capturing(hook) and is_of_library(hook))}
+
+
+def _is_capturing(hook: Any) -> bool:
+    return type(hook) is FunctionType and hook.__code__.co_name == _CAPTURING_HOOK
 
 
 def row_hooks(module: nn.Module) -> list[int]:

@@ -42,12 +42,11 @@ def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> li
     request, options = batch[0], _until_cancelled(batch)
     with _having(model, request.adapter, len(batch)) as of_peft:
         options |= of_peft
-        if len(batch) > 1:
-            return _together(model, batch, options)
-        if enters_slots:  # with a generator of its own
-            return [by_itself(model, request, request.options_in_slots | options)]
-        with drawing(request):
-            return [by_itself(model, request, request.options | options)]
+        with drawing(batch):
+            if len(batch) > 1:
+                return _together(model, batch, options)
+            given = request.options_in_slots if enters_slots else request.options
+            return [by_itself(model, request, given | options)]
 
 
 @contextlib.contextmanager
@@ -69,9 +68,13 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 
 @contextlib.contextmanager
-def drawing(request: Request) -> Iterator[None]:
-    """A context in which no other engine draws from torch's generator, if this request may."""
-    may_draw = request.seed is not None or request.config is None or request.config.do_sample
+def drawing(batch: Sequence[Request]) -> Iterator[None]:
+    """A context in which no other engine draws from torch's generator, if one of these requests may.
+
+    One that enters slots has a generator of its own there, whose seed is drawn; and the call runs to its end where it
+    cannot enter.
+    """
+    may_draw = any(each.seed is not None or each.config is None or each.config.do_sample for each in batch)
     has_it = may_draw and _draws.acquire(timeout=_PATIENCE)
     try:
         yield

@@ -97,7 +97,7 @@ class OwnGenerate:
         is_own = model is model_inside(self._model)  # code of the user's may call others
         made = make_inner(model, arguments, self._most_rows) if is_own else None
         if made is None:
-            with running_elsewhere(None), drawing(self.request):
+            with running_elsewhere(None), drawing([self.request]):
                 return as_ever()
         self._inner = made
         if self.request.future.done():

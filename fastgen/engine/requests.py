@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +20,7 @@ from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
 # Options of `generate` that are code of the user's.
 _USER_CODE = (*user_code.ARGUMENTS, "custom_generate", "monitor_progress")
+_ASKED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _LOOKUP = "prompt_lookup_num_tokens"
 
 
@@ -142,11 +143,12 @@ class Request:
 
     @property
     def lookup(self) -> int | None:
-        """Tokens that it asks to be looked up at once; None where it does not say. Its tokens are the same without: the
-        library draws others than without, so that what is drawn with the option is left to a call of its own.
+        """Tokens that it asks to be looked up at once; None where it does not say. Its tokens are the same without. The
+        library draws others than without, and has code of the user's process what is drafted, too: both are left to a
+        call of its own.
         """
         asked: int | None = None if self.config is None else self.config.prompt_lookup_num_tokens
-        return None if asked and self.config.do_sample else asked
+        return None if asked and (self.config.do_sample or self._is_asked_in_each_step) else asked
 
     @property
     def options_in_slots(self) -> dict[str, Any]:
@@ -163,7 +165,15 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether code of the user's sees the request run: it must not run twice."""
-        given = [(name, value) for name in _USER_CODE if (value := self.options.get(name)) is not None]
+        return self._runs(_USER_CODE)
+
+    @property
+    def _is_asked_in_each_step(self) -> bool:
+        """Whether code of the user's says what comes next, or whether it ends: it may count its calls."""
+        return self._runs(_ASKED)
+
+    def _runs(self, names: Iterable[str]) -> bool:
+        given = [(name, value) for name in names if (value := self.options.get(name)) is not None]
         if self.generate is not None:  # the model's own code passes some of the library's
             given = [(name, value) for name, value in given if not _is_the_librarys(value)]
         return any(not is_of_the_engine(name, value) for name, value in given)

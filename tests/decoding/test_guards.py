@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import gc
@@ -17,8 +18,10 @@ from torch import nn
 from fastgen import settings
 from fastgen.decoding import guards as of_models
 from fastgen.decoding.layers import Replacement
+from fastgen.decoding.library_code import Reached
 from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers.call import fast_layers
+from tests.equivalence.models import BY_NAME
 
 
 class Everything:
@@ -262,6 +265,23 @@ def test_hooks_and_modes() -> None:
     assert not guards.hold(model)
     model.eval()
     assert guards.hold(model)
+
+
+def test_hooks_that_pass_outputs_on_are_no_change() -> None:
+    """The library leaves them on a model once somebody has asked for hidden states."""
+    model, ids = copy.deepcopy(BY_NAME["llama"].build()), torch.tensor([[5, 6]])
+    state = of_models.GuardedModel.of(model).check(model)
+    before = of_models.Guards(model, Reached.of(model).names)
+    assert model(ids, output_hidden_states=True).hidden_states
+    assert any(module._forward_hooks for module in model.modules())
+    names = Reached.of(model).names
+    for guards in (before, of_models.Guards(model, names)):
+        assert guards.hold(model)
+    assert of_models.state_of(model, names) == state.model
+    hook = model.model.layers[0].register_forward_hook(lambda *arguments: None)
+    assert not before.hold(model) and of_models.state_of(model, names) != state.model
+    hook.remove()
+    assert before.hold(model)
 
 
 def test_the_forward_pass_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from fastgen.engine import continuous
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers.captured import slots
-from tests.engine.conftest import PROMPTS, WAIT, alone
+from tests.engine.conftest import PROMPTS, WAIT, Gate, alone
 from tests.equivalence.models import BY_NAME
 
 LONG: dict[str, Any] = {"max_new_tokens": 400, "eos_token_id": None}
@@ -107,6 +107,25 @@ def test_two_engines_take_turns(llama: Any, monkeypatch: pytest.MonkeyPatch) -> 
         expected = alone(llama, PROMPTS[1], max_new_tokens=5, eos_token_id=None)
         assert torch.equal(short[0].result(WAIT), expected) and long.result(WAIT).shape[1] == 304
         assert waits.others_are_over and other.stats()["busy_row_steps"] and not other.stats()["repeated"]
+
+
+def test_two_engines_draw_in_turn(llama: Any, gate: Gate) -> None:
+    """One of them in a call of its own, and meanwhile the other one has a request enter slots."""
+    options, entering = {"do_sample": True, "max_new_tokens": 12}, Gate()
+    with fastgen.Engine(llama) as one, fastgen.Engine(llama) as other:
+        fastgen.disable()
+        first = one.submit(PROMPTS[0], seed=5, logits_processor=[gate], **options)
+        assert gate.has_come.wait(WAIT)
+        fastgen.enable()
+        second = other.submit(PROMPTS[1], seed=6, logits_processor=[entering], **options)
+        entering.has_come.wait(0.5)  # which it has once it may draw
+        gate.may_go.set()
+        found = first.result(WAIT)
+        entering.may_go.set()
+        results = found, second.result(WAIT)
+    for prompt, seed, result in zip(PROMPTS, (5, 6), results, strict=False):
+        torch.manual_seed(seed)
+        assert torch.equal(result, alone(llama, prompt, **options))
 
 
 def test_a_thread_that_keeps_the_turn_for_captured_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,18 @@ def test_code_of_the_users_sees_its_own_tokens_alone(llama: Any) -> None:
     assert len(found.scores) == found.sequences.shape[1] - len(REPEATING[0])
 
 
+def test_code_of_the_users_sees_what_is_drafted_with_the_option(llama: Any) -> None:
+    """The library has a processor process what is drafted, too: one that counts its calls gives other tokens then."""
+    adds, own = _Adds(), _Adds()
+    options = {"max_new_tokens": 20, "prompt_lookup_num_tokens": 5}
+    request = make(llama, REPEATING[1], None, {**options, "logits_processor": [adds]}, None, 32)
+    run(ContinuousBatches(llama, 32, lookup=6), [request])
+    with fastgen.disabled():
+        expected = alone(llama, REPEATING[1], **options, logits_processor=[own])
+    assert torch.equal(request.future.result(0), expected)
+    assert adds.seen == own.seen and len(own.seen) > 20
+
+
 def test_full_slots_verify_nothing(llama: Any) -> None:
     executor = ContinuousBatches(llama, 4, lookup=6)
     requests = requests_for(llama, [[5, 6, 7] * 5] * 4)

@@ -305,6 +305,17 @@ def test_code_of_the_users_and_scores() -> None:
     assert streamed == alone(model, PROMPTS[2], adapter_names=["one"], **LONG)[0, 1:].tolist()
 
 
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_guidance_runs_the_model_with_the_adapter_of_the_request(name: str) -> None:
+    """In each step, between those of all."""
+    options: dict[str, Any] = {"guidance_scale": 1.5, "max_new_tokens": 12}
+    model = with_three(name)
+    executor, requests = ContinuousBatches(model, 32), requests_for(model, NAMES, **options)
+    run(executor, requests)
+    assert_theirs(model, requests, NAMES, **options)
+    assert executor.counts["busy_row_steps"] and not executor.counts["repeated"]
+
+
 def test_adapters_of_other_ranks_scales_and_layers() -> None:
     model = adapted("llama")
     others = {

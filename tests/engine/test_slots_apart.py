@@ -231,6 +231,18 @@ def test_a_processor_that_writes_into_the_logits_that_are_returned(model: Any, b
         torch.testing.assert_close(request.future.result(0).logits, expected.logits, atol=1e-4, rtol=1e-4)
 
 
+def test_one_that_asks_for_hidden_states_leaves_the_others(llama: Any) -> None:
+    """The library puts hooks on the model then, and a step of those that are there is the same with them."""
+    returned: dict[str, Any] = {"output_hidden_states": True, "return_dict_in_generate": True}
+    options: list[dict[str, Any]] = [{"stopping_criteria": [StopsAt(99)]}, returned, {}]
+    requests = [make(llama, PROMPTS[0], None, {"max_new_tokens": 20, **each}, None, 16) for each in options]
+    executor = ContinuousBatches(llama, 16)
+    run(executor, requests)
+    assert requests[1].future.result(0).hidden_states and any(part._forward_hooks for part in llama.modules())
+    assert_as_alone(llama, requests[::2], [PROMPTS[0]] * 2)
+    assert not executor.counts["repeated"]
+
+
 @both_kinds
 @pytest.mark.parametrize("error", [LookupError, SystemExit])
 def test_one_that_raises_leaves_the_others(model: Any, error: type[BaseException]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from fastgen.decoding.captured.search import Search
+from fastgen.optimizer.transformers import row_adapters
+from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.captured import processors
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
 from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
@@ -21,6 +24,20 @@ from fastgen.optimizer.transformers.user_code import kind_of
 
 
 class _HostCode(HostCode):
+    """It may run the model, as guidance does: with the adapter that the request has of its own, also between steps."""
+
+    def __init__(self, call: Call, arguments: dict[str, Any]) -> None:
+        super().__init__(call, arguments)
+        self._model, self._adapter = call.model, row_adapters.chosen(call.model)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running(), contextlib.ExitStack() as own:
+            if self._adapter is not None:
+                own.enter_context(fast_layers(self._model))
+                own.enter_context(row_adapters.choosing(self._model, (self._adapter,)))
+            yield
+
     def asks(self, criterion: Any) -> bool:
         # Who stops a call by a time without end takes its inputs out of their slots.
         return super().asks(criterion) and getattr(criterion, "max_time", None) != math.inf
