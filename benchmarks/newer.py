@@ -58,6 +58,16 @@ def _mamba2(library: Any) -> Any:
     return library.Mamba2ForCausalLM(config)
 
 
+def _youtu(library: Any) -> Any:
+    """The widths of Youtu-LLM-2B, with a quarter of its layers and of its vocabulary: multi-head latent attention."""
+    config = library.YoutuConfig(
+        **_ENDLESS, hidden_size=2048, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
+        v_head_dim=128, vocab_size=32000, tie_word_embeddings=True,
+    )  # fmt: skip
+    return library.YoutuForCausalLM(config)
+
+
 def _smolvlm(library: Any) -> Any:
     """SmolVLM-256M."""
     text = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -115,10 +125,10 @@ def _seamless(library: Any) -> Any:
 # ---- inputs of a call, by its number
 
 
-def _prompt(model: Any, call: int, draws: Any) -> dict[str, Any]:
+def _prompt(model: Any, call: int, draws: Any, length: int = LENGTH) -> dict[str, Any]:
     import torch
 
-    ids = torch.randint(10, 30000, (1, LENGTH + MORE * call), generator=draws)
+    ids = torch.randint(10, 30000, (1, length + MORE * call), generator=draws)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -166,6 +176,7 @@ MODELS = {
     "lfm2": Shape(_lfm2),
     "qwen3.5": Shape(_qwen),
     "mamba2": Shape(_mamba2),
+    "youtu": Shape(_youtu, partial(_prompt, length=500)),
     "smolvlm": Shape(_smolvlm, _prompt_with_picture),
     "trocr": Shape(_trocr, partial(_pictures, _SMALL, ROWS), 20, {"num_beams": 4}),
     "donut": Shape(_donut, partial(_pictures, _PAGE, (1, 1, 1, 2, 1)), 100),

@@ -60,10 +60,14 @@ class OwnGenerate:
     def go_on(self) -> Request | None:
         """Runs it to its next inner request, which is returned; None when it is over. The caller waits meanwhile."""
         openmp.end_team()  # of this thread, as the other one computes
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
+        if self._thread.ident is not None:
             self._may_run.release()
+        else:
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system has no more threads
+                self.outcome = error
+                return None
         try:
             self._stands.acquire()
         except BaseException:  # an interrupt

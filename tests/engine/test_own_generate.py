@@ -244,6 +244,24 @@ def test_an_interrupt_ends_the_calls(whisper: Any) -> None:
     assert not threads_left()
 
 
+def test_a_system_without_threads(whisper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request fails, and the engine goes on."""
+    with fastgen.Engine(whisper, slots=8) as engine:
+        assert_alone(whisper, SHORT[:1], engine.generate(SHORT[:1]))
+        start = threading.Thread.start
+
+        def refused(thread: threading.Thread) -> None:
+            if thread.name == "fastgen-generate":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as context:
+            context.setattr(threading.Thread, "start", refused)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                engine.submit(SHORT[1]).result(WAIT)
+        assert_alone(whisper, SHORT[2:], engine.generate(SHORT[2:]))
+
+
 def test_without_fastgen(whisper: Any) -> None:
     fastgen.disable()
     with fastgen.Engine(whisper) as engine:
