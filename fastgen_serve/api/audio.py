@@ -64,6 +64,13 @@ async def translate(request: Request) -> Any:
 
 
 async def _answer(request: Request, task: str) -> Any:
+    model, body, job = await _asked(request, task)
+    made = await model.transcribe(job)
+    return await prompts.in_turn(model, len(made.tokens), lambda: _written(model, body, task, job, made))
+
+
+async def _asked(request: Request, task: str) -> tuple[ServedModel, SpeechRequest, Transcribe]:
+    """The model of a request, its fields, and its job: the file is gone when this returns."""
     _check_room(request)
     settings: ServeSettings = request.app.state.settings
     with _uploads(request).hold(_length(request, settings)):
@@ -73,8 +80,7 @@ async def _answer(request: Request, task: str) -> Any:
         prompt = await _prompt(model, body.prompt)
         with model.reserve(1):
             job = await audio.in_turn(lambda: _job(model, body, data, settings, options, prompt))
-    made = await model.transcribe(job)
-    return await prompts.in_turn(model, len(made.tokens), lambda: _written(model, body, task, job, made))
+            return model, body, job
 
 
 # ---- reading
