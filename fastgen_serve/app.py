@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import fastgen
-from fastgen_serve.api import libretranslate, openai, operations, page, responses, vllm
+from fastgen_serve.api import audio, libretranslate, openai, operations, page, responses, vllm
 from fastgen_serve.api.schema import said
 from fastgen_serve.cache import keep_responses
 from fastgen_serve.errors import BadRequest, ServeError
@@ -24,7 +25,7 @@ from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 
 # In this order: what is asked for first. The shape of an error for an unknown path is OpenAI's.
-_INTERFACES: tuple[ModuleType, ...] = (openai, responses, vllm, libretranslate, page, operations)
+_INTERFACES: tuple[ModuleType, ...] = (openai, responses, audio, vllm, libretranslate, page, operations)
 
 
 def create_app(
@@ -81,6 +82,7 @@ def create_app(
         settings=settings,
         path_of=path_of,
         needs_header=needs_header,
+        most_bytes=partial(most_bytes, settings),
         write_error=write_error,
         traffic=app.state.traffic,
     )
@@ -116,6 +118,13 @@ def needs_header(path: str) -> bool:
     """
     found = _found(path)
     return found is not None and found[1] not in getattr(found[0], "WITHOUT_HEADER", ())
+
+
+def most_bytes(settings: ServeSettings, path: str) -> int:
+    """Bytes of the body of a request for a path, at the most: what the interface says (`most_bytes`), if it does."""
+    found = _found(path)
+    own = None if found is None else getattr(found[0], "most_bytes", None)
+    return settings.max_body_bytes if own is None else int(own(settings))
 
 
 def write_error(path: str, error: ServeError) -> JSONResponse:

@@ -34,8 +34,10 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _GONE = 499
 # Seconds that a request has beyond its limit, so that a job that takes too long can say so in its stream first.
 _GRACE = 5.0
+# Parts of a body that are read ahead of who wants it: the rest stays with the client.
+_AHEAD = 4
 # Of a request that is refused, so much is read, for so long.
-_REST_BYTES, _REST_SECONDS = 2**20, 1.0
+_REST_BYTES, _REST_SECONDS = 2**25, 1.0
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Guard:
     Args:
         path_of: the path that a request's belongs to, as it is declared; None for an unknown one.
         needs_header: whether a request for a path has its key in the header.
+        most_bytes: of the body of a request for a path.
         write_error: the response to an error, for a path.
         traffic: in which requests are counted.
     """
@@ -63,12 +66,13 @@ class Guard:
         settings: ServeSettings,
         path_of: Callable[[str], str | None],
         needs_header: Callable[[str], bool],
+        most_bytes: Callable[[str], int],
         write_error: Callable[[str, ServeError], Response],
         traffic: Traffic,
     ) -> None:
         self._app, self._settings = app, settings
         self._path_of, self._needs_header, self._write_error = path_of, needs_header, write_error
-        self._traffic = traffic
+        self._most_bytes, self._traffic = most_bytes, traffic
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,7 +89,7 @@ class Guard:
         log.current.set(entry)
         if entry.method == "HEAD":  # FastAPI's routes know GET alone
             scope, send = {**scope, "method": "GET"}, _without_body(send)
-        status = _GONE
+        status, body = _GONE, _Body(receive, self._most_bytes(scope["path"]))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -96,44 +100,39 @@ class Guard:
 
         self._traffic.running += 1
         try:
-            await self._answer(scope, headers, receive, send_with_id)
+            await self._answer(scope, headers, body, send_with_id)
         except asyncio.CancelledError:
             if status != _GONE or not self._traffic.is_draining:
                 raise
-            await self._refuse(scope, receive, send_with_id, _stops())  # uvicorn has waited for it long enough
+            await self._refuse(scope, body, send_with_id, _stops())  # uvicorn has waited for it long enough
         except Exception:
             if status != _GONE:  # it has begun: the connection is cut, and uvicorn says why in the log
                 raise
             _log.exception("request %s has failed", entry.id)
-            await self._refuse(scope, receive, send_with_id, Failed("the server has failed: its log says why"))
+            await self._refuse(scope, body, send_with_id, Failed("the server has failed: its log says why"))
         finally:
             self._traffic.running -= 1
             metrics.REQUESTS.labels(entry.path, str(status)).inc()
             metrics.LATENCY.labels(entry.path).observe(log.passed(entry))
             log.write(entry, status)
 
-    async def _answer(self, scope: MutableMapping[str, Any], headers: Headers, receive: Receive, send: Send) -> None:
-        path, body = scope["path"], _Body(receive, self._settings.max_body_bytes)
+    async def _answer(self, scope: MutableMapping[str, Any], headers: Headers, body: _Body, send: Send) -> None:
         try:
             body.check_length(headers.get("content-length"))
             _check_encoding(headers.get("content-encoding", ""))
-            if self._needs_header(path):
+            if self._needs_header(scope["path"]):
                 keys.check(keys.of_header(headers.get("authorization")), self._settings.api_keys)
             if self._traffic.is_draining and scope["method"] == "POST":  # what asks a model for something
                 raise _stops()
-        except ServeError as error:
-            await _read_rest(receive)
-            await self._refuse(scope, receive, send, error)
-            return
-        try:
             await self._run(scope, body, send)
         except ServeError as error:
-            await self._refuse(scope, receive, send, error)
+            await self._refuse(scope, body, send, error)
 
-    async def _refuse(self, scope: MutableMapping[str, Any], receive: Receive, send: Send, error: ServeError) -> None:
+    async def _refuse(self, scope: MutableMapping[str, Any], body: _Body, send: Send, error: ServeError) -> None:
+        await body.discard_rest()
         response = self._write_error(scope["path"], error)
         response.headers["Connection"] = "close"  # the client may be sending still
-        await response(scope, receive, send)
+        await response(scope, body.receive, send)
 
     async def _run(self, scope: MutableMapping[str, Any], body: _Body, send: Send) -> None:
         """Runs the application, as long as the client is there and the request may take.
@@ -172,22 +171,6 @@ class Guard:
             await asyncio.gather(running, reading, return_exceptions=True)
 
 
-async def _read_rest(receive: Receive) -> None:
-    """Reads what the client of a refused request is sending, as far as it is short: a connection that is closed with
-    bytes unread is reset, and the client may lose the response.
-    """
-
-    async def read() -> None:
-        left, more = _REST_BYTES, True
-        while more and left > 0:
-            message = await receive()
-            left -= len(message.get("body", b""))
-            more = message.get("more_body", False)
-
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(read(), _REST_SECONDS)
-
-
 def _without_body(send: Send) -> Send:
     async def send_head(message: Message) -> None:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
@@ -210,7 +193,8 @@ class _Body:
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive, self._most = receive, most
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._messages: asyncio.Queue[Message] = asyncio.Queue(_AHEAD)
+        self._is_whole = False
 
     async def receive(self) -> Message:
         """For the application."""
@@ -229,13 +213,31 @@ class _Body:
         """
         size = 0
         while True:
-            message = await self._receive()
+            message = await self._next()
             size += len(message.get("body", b""))
             if size > self._most:
                 raise self._too_large()
-            self._messages.put_nowait(message)
+            await self._messages.put(message)
             if message["type"] == "http.disconnect":
                 return
+
+    async def discard_rest(self) -> None:
+        """Reads what the client of a refused request is sending, as far as it is short: a connection that is closed
+        with bytes unread is reset, and the client may lose the response.
+        """
+
+        async def read() -> None:
+            left = _REST_BYTES
+            while not self._is_whole and left > 0:
+                left -= len((await self._next()).get("body", b""))
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(read(), _REST_SECONDS)
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self._is_whole |= not message.get("more_body", False)
+        return message
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the body has more than {self._most} bytes: send less, or in parts")

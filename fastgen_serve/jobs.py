@@ -39,7 +39,37 @@ class Generate:
     @property
     def input_bytes(self) -> int:
         """Of what the model reads besides the tokens."""
-        return sum(getattr(value, "nbytes", 0) for value in self.inputs.values())
+        return bytes_of(self.inputs)
+
+
+@dataclass(frozen=True)
+class Transcribe:
+    """A request to write down what a recording says.
+
+    Attributes:
+        inputs: what the model reads, as its feature extractor makes it: arrays of one row, by their names.
+        seconds: of the recording.
+        options: keywords of `generate`, of plain values: language, task, temperature, ...
+        tokens: ids of a text that comes before.
+        seed: of what is drawn; None for one that is drawn, too.
+        segments: these are wanted, and the language.
+    """
+
+    inputs: Mapping[str, Any] = field(repr=False, compare=False)
+    seconds: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = ()
+    seed: int | None = None
+    segments: bool = False
+
+    @property
+    def input_bytes(self) -> int:
+        return bytes_of(self.inputs)
+
+
+def bytes_of(inputs: Mapping[str, Any]) -> int:
+    """Of arrays, by their names."""
+    return sum(getattr(value, "nbytes", 0) for value in inputs.values())
 
 
 @dataclass(frozen=True)
@@ -77,6 +107,40 @@ class Generated:
     """The results of a request, best first."""
 
     sequences: tuple[Sequence, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """New tokens of each."""
+        return [sequence.generated for sequence in self.sequences]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a recording: from when to when, in seconds, and its tokens."""
+
+    start: float
+    end: float
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transcribed:
+    """What a recording says.
+
+    Attributes:
+        tokens: of all of it.
+        segments: where they were asked for.
+        language: code of the one that the model was told, or has heard; None where it says none.
+    """
+
+    tokens: tuple[int, ...]
+    segments: tuple[Segment, ...] = ()
+    language: str | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """New tokens."""
+        return [len(self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -121,13 +185,32 @@ class Encode:
 
 
 @dataclass(frozen=True)
+class Speech:
+    """What a model that transcribes can be asked for.
+
+    Attributes:
+        languages: codes of those that it can be told.
+        is_english: it knows English alone.
+        translates: it writes English for other languages, too.
+        has_windows: it goes through recordings of any length, and says when what is spoken.
+        prompt: tokens that it reads of a text that comes before, at the most.
+    """
+
+    languages: tuple[str, ...] = ()
+    is_english: bool = False
+    translates: bool = False
+    has_windows: bool = False
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """What a model is.
 
     Attributes:
         name: under which it is served.
         kind: "decoder-only", "encoder-decoder" or "encoder".
-        tasks: of "generate", "vector", "labels".
+        tasks: of "generate", "transcribe", "vector", "labels".
         positions: tokens that an input may have at the most; None for any number.
         max_new_tokens: if a request says nothing.
         labels: of a classifier, by index.
@@ -138,6 +221,7 @@ class ModelInfo:
         prompts: those that come with the model, by name.
         lower_case: texts to encode are turned to lower case first, and so are prompts that a request names.
         scores: what makes scores of a classifier's numbers: "softmax", "sigmoid", or "raw" for these as they are.
+        speech: of a model that transcribes.
     """
 
     name: str
@@ -153,3 +237,4 @@ class ModelInfo:
     prompts: Mapping[str, str] = field(default_factory=dict)
     lower_case: bool = False
     scores: str = "raw"
+    speech: Speech | None = None

@@ -47,16 +47,19 @@ class Held:
 
     Args:
         most: bytes that all of them may have. One that is there alone may have more.
+        what: these bytes are, for those who are refused.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self.bytes = most, 0
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what, self.bytes = most, what, 0
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
         """The block of a request that has so many bytes. Raises Busy where others leave no room for them."""
         if size and self.bytes and self.bytes + size > self._most:
-            raise Busy("images of other requests take all the room that there is: try again in 1 s", retry_after=1)
+            raise Busy(
+                f"{self._what} of other requests take all the room that there is: try again in 1 s", retry_after=1
+            )
         self.bytes += size
         try:
             yield

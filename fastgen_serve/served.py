@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo
+from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, Transcribe, Transcribed
 
 
 class ServedModel(Protocol):
@@ -18,6 +18,7 @@ class ServedModel(Protocol):
         tokenizer: of Transformers, loaded in the process of the server.
         processor: of Transformers, which makes inputs of texts and images; None where the model takes none.
         no_images: why it takes none.
+        feature_extractor: of Transformers, which makes inputs of recordings; None where it does not transcribe.
         is_ready: it has been loaded and warmed up.
     """
 
@@ -31,6 +32,8 @@ class ServedModel(Protocol):
     def processor(self) -> Any: ...
     @property
     def no_images(self) -> str: ...
+    @property
+    def feature_extractor(self) -> Any: ...
     @property
     def is_ready(self) -> bool: ...
 
@@ -58,6 +61,13 @@ class ServedModel(Protocol):
     def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
         """New tokens of the jobs of one request as they are certain, and the results at the end of each, with the index
         of the job. They are cancelled if the generator is closed. See `generate_all`.
+        """
+
+    async def transcribe(self, job: Transcribe) -> Transcribed:
+        """What a recording says.
+
+        Raises:
+            ServeError: as `generate`.
         """
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:

@@ -112,6 +112,9 @@ class ServeSettings:
     max_images: int = _option(8, "images of a request", least=0)
     max_image_bytes: int = _option(16 * 2**20, "of an image's file", least=1)
     max_image_pixels: int = _option(2**24, "of all images of a request together", least=1)
+    max_audio_bytes: int = _option(25 * 2**20, "of a recording's file", least=1)
+    """By default as many as OpenAI takes."""
+    max_audio_seconds: float = _option(1800.0, "of a recording", above=0, metavar="SECONDS")
     request_timeout_s: float = _option(600.0, "seconds that a request may take", above=0, metavar="SECONDS")
     drain_s: float = _option(30.0, "seconds in which requests may end on SIGTERM", least=0, metavar="SECONDS")
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 
 from fastgen_serve import keys
-from fastgen_serve.api.schema import Body, Text, Texts, error_responses, said
+from fastgen_serve.api.schema import MULTIPART, Body, Text, Texts, error_responses, request_body, said
 from fastgen_serve.errors import BadRequest, ServeError, Unauthorized
 from fastgen_serve.translation import files, languages, markup, sentences
 from fastgen_serve.translation.detection import Detected
@@ -143,19 +143,16 @@ def write_error(error: ServeError) -> JSONResponse:
     return JSONResponse({"error": error.message}, status)
 
 
-def _body(model: type[Body], *types: str) -> dict[str, Any]:
-    schema = {"schema": model.model_json_schema()}
-    return {"requestBody": {"required": True, "content": dict.fromkeys(types, schema)}}
-
-
-_JSON, _FORM, _MULTIPART = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
+_JSON, _FORM = "application/json", "application/x-www-form-urlencoded"
 
 
 # ---- paths
 
 
 @router.post(
-    "/translate", response_model_exclude_none=True, openapi_extra=_body(TranslateRequest, _JSON, _FORM, _MULTIPART)
+    "/translate",
+    response_model_exclude_none=True,
+    openapi_extra=request_body(TranslateRequest, _JSON, _FORM, MULTIPART),
 )
 async def translate(request: Request) -> Translation:
     """Translates a text, or several."""
@@ -185,7 +182,7 @@ async def translate(request: Request) -> Translation:
     )
 
 
-@router.post("/detect", openapi_extra=_body(DetectRequest, _JSON, _FORM, _MULTIPART))
+@router.post("/detect", openapi_extra=request_body(DetectRequest, _JSON, _FORM, MULTIPART))
 async def detect(request: Request) -> list[Detection]:
     """The likeliest languages of a text, best first, of those that are translated here."""
     body = await _read(request, DetectRequest)
@@ -207,7 +204,7 @@ async def list_languages(request: Request) -> list[Language]:
     ]
 
 
-@router.post("/translate_file", openapi_extra=_body(FileRequest, _MULTIPART))
+@router.post("/translate_file", openapi_extra=request_body(FileRequest, MULTIPART))
 async def translate_file(request: Request) -> TranslatedFile:
     """Translates a file. The address of the result works for 20 minutes."""
     body, translator = await _read(request, FileRequest), await _translator(request.app)
@@ -289,7 +286,7 @@ async def _read(request: Request, model: type[Read]) -> Read:
             raise BadRequest(f"the body is no JSON: {error}") from error
         if not isinstance(fields, dict):
             raise BadRequest("the body is no JSON object")
-    elif kind in (_FORM, _MULTIPART):
+    elif kind in (_FORM, MULTIPART):
         fields = await _form(request)
     elif not kind and request.query_params:  # as of `curl -X POST "http://.../translate?q=..."`
         fields = _by_name(request.query_params)

@@ -16,7 +16,7 @@ from typing import Any
 from fastgen_serve import limits, log, metrics
 from fastgen_serve.concurrency import merged, together
 from fastgen_serve.errors import BadRequest, Busy, ServeError, TimedOut, Unavailable
-from fastgen_serve.jobs import Delta, Encode, Encoded, Generate, Generated, ModelInfo
+from fastgen_serve.jobs import Delta, Encode, Encoded, Generate, Generated, ModelInfo, Transcribe, Transcribed
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers import loading, messages
 
@@ -24,8 +24,8 @@ _log = logging.getLogger("fastgen_serve")
 
 # Seconds in which a process says what it has done.
 _STATS_PATIENCE = 2.0
-# Bytes of what is made of images, of all requests of a model that wait or run.
-_MOST_IMAGE_BYTES = 2**30
+# Bytes of what is made of images, or of recordings, of all requests of a model that wait or run.
+_MOST_INPUT_BYTES = 2**30
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Pending:
     """
 
     number: int
-    job: Generate | Encode | None
+    job: Generate | Transcribe | Encode | None
     loop: asyncio.AbstractEventLoop
     answers: asyncio.Queue[messages.Answer] = field(default_factory=asyncio.Queue)
     has_streamed: bool = False
@@ -69,13 +69,14 @@ class ClientModel(ABC):
         self.processor, self.no_images = loading.read_processor(settings.path(name))
         if self.processor is not None and not self.tokenizer.chat_template:
             self.tokenizer.chat_template = getattr(self.processor, "chat_template", None)
+        self.feature_extractor = loading.read_feature_extractor(settings.path(name))
         self.is_ready = False
         self.info = ModelInfo(name, "", (), None)
         self.progress = "waiting to be loaded"
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count()
         budget = None if settings.slo_ms is None else settings.slo_ms / 1000
-        self._images = limits.Held(_MOST_IMAGE_BYTES)
+        self._held = limits.Held(_MOST_INPUT_BYTES, "images" if self.feature_extractor is None else "recordings")
         self._admission = limits.Admission(settings.slots, settings.max_waiting, budget)
         metrics.IN_FLIGHT.labels(name).set_function(lambda: self._admission.rows)
         metrics.WAITING.labels(name).set_function(lambda: self._admission.waiting)
@@ -107,6 +108,13 @@ class ClientModel(ABC):
             async with aclosing(merged(streams)) as events:
                 async for event in events:
                     yield event
+
+    async def transcribe(self, job: Transcribe) -> Transcribed:
+        self._log([job])
+        log.note(audio_s=round(job.seconds, 1))
+        with self._held.hold(job.input_bytes), self._admitted([self._rows(job)]) as (place,):
+            made: Transcribed = await _result(self._generation(job, place))
+            return made
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
         self._log(jobs)
@@ -163,10 +171,10 @@ class ClientModel(ABC):
             raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")
         self._log(jobs)
         size, rows = sum(job.input_bytes for job in jobs), [self._rows(job) for job in jobs]
-        with self._images.hold(size), self._admitted(rows) as places:
+        with self._held.hold(size), self._admitted(rows) as places:
             yield list(zip(jobs, places, strict=True))
 
-    def _rows(self, job: Generate) -> int:
+    def _rows(self, job: Generate | Transcribe) -> int:
         options = {**self.info.defaults, **job.options}
         return max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
 
@@ -174,7 +182,7 @@ class ClientModel(ABC):
         made: Generated = await _result(self._generation(job, place))
         return made
 
-    async def _generation(self, job: Generate, place: ExitStack) -> AsyncGenerator[Delta | Generated, None]:
+    async def _generation(self, job: Generate | Transcribe, place: ExitStack) -> AsyncGenerator[Any, None]:
         """What comes of a job, which has its place until the end."""
         begin, has_begun = time.perf_counter(), False
         with place:
@@ -182,22 +190,22 @@ class ClientModel(ABC):
             async with aclosing(self._answers(job)) as answers:
                 async for answer in answers:
                     seconds = time.perf_counter() - begin
-                    if isinstance(answer, Generated):
+                    if isinstance(answer, (Generated, Transcribed)):
                         self._count(answer, seconds)
                     elif not has_begun:
                         has_begun = True
                         metrics.FIRST_TOKEN.labels(self.name).observe(seconds)
                     yield answer
 
-    def _log(self, jobs: Sequence[Generate | Encode]) -> None:
+    def _log(self, jobs: Sequence[Generate | Transcribe | Encode]) -> None:
         log.note(model=self.name, prompt_tokens=sum(len(job.tokens) for job in jobs))
         if self._settings.log_texts:
             log.note(texts=[self.tokenizer.decode(job.tokens) for job in jobs])
 
-    def _count(self, result: Generated, seconds: float) -> None:
-        tokens = sum(sequence.generated for sequence in result.sequences)
+    def _count(self, result: Generated | Transcribed, seconds: float) -> None:
+        tokens = sum(result.lengths)
         metrics.TOKENS.labels(self.name, "generated").inc(tokens)
-        longest = max((sequence.generated for sequence in result.sequences), default=0)
+        longest = max(result.lengths, default=0)
         if longest:
             metrics.TOKEN_TIME.labels(self.name).observe(seconds / longest)
         log.note(tokens=tokens)
@@ -238,7 +246,7 @@ class ClientModel(ABC):
                 place.callback(self._admission.leave, count)
             yield places
 
-    async def _answers(self, job: Generate | Encode) -> AsyncGenerator[Any, None]:
+    async def _answers(self, job: Generate | Transcribe | Encode) -> AsyncGenerator[Any, None]:
         """What comes of a job: deltas, and the result. It is cancelled if this ends before."""
         pending, outcome = self._add(job), "cancelled"
         late = TimedOut(f"the request took longer than {self._settings.request_timeout_s:g} s")
@@ -264,7 +272,7 @@ class ClientModel(ABC):
             if outcome != "finished":
                 self._send(messages.Cancel(pending.number))
 
-    def _add(self, job: Generate | Encode | None) -> Pending:
+    def _add(self, job: Generate | Transcribe | Encode | None) -> Pending:
         pending = Pending(next(self._numbers), job, asyncio.get_running_loop())
         self._pending[pending.number] = pending
         return pending

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,12 +16,12 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 import fastgen
 from fastgen.engine.options import positions_of
-from fastgen.memory import free_host_memory
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.generation.model import SequenceScores
-from fastgen_serve.errors import BadRequest, Unavailable
+from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, ModelInfo, Sequence
 from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.engine import EngineWorker
 from fastgen_serve.workers.loading import read_generating
 from fastgen_serve.workers.penalties import CountPenalties
 from fastgen_serve.workers.watching import (
@@ -43,17 +42,14 @@ _TOKEN_OPTIONS = (
 _OPTIONS = GenerationConfig().to_dict().keys() - {"transformers_version", "_from_model_config"}
 # What the requests of the warm-up have in common.
 _WARM_UP = {"num_return_sequences": 1, "max_new_tokens": 4, "min_new_tokens": 4}
-# The part of the memory that is free that K and V of all models may take, where nobody says how much; the rest is for
-# copies of weights and what steps compute. And the bytes that a model has in any case.
-SHARE_FOR_CACHE, LEAST_CACHE = 0.25, 2**26
 # Forms of results that are kept, as programs ask for the same one again and again.
 _GRAMMARS = 32
 # New tokens if neither the request nor the model says anything: the library's default.
 _DEFAULT_LENGTH = 20
 
 
-class GenerationWorker:
-    """Runs jobs on an engine.
+class GenerationWorker(EngineWorker):
+    """Runs jobs that generate from tokens.
 
     Args:
         path: of the model.
@@ -66,19 +62,12 @@ class GenerationWorker:
     def __init__(
         self, path: str, settings: ServeSettings, progress: Callable[[str], object] = lambda text: None
     ) -> None:
-        self._model, self._tokenizer = read_generating(path, settings.dtype)
-        self._config = self._model.config
+        model, self._tokenizer = read_generating(path, settings.dtype)
+        self._config = model.config
         self._grammar = lru_cache(maxsize=_GRAMMARS)(self._new_grammar)
-        # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
-        cache_gib = settings.cache_gib or cache_share(len(settings.models))
-        self._engine = fastgen.Engine(
-            self._model,
-            slots=settings.slots,
-            max_waiting=2**20,
-            cache_gib=None if math.isinf(cache_gib) else cache_gib,
-            # What translators and the like read is another text than what they write.
-            prompt_lookup_num_tokens=0 if self._config.is_encoder_decoder else settings.prompt_lookup_num_tokens,
-        )
+        # What translators and the like read is another text than what they write.
+        lookup = 0 if self._config.is_encoder_decoder else settings.prompt_lookup_num_tokens
+        super().__init__(model, settings, prompt_lookup_num_tokens=lookup)
         generation = self._model.generation_config
         self.info = ModelInfo(
             name=os.path.basename(path.rstrip("/")),
@@ -124,40 +113,11 @@ class GenerationWorker:
                 for future in futures:
                     future.result()
 
-    def submit(
-        self,
-        job: Generate,
-        on_done: Callable[[Generated], object],
-        on_error: Callable[[BaseException], object],
-        on_delta: Callable[[Delta], object] | None = None,
-    ) -> Future[Any]:
-        """Takes a job; `cancel()` of what is returned frees its slots at the next step.
-
-        Raises:
-            BadRequest: it cannot be run.
-            ValueError: `generate` would refuse it.
-            Unavailable: the engine has failed.
-        """
-        if self._engine.failure is not None:
-            raise _failed()
-        try:
-            future, recorder = self._start(job, on_delta)
-        except ValueError as error:
-            if self._engine.failure is not None:  # meanwhile, and so the engine is closed
-                raise _failed() from error
-            raise
-        future.add_done_callback(partial(self._settle, job, recorder, on_done, on_error))
-        return future
-
-    def stats(self) -> dict[str, Any]:
-        return self._engine.stats()
-
-    def close(self) -> None:
-        self._engine.close(cancel=True)
-
     # ---- inside
 
-    def _start(self, job: Generate, on_delta: Callable[[Delta], object] | None) -> tuple[Future[Any], Recorder | None]:
+    def _start(
+        self, job: Generate, on_delta: Callable[[Delta], object] | None
+    ) -> tuple[Future[Any], Callable[[Any], Generated]]:
         self._check(job)
         beams, options = int(self._option(job, "num_beams") or 1), dict(job.options)
         rows = max(beams, int(self._option(job, "num_return_sequences") or 1))
@@ -184,7 +144,8 @@ class GenerationWorker:
             options["streamer"] = TokenStreamer(ends.eos, on_delta)
         if criteria:
             options["stopping_criteria"] = StoppingCriteriaList(criteria)
-        return self._engine.submit(self._given(job), timeout=0, **options), recorder
+        future = self._engine.submit(self._given(job), timeout=0, **options)
+        return future, partial(self._generated, job, recorder)
 
     def _new_grammar(self, form: str, eos: tuple[int, ...]) -> fastgen.Grammar:
         """That of the form of a job, as JSON. BadRequest: there is no such, or the model's tokenizer has none."""
@@ -239,29 +200,7 @@ class GenerationWorker:
         stops = StopTexts(self._tokenizer, job.stop, self._prompt(job)) if job.stop else None
         return Ends(self._eos(job), stops)
 
-    def _settle(
-        self,
-        job: Generate,
-        recorder: Recorder | None,
-        on_done: Callable[[Generated], object],
-        on_error: Callable[[BaseException], object],
-        future: Future[Any],
-    ) -> None:
-        """The request is over. The thread of the engine calls this."""
-        if future.cancelled():
-            return
-        error = future.exception()
-        try:
-            made = None if error is not None else Generated(self._sequences(job, future.result(), recorder))
-        except Exception as failure:  # the thread goes on with other requests, and this one fails alone
-            error, made = failure, None
-        if made is None:
-            assert error is not None
-            on_error(_failed() if error is self._engine.failure else error)
-        else:
-            on_done(made)
-
-    def _sequences(self, job: Generate, result: Any, recorder: Recorder | None) -> tuple[Sequence, ...]:
+    def _generated(self, job: Generate, recorder: Recorder | None, result: Any) -> Generated:
         """The sequences of what `generate` returns."""
         tokens = result if isinstance(result, Tensor) else result.sequences
         scores = None if isinstance(result, Tensor) else getattr(result, "sequences_scores", None)
@@ -274,17 +213,7 @@ class GenerationWorker:
             logprobs = None if recorder is None else tuple(recorder.of(row)[: len(written)])
             ended_by = int(tokens[row, prompt + len(written)]) if generated > len(written) else None
             made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated, ended_by))
-        return tuple(made)
-
-
-def cache_share(models: int) -> float:
-    """GiB of K and V for one of so many models, of what is free once its weights are read."""
-    return max(SHARE_FOR_CACHE * free_host_memory() / max(models, 1), LEAST_CACHE) / 2**30
-
-
-def _failed() -> Unavailable:
-    """For the requests of an engine that has failed: its process ends, and the server starts another one."""
-    return Unavailable("the process of the model has failed: try again", retry_after=5)
+        return Generated(tuple(made))
 
 
 def _flat(value: Any) -> list[int]:

@@ -18,6 +18,7 @@ from fastgen.pipeline.loading import (
     check_path,
     file_of,
     processor_of,
+    read_model,
     sentence_files_of,
     tokenizer_of,
     why_not_loaded,
@@ -25,6 +26,12 @@ from fastgen.pipeline.loading import (
 from fastgen.pipeline.settings import STANDARD_STREAM
 
 _log = logging.getLogger("fastgen_serve")
+# Models that transcribe, by their type: those that need to be told nothing but the recording.
+_SPEECH = {
+    "whisper": "WhisperForConditionalGeneration",
+    "moonshine": "MoonshineForConditionalGeneration",
+    "speech_to_text": "Speech2TextForConditionalGeneration",
+}
 
 
 def read_config(path: str) -> Any:
@@ -54,6 +61,45 @@ def generates(path: str) -> bool:
     if config.architectures:
         return class_named(config) is not None
     return is_known(config) and (config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING)
+
+
+def transcribes(path: str) -> bool:
+    """Whether a model writes down what recordings say, and is one of those that are served.
+
+    Raises:
+        SetupError: its configuration cannot be read.
+    """
+    config = read_config(path)
+    name = _SPEECH.get(config.model_type)
+    return name is not None and name in (config.architectures or (name,))
+
+
+def read_speech(path: str, dtype: str) -> Any:
+    """A model that transcribes.
+
+    Raises:
+        SetupError: any of it is damaged.
+    """
+    from transformers import AutoModelForSpeechSeq2Seq
+
+    none = STANDARD_STREAM
+    options = RunOptions(path, none, none, dtype=dtype, device="cpu", keep_bits=False, quiet=True)
+    return read_model(options, lambda config: AutoModelForSpeechSeq2Seq)[0]
+
+
+def read_feature_extractor(path: str) -> Any:
+    """What makes inputs of recordings, for the process of the server; None for a model that does not transcribe.
+
+    Raises:
+        SetupError: it cannot be loaded, or a package is missing that reads recordings.
+    """
+    from transformers import AutoFeatureExtractor
+
+    if not transcribes(path):
+        return None
+    for package in ("soundfile", "soxr"):
+        check_installed(package, "what reads recordings", "pip install 'fastgen-transformers[serve]'")
+    return _read(AutoFeatureExtractor, path, "has no feature extractor that can be loaded", lambda name: name)
 
 
 def read_generating(path: str, dtype: str) -> tuple[Any, Any]:

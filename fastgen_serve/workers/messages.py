@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen_serve.errors import ServeError
-from fastgen_serve.jobs import Delta, Encode, Encoded, Generate, Generated, ModelInfo
+from fastgen_serve.jobs import Delta, Encode, Encoded, Generate, Generated, ModelInfo, Transcribe, Transcribed
 
 # ---- to the process
 
@@ -16,7 +16,7 @@ class Submit:
     """Run this. `number` says which request the answers belong to."""
 
     number: int
-    job: Generate | Encode
+    job: Generate | Transcribe | Encode
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Done:
     """The result of a request."""
 
     number: int
-    result: Generated | Encoded
+    result: Generated | Transcribed | Encoded
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from fastgen_serve.workers import loading, messages
 
 if TYPE_CHECKING:
     from fastgen_serve.workers.encoding import EncodingWorker, Request
-    from fastgen_serve.workers.generation import GenerationWorker
+    from fastgen_serve.workers.engine import EngineWorker
 
 
-def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) -> GenerationWorker | EncodingWorker:
-    """What runs the jobs of the model at a path: one that generates, or encodes, as its configuration says.
+def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) -> EngineWorker | EncodingWorker:
+    """What runs the jobs of the model at a path: one that transcribes, generates or encodes, as its
+    configuration says.
 
     It is warmed up, unless the settings say that it need not be.
 
@@ -36,6 +37,10 @@ def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) 
     Raises:
         SetupError: it cannot be loaded.
     """
+    if loading.transcribes(path):
+        from fastgen_serve.workers.speech import SpeechWorker
+
+        return SpeechWorker(path, settings, progress)
     if loading.generates(path):
         from fastgen_serve.workers.generation import GenerationWorker
 
@@ -58,7 +63,7 @@ class Worker:
         self._lock = threading.Lock()
         # Of jobs without a result; None while one is being submitted.
         self._handles: dict[int, Future[Any] | Request | None] = {}
-        self._runner: GenerationWorker | EncodingWorker | None = None
+        self._runner: EngineWorker | EncodingWorker | None = None
         self._has_come = threading.Event()
 
     def load(self) -> None:

@@ -208,3 +208,51 @@ def pictures(folder: Path, name: str = "Llava", template: str = IMAGE_TEMPLATE, 
             chat_template=template,
         ).save_pretrained(folder)  # fmt: skip
     return folder
+
+
+def whisper(folder: Path, languages: tuple[str, ...] = ("en", "de", "fr"), **changes) -> Path:
+    """A Whisper with its processor and windows of 2 seconds, of 20 tokens each; without languages for English alone."""
+    import json
+
+    import torch
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizer,
+    )
+
+    trained = json.loads(tokenizer(encoder_decoder=False).backend_tokenizer.to_str())["model"]
+    words = [word for word in trained["vocab"] if word not in ("<s>", "<pad>", "</s>", "<unk>")]
+    vocabulary = {word: number for number, word in enumerate([*words, "<|endoftext|>"])}
+    tokens = WhisperTokenizer(vocab=vocabulary, merges=[tuple(each) for each in trained["merges"]])
+    names = [f"<|{each}|>" for each in languages]
+    tasks = ["<|translate|>", "<|transcribe|>"] if languages else []
+    others = ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    tokens.add_special_tokens({"additional_special_tokens": ["<|startoftranscript|>", *names, *tasks, *others]})
+    tokens.add_tokens([f"<|{number * 0.02:.2f}|>" for number in range(101)])
+    ids = tokens.get_vocab()
+    torch.manual_seed(3)
+    end = ids["<|endoftext|>"]
+    options = dict(
+        vocab_size=len(tokens), num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        max_source_positions=100, max_target_positions=64, init_std=0.3, bos_token_id=end, eos_token_id=end,
+        pad_token_id=end, decoder_start_token_id=ids["<|startoftranscript|>"], suppress_tokens=None,
+        begin_suppress_tokens=[end],
+    )  # fmt: skip
+    model = WhisperForConditionalGeneration(WhisperConfig(**(options | changes)))
+    generation = dict(
+        max_length=20, return_timestamps=False, is_multilingual=bool(languages), max_initial_timestamp_index=50,
+        prev_sot_token_id=ids["<|startofprev|>"], no_timestamps_token_id=ids["<|notimestamps|>"],
+        suppress_tokens=[ids[word] for word in (*names, *tasks, *others, *(word for word in words if len(word) == 1))],
+    )  # fmt: skip
+    if languages:
+        generation["lang_to_id"] = {name: ids[name] for name in names}
+        generation["task_to_id"] = {task.strip("<|>"): ids[task] for task in tasks}
+    model.generation_config._from_model_config = False
+    for name, value in generation.items():
+        setattr(model.generation_config, name, value)
+    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=2)
+    return saved(model, WhisperProcessor(extractor, tokens), folder)

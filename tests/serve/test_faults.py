@@ -125,14 +125,14 @@ def test_a_request_that_fails_fails_alone(
     local: LocalModel, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = local._worker._runner
-    count = runner._sequences
+    count = runner._generated
 
     def planted(job: Generate, *rest: Any) -> Any:
         if job.tokens == (5, 6):
             raise error
         return count(job, *rest)
 
-    monkeypatch.setattr(runner, "_sequences", planted)
+    monkeypatch.setattr(runner, "_generated", planted)
 
     async def work() -> list[Any]:
         jobs = [Generate(tokens, {"max_new_tokens": 6}) for tokens in ((5, 6, 7), (5, 6), (8, 9))]

@@ -248,7 +248,7 @@ def test_images_are_not_mixed_up_under_load_and_are_not_cached(
         assert [[each.choices[0].message.content] for each in found] == [answers[contents] for contents in CHATS * 3]
     assert lookups()["hit"] + lookups()["miss"] == 2 * 3, "those of text are looked up"
     llava = models.get("llava")
-    assert llava._images.bytes == 0
+    assert llava._held.bytes == 0
     stats = llava._worker.stats()
     assert (stats["executor"], stats["alone"], stats["failed"]) == ("slots", {}, 0), "images enter slots, too"
 
@@ -332,7 +332,7 @@ def test_a_jpeg_of_many_scans(settings: ServeSettings) -> None:
 
 
 def test_room_for_images() -> None:
-    held = limits.Held(10)
+    held = limits.Held(10, "images")
     with held.hold(20), held.hold(0), pytest.raises(Busy, match="images of other requests"), held.hold(1):
         raise AssertionError("it is refused before")
     with pytest.raises(LookupError), held.hold(4), held.hold(6):

@@ -23,7 +23,7 @@ from fastgen_serve.api.openai_schema import CompletionRequest
 from fastgen_serve.errors import BadRequest, Busy, TimedOut, TooLong, Unavailable
 from fastgen_serve.jobs import MOST_TOKENS, Delta, Encode, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
-from fastgen_serve.workers import generation, messages, process
+from fastgen_serve.workers import engine, messages, process
 from fastgen_serve.workers.local import LocalModel
 from fastgen_serve.workers.remote import RemoteModel
 from fastgen_serve.workers.worker import Worker
@@ -267,8 +267,8 @@ def test_a_request_takes_no_longer_than_it_may(loop: Loop) -> None:
 @pytest.mark.parametrize("gib", [None, 1e-4])
 def test_k_and_v_have_a_limit(loop: Loop, gib: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the user's, it is a part of what is free."""
-    monkeypatch.setattr(generation, "free_host_memory", lambda: 100_000)
-    monkeypatch.setattr(generation, "LEAST_CACHE", 100_000)
+    monkeypatch.setattr(engine, "free_host_memory", lambda: 100_000)
+    monkeypatch.setattr(engine, "LEAST_CACHE", 100_000)
     with closing(LocalModel("bart", ServeSettings(models=MODELS, warm_up=False, cache_gib=gib))) as model:
         assert isinstance(loop.run(model.generate(Generate((5,), {"num_beams": 1, "max_new_tokens": 1}))), Generated)
         with pytest.raises(TooLong, match="--cache-gib") as refused:
@@ -277,8 +277,8 @@ def test_k_and_v_have_a_limit(loop: Loop, gib: float | None, monkeypatch: pytest
 
 
 def test_models_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "free_host_memory", lambda: 8 * 2**30)
-    assert [generation.cache_share(models) for models in (1, 4)] == [2.0, 0.5]
+    monkeypatch.setattr(engine, "free_host_memory", lambda: 8 * 2**30)
+    assert [engine.cache_share(models) for models in (1, 4)] == [2.0, 0.5]
 
 
 @pytest.mark.parametrize("cores, limit, threads", [(64, 4, 4), (2, 4, None), (4, 4, None), (64, None, None)])

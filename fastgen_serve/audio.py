@@ -1,0 +1,127 @@
+"""Recordings of requests, as the samples that a model reads.
+
+What is too long is refused by its header, before there is memory for its samples. They are read in blocks, so that
+channels and rates that the model does not have are never all in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastgen_serve.errors import BadRequest
+
+FORMATS = ("WAV", "FLAC", "OGG", "MP3")
+# What soundfile calls these, and how their files begin: it knows two dozen others, whose readers see nothing.
+_KNOWN = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+_BEGINNINGS = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3")
+# Samples a second, and channels.
+_RATES, _MOST_CHANNELS = range(4000, 96_001), 8
+# Seconds that a recording has at the least: models have windows that are not much shorter.
+_SHORTEST = 0.1
+# Samples are from -1 to 1; what is louder by far is no sound, and powers of it are no numbers.
+_LOUDEST = 2.0**16
+_BLOCK = 2**16
+# Lengths that programs write into a WAV file before they know them.
+_UNKNOWN_LENGTH = 0x7FFF0000
+_PARAM = "file"
+# Requests whose recordings are worked on at a time: half an hour has 115 MB of samples, and 500 MB of spectra.
+AT_ONCE = 2
+_THREADS = ThreadPoolExecutor(AT_ONCE, "fastgen-audio")
+T = TypeVar("T")
+
+
+async def in_turn(work: Callable[[], T]) -> T:
+    """What `work` returns, which reads the recording of a request: in a thread, when it is its turn."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
+
+def decoded(data: bytes, rate: int, most: float) -> Any:
+    """The samples of a file [length], in float32, in one channel and at this rate.
+
+    Args:
+        most: seconds that it may have.
+
+    Raises:
+        BadRequest: it is no recording of these formats, is damaged, too long or too short, or has another rate, more
+            channels or samples that no recording has.
+    """
+    import numpy
+    import soundfile
+
+    if not (data.startswith(_BEGINNINGS) or _begins_with_frame(data)):
+        raise _unreadable("no such file")
+    _check_whole(data)
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as sound:
+            _check_header(sound, most)
+            samples = numpy.concatenate([*_resampled(sound, rate)])
+    except BadRequest:
+        raise
+    except Exception as error:  # decoders raise whatever damaged files lead them to
+        raise _unreadable(type(error).__name__) from error
+    _check_seconds(len(samples) / rate, most)  # an MP3 file guesses in its header
+    return samples
+
+
+def _begins_with_frame(data: bytes) -> bool:
+    """Whether a file begins with a frame of MPEG audio."""
+    return len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0
+
+
+def _check_whole(data: bytes) -> None:
+    """Raises BadRequest for a WAV file that ends before its samples do: its reader would take what is there."""
+    place = 12
+    while data.startswith(b"RIFF") and len(data) >= place + 8:
+        name, size = struct.unpack_from("<4sI", data, place)
+        if name == b"data":
+            if place + 8 + size > len(data) and size < _UNKNOWN_LENGTH:
+                raise _unreadable("it ends too early")
+            return
+        place += 8 + size + size % 2
+
+
+def _check_header(sound: Any, most: float) -> None:
+    if sound.format not in _KNOWN:
+        raise _unreadable(f"{sound.format} file")
+    if sound.samplerate not in _RATES:
+        raise BadRequest(
+            f"the recording has {sound.samplerate} samples a second: this server takes {_RATES[0]} to {_RATES[-1]}",
+            param=_PARAM,
+        )
+    if sound.channels > _MOST_CHANNELS:
+        raise BadRequest(
+            f"the recording has {sound.channels} channels: this server takes {_MOST_CHANNELS} at the most", param=_PARAM
+        )
+    _check_seconds(sound.frames / sound.samplerate, most)
+
+
+def _check_seconds(seconds: float, most: float) -> None:
+    if seconds > most:
+        raise BadRequest(
+            f"the recording is longer than {most:g} s, or does not say how long it is: send it in parts", param=_PARAM
+        )
+    if seconds < _SHORTEST:
+        raise BadRequest(f"the recording has {seconds:.3g} s: send {_SHORTEST:g} s at the least", param=_PARAM)
+
+
+def _resampled(sound: Any, rate: int) -> Iterator[Any]:
+    """The samples of a file in one channel, at this rate, block by block."""
+    import soxr
+
+    stream = None if sound.samplerate == rate else soxr.ResampleStream(sound.samplerate, rate, 1, dtype="float32")
+    left = sound.frames
+    while left > 0:
+        block = sound.read(min(_BLOCK, left), dtype="float32", always_2d=True).mean(axis=1)
+        left = left - len(block) if len(block) else 0  # MP3 files guess how long they are
+        if not (abs(block) <= _LOUDEST).all():  # nor for what is no number
+            raise BadRequest("the recording has samples that are no numbers, or far too large", param=_PARAM)
+        yield block if stream is None else stream.resample_chunk(block, last=left == 0)
+
+
+def _unreadable(reason: str) -> BadRequest:
+    return BadRequest(f"the file cannot be read: send a whole one of {', '.join(FORMATS)} ({reason})", param=_PARAM)

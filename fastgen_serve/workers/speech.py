@@ -1,0 +1,114 @@
+"""Jobs that write down what recordings say: requests of `fastgen.Engine`, through the model's own `generate`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.engine.options import positions_of
+from fastgen_serve.jobs import ModelInfo, Segment, Speech, Transcribe, Transcribed
+from fastgen_serve.settings import ServeSettings
+from fastgen_serve.workers.engine import EngineWorker
+from fastgen_serve.workers.loading import read_speech
+
+# New tokens of the request of the warm-up.
+_WARM_UP = 4
+
+
+class SpeechWorker(EngineWorker):
+    """Runs jobs that transcribe.
+
+    Args:
+        path: of the model.
+        progress: is told what is done, in a few words.
+
+    Raises:
+        SetupError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self, path: str, settings: ServeSettings, progress: Callable[[str], object] = lambda text: None
+    ) -> None:
+        super().__init__(read_speech(path, settings.dtype), settings)
+        generation = self._model.generation_config
+        self.info = ModelInfo(
+            name=os.path.basename(path.rstrip("/")),
+            kind="encoder-decoder",
+            tasks=("transcribe",),
+            positions=positions_of(self._model.config),
+            slots=settings.slots,
+            defaults={name: value for name, value in generation.to_diff_dict().items() if value is not None},
+            speech=speech_of(self._model),
+        )
+        if settings.warm_up and self._model.config.model_type == "whisper":
+            progress("warming up")
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Has a window of silence transcribed."""
+        config = self._model.config
+        silence = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+        self._start(Transcribe({"input_features": silence}, 0.0, {"max_new_tokens": _WARM_UP}), None)[0].result()
+
+    def _start(
+        self, job: Transcribe, on_delta: Callable[[Any], object] | None
+    ) -> tuple[Future[Any], Callable[[Any], Transcribed]]:
+        options = dict(job.options)
+        if job.tokens:
+            options["prompt_ids"] = torch.tensor(job.tokens)
+        if job.segments:
+            options |= {"return_timestamps": True, "return_segments": True}
+        if job.seed is not None:
+            options["seed"] = job.seed
+        return self._engine.submit(self._given(job.inputs), timeout=0, **options), partial(self._transcribed, job)
+
+    def _given(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The inputs as tensors, in the model's own type of numbers."""
+        made = {name: torch.as_tensor(value) for name, value in inputs.items()}
+        return {name: each.to(self._model.dtype) if each.is_floating_point() else each for name, each in made.items()}
+
+    def _transcribed(self, job: Transcribe, result: Any) -> Transcribed:
+        """What `generate` returns: tokens, or a dictionary that has segments, too."""
+        if isinstance(result, Tensor):
+            return Transcribed(tuple(result[0].tolist()))
+        found = result["segments"][0]
+        segments = tuple(
+            Segment(float(each["start"]), float(each["end"]), tuple(each["tokens"].tolist())) for each in found
+        )
+        language = self._language_of(found[0]["result"]) if found else job.options.get("language")
+        return Transcribed(tuple(result["sequences"][0].tolist()), segments, language)
+
+    def _language_of(self, window: Any) -> str | None:
+        """The language that a window of Whisper begins with: what the decoder was given is in front of its tokens."""
+        codes = {token: name for name, token in _languages(self._model).items()}
+        tokens = window if isinstance(window, Tensor) else window["sequences"]
+        return next((codes[token] for token in tokens.tolist() if token in codes), None)
+
+
+def speech_of(model: Any) -> Speech:
+    """What a model can be asked for, by its files."""
+    generation = model.generation_config
+    if model.config.model_type != "whisper":
+        return Speech()
+    has_languages = bool(getattr(generation, "is_multilingual", _languages(model)))
+    knows_prompts = getattr(generation, "prev_sot_token_id", None) is not None
+    return Speech(
+        languages=tuple(_languages(model)) if has_languages else (),
+        is_english=not has_languages,
+        translates=has_languages and "translate" in (getattr(generation, "task_to_id", None) or {}),
+        has_windows=hasattr(generation, "no_timestamps_token_id"),
+        # As OpenAI's own code: half of the positions, without the one that says that a text comes before.
+        prompt=model.config.max_target_positions // 2 - 1 if knows_prompts else 0,
+    )
+
+
+def _languages(model: Any) -> dict[str, int]:
+    """The tokens of languages, by their codes."""
+    known = getattr(model.generation_config, "lang_to_id", None) or {}
+    return {name.strip("<|>"): token for name, token in known.items()}
