@@ -367,13 +367,22 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
 def is_in_training(module: nn.Module) -> bool:
     """Whether a module is in training mode, and may give something else in it: all may but torch's that do not name it.
 
-    peft's `add_adapter` and torch's `quantize_dynamic` leave new layers so in a model that is in evaluation mode.
+    peft's `add_adapter` and torch's `quantize_dynamic` leave new layers so in a model that is in evaluation mode. A
+    hook may ask for the mode, as that of `spectral_norm` does.
     """
-    if not module.training:
-        return False
-    forward = type(module).forward
-    is_torchs = isinstance(forward, FunctionType) and _package_of(forward) == "torch" and is_own(forward)
-    return not is_torchs or "training" in _named(forward.__code__)
+    kind: Any = type(module)
+    has_hooks = bool(module._forward_pre_hooks or module._forward_hooks)
+    return module.training and (has_hooks or _names_training(kind, kind.forward))
+
+
+@functools.cache
+def _names_training(kind: type, forward: Any) -> bool:
+    """Whether the code of a class may ask for the mode: with this forward pass, which somebody may have exchanged."""
+    if not (isinstance(forward, FunctionType) and _package_of(forward) == "torch" and is_own(forward)):
+        return True
+    own = [value for base in kind.__mro__ if base not in (nn.Module, object) for value in vars(base).values()]
+    parts = [part for value in (forward, *own) for part in (value, *_parts(value)) if isinstance(part, FunctionType)]
+    return any("training" in _named(part.__code__) for part in parts)
 
 
 def is_compiled(module: nn.Module) -> bool:

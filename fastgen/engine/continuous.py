@@ -97,6 +97,10 @@ class ContinuousBatches:
         """Slots that are taken."""
         return sum(step.rows for step in list(self._in_use))  # other threads ask, too
 
+    def runs_in(self, thread: Any) -> bool:
+        """Whether a request runs in this thread, which is not that of the executor: that waits for it meanwhile."""
+        return self._own.run_in(thread)
+
     def stats(self) -> dict[str, Any]:
         """What `Engine.stats` says of running."""
         has_slots = self.has_slots

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from queue import SimpleQueue
@@ -118,7 +117,7 @@ class Engine:
             ValueError: as `submit`; none of them runs then.
             Exception: what the first of them that failed has raised; the others are cancelled.
         """
-        if threading.current_thread() is self._waiting.thread:
+        if self._waiting.is_served_here:
             raise RuntimeError("generate would wait for the thread that calls it: submit the requests")
         made = self._made(inputs, generation_config, **options)
         self._waiting.put(made, None)

@@ -126,7 +126,12 @@ def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int) -> Requ
 
 def _is_input(name: str, value: Any) -> bool:
     is_argument = name in _ARGUMENTS and name != "inputs"
-    return isinstance(value, (Tensor, ModelOutput)) and not is_argument
+    # The library takes a number as a tensor without axes, too: that is an option.
+    return isinstance(value, (Tensor, ModelOutput)) and not (is_argument or _is_number(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _first(value: Any) -> Any:

@@ -16,7 +16,7 @@ from fastgen.engine.adapters import model_inside
 from fastgen.engine.calls import by_itself, drawing
 from fastgen.engine.options import make_inner
 from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers.entering import running_elsewhere
+from fastgen.optimizer.transformers.entering import Elsewhere, running_elsewhere
 
 
 class _Abandoned(BaseException):
@@ -35,6 +35,7 @@ class OwnGenerate:
     Attributes:
         outcome: what it returns or raises, once it is over.
         changes: as given.
+        thread: in which it runs.
     """
 
     def __init__(self, model: Any, request: Request, most_rows: int, changes: int) -> None:
@@ -44,7 +45,7 @@ class OwnGenerate:
         self._inner: Request | None = None
         self._is_over, self._is_abandoned = False, False
         self._may_run, self._stands = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name="fastgen-generate", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(self._ask,), name="fastgen-generate", daemon=True)
         request.future.add_done_callback(lambda done: self._end_inner())  # it has been cancelled
 
     @property
@@ -60,14 +61,10 @@ class OwnGenerate:
     def go_on(self) -> Request | None:
         """Runs it to its next inner request, which is returned; None when it is over. The caller waits meanwhile."""
         openmp.end_team()  # of this thread, as the other one computes
-        if self._thread.ident is not None:
-            self._may_run.release()
+        if self.thread.ident is None:
+            self._start()
         else:
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # the system has no more threads
-                self.outcome = error
-                return None
+            self._may_run.release()
         try:
             self._stands.acquire()
         except BaseException:  # an interrupt
@@ -80,11 +77,17 @@ class OwnGenerate:
         self._is_abandoned = True
         self._may_run.release()
 
+    def _start(self) -> None:
+        try:
+            self.thread.start()
+        except RuntimeError:  # there are as many threads as there may be: it runs to its end here
+            self._run(self._as_ever)
+
     # ---- in the thread of the call
 
-    def _run(self) -> None:
+    def _run(self, how: Elsewhere) -> None:
         try:
-            with running_elsewhere(self._ask):
+            with running_elsewhere(how):
                 self.outcome = by_itself(self._model, self.request, self.request.options)
         except BaseException as error:  # whatever the user's code raises
             self.outcome = error
@@ -101,8 +104,7 @@ class OwnGenerate:
         is_own = model is model_inside(self._model)  # code of the user's may call others
         made = make_inner(model, arguments, self._most_rows) if is_own else None
         if made is None:
-            with running_elsewhere(None), drawing([self.request]):
-                return as_ever()
+            return self._as_ever(model, arguments, as_ever)
         self._inner = made
         if self.request.future.done():
             self._end_inner()
@@ -110,6 +112,11 @@ class OwnGenerate:
         self._may_run.acquire()
         self._end_if_abandoned()
         return made.future.result()
+
+    def _as_ever(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
+        """The same from the call itself."""
+        with running_elsewhere(None), drawing([self.request]):
+            return as_ever()
 
     def _end_inner(self) -> None:
         if self._inner is not None:
@@ -139,6 +146,10 @@ class OwnCalls:
     def some_may_go_on(self) -> bool:
         """Whether there are some for which nothing is missing that they wait for."""
         return any(each.may_go_on for each in self._calls)
+
+    def run_in(self, thread: threading.Thread) -> bool:
+        """Whether one of them runs in this thread."""
+        return any(each.thread is thread for each in list(self._calls))
 
     def begin(self, request: Request, changes: int) -> None:
         """A request begins, with the next `go_on`."""

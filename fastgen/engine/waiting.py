@@ -68,6 +68,12 @@ class Waiting:
 
     # ---- for the threads of the users
 
+    @property
+    def is_served_here(self) -> bool:
+        """Whether requests run in the thread that asks: it is for this one to make room, and to finish them."""
+        here = threading.current_thread()
+        return here is self.thread or self._executor.runs_in(here)
+
     def put(self, requests: Sequence[Request], timeout: float | None) -> None:
         """Adds requests, as many at a time as there is room for.
 
@@ -79,8 +85,7 @@ class Waiting:
             ValueError: it is closed.
         """
         with self._asking(requests) as told:
-            is_own = threading.current_thread() is self.thread  # it is for this thread to make room
-            concurrent.futures.wait([told], 0 if is_own else timeout)
+            concurrent.futures.wait([told], 0 if self.is_served_here else timeout)
 
     async def aput(self, requests: Sequence[Request], timeout: float | None) -> None:
         """As `put`, for the thread of an event loop. No other thread waits meanwhile: a loop has few that all share."""
@@ -185,7 +190,7 @@ class Waiting:
             left = [*self.requests, *self.running] if cancel else []
         for request in left:
             request.future.cancel()
-        if self.thread is not None and self.thread is not threading.current_thread() and seconds != 0:
+        if self.thread is not None and not self.is_served_here and seconds != 0:
             self.thread.join(seconds)
 
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.foreground import turns
 from fastgen.engine.options import make
 from tests.engine.conftest import WAIT, Gate, assert_alone
+from tests.equivalence.composites import MODELS, build
 from tests.equivalence.models import BY_NAME
 
 # Whisper's windows of this many frames; recordings of one window, and of several, the last of them short.
@@ -244,25 +245,58 @@ def test_an_interrupt_ends_the_calls(whisper: Any) -> None:
     assert not threads_left()
 
 
-def test_a_system_without_threads(whisper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request fails, and the engine goes on."""
-    with fastgen.Engine(whisper, slots=8) as engine:
-        assert_alone(whisper, SHORT[:1], engine.generate(SHORT[:1]))
-        start = threading.Thread.start
-
-        def refused(thread: threading.Thread) -> None:
-            if thread.name == "fastgen-generate":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        with monkeypatch.context() as context:
-            context.setattr(threading.Thread, "start", refused)
-            with pytest.raises(RuntimeError, match="start new thread"):
-                engine.submit(SHORT[1]).result(WAIT)
-        assert_alone(whisper, SHORT[2:], engine.generate(SHORT[2:]))
-
-
 def test_without_fastgen(whisper: Any) -> None:
     fastgen.disable()
     with fastgen.Engine(whisper) as engine:
         assert_alone(whisper, SHORT, engine.generate(SHORT, num_beams=2), num_beams=2)
+
+
+@pytest.mark.parametrize("kind", ["generate", "submit", "close"])
+def test_code_of_the_user_does_not_wait_for_the_engine(whisper: Any, kind: str) -> None:
+    """It runs in the thread of its call, for which that of the engine waits."""
+    engine, told = fastgen.Engine(whisper, slots=8, max_waiting=1), list[Exception]()
+
+    def asks(progress: torch.Tensor) -> None:
+        try:
+            if kind == "generate":
+                engine.generate([SHORT[0]])
+            elif kind == "close":
+                engine.close()
+            else:
+                for each in SHORT[:2]:
+                    engine.submit(each)
+        except Exception as error:
+            told.append(error)
+
+    (recording,), options = recordings(2 * WINDOW), {"return_timestamps": True, "max_new_tokens": 6}
+    result = engine.submit(recording, monitor_progress=asks, **options).result(WAIT)
+    assert_alone(whisper, [recording], [result], **options)
+    refused = {"generate": RuntimeError, "submit": fastgen.EngineFull}
+    assert {type(each) for each in told} == ({refused[kind]} if kind in refused else set())
+    engine.close()
+    assert not threads_left()
+
+
+def test_no_thread_can_be_started(whisper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with few of them: the request runs in that of the engine."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "fastgen-generate":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with fastgen.Engine(whisper, slots=8) as engine:
+        results = engine.generate(SHORT)
+    assert_alone(whisper, SHORT, results)
+
+
+def test_numbers_may_be_tensors() -> None:
+    """They are options, and no input of some rows."""
+    make_model, inputs = MODELS["seamless, text"]
+    model, one = build(make_model), {name: value[:1] for name, value in inputs().items()}
+    options = {"tgt_lang": "eng", "max_new_tokens": torch.tensor(6)}
+    with fastgen.Engine(model, slots=4) as engine:
+        result = engine.submit(one, **options).result(WAIT)
+    assert_alone(model, [one], [result], **options)

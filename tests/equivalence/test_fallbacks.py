@@ -211,7 +211,16 @@ def test_torchs_layers_that_are_the_same_in_training_mode(change: Callable[[Any]
     assert accelerated() == 1 and not fallbacks()
 
 
-@pytest.mark.parametrize("layer", [torch.nn.Dropout(), torch.nn.RReLU(), torch.nn.BatchNorm1d(4)], ids=repr)
+_OTHERS_IN_TRAINING = {
+    "dropout": torch.nn.Dropout(),
+    "a random slope": torch.nn.RReLU(),
+    "batch norm": torch.nn.BatchNorm1d(4),
+    "instance norm": torch.nn.InstanceNorm1d(4, track_running_stats=True),
+    "a hook": torch.nn.utils.spectral_norm(torch.nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("layer", _OTHERS_IN_TRAINING.values(), ids=_OTHERS_IN_TRAINING)
 def test_torchs_layers_that_are_others_in_training_mode(layer: torch.nn.Module) -> None:
     model = _changed(lambda model: model.model.layers[1].mlp.register_module("other", layer))()
     check(model, LLAMA.make_inputs(), BEAM)

@@ -319,8 +319,11 @@ def _getitem(tensor: Tensor, index: Any) -> Any:
     if len(parts[at]) != 1 or type(parts[at][0]) is not int:
         return row_lengths.getitem(tensor, index)
     (place,) = parts[at]
-    only = slice(place, place + 1 or None)
-    return Tensor.__getitem__(tensor, (*parts[:at], only, *parts[at + 1 :])).clone()  # no view, as from a list
+    found = Tensor.__getitem__(tensor, (*parts[:at], slice(place, place + 1 or None), *parts[at + 1 :]))
+    axis = at - len(parts) if any(part is Ellipsis for part in parts[:at]) else at
+    if found.shape[axis] != 1:  # there is no such place, of which a slice says nothing
+        return row_lengths.getitem(tensor, index)
+    return found.clone()  # no view, as from a list
 
 
 _CAPTURABLE: dict[Any, Callable[..., Any]] = {

@@ -48,6 +48,13 @@ def test_numbers_are_made_on_the_device(device, function):
     assert torch.equal(out[0], wanted)
 
 
+@pytest.mark.parametrize("index", [[3], [-4], (slice(None), [2]), (..., [-3])], ids=str)
+def test_a_place_that_is_not_there(index):
+    x = torch.zeros(3, 2)
+    with graph.Capturable(), pytest.raises(IndexError):
+        x[index]
+
+
 def test_backend(monkeypatch):
     if not torch.cuda.is_available():
         cpu = torch.device("cpu")
