@@ -35,6 +35,21 @@ def test_beginnings_are_prefilled_once(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
+def test_a_source_that_is_masked_altogether(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """The library reads all of it then. Beside others, and by itself."""
+    model = BY_NAME[name].build()
+    prompts = [
+        {"input_ids": torch.tensor([tokens]), "attention_mask": torch.tensor([mask])}
+        for tokens, mask in (([9, 10, 11], [1, 1, 1]), ([9, 10, 11], [0, 0, 0]), ([9, 10, 11, 12], [1, 1, 0, 0]))
+    ]
+    executor = ContinuousBatches(model, 8)
+    requests = requests_for(model, prompts)
+    run(executor, requests, at_once=3)
+    assert_as_alone(model, requests, prompts)
+    assert not [each for each in recwarn if "FastGen" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
 def test_a_source_is_encoded_once(name: str) -> None:
     """Also with other options, in one prefill or in several, beside other sources; until the model changes."""
     model, prompts = copy.deepcopy(BY_NAME[name].build()), [PROMPTS[1], PROMPTS[3], PROMPTS[1], PROMPTS[5]] * 2

@@ -80,8 +80,8 @@ def _encode(
         # The encoder gets nothing with tensors but the tokens and their mask.
         is_all = all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
         reads_rows = is_text and is_all and _reads_rows_alone(call, ids, mask, config)
-        if reads_rows and mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
-            sources = None  # padding in front counts for positions
+        if reads_rows and mask is not None and not bool(_begins_with_tokens(mask)):
+            sources = None  # padding in front counts for positions, and all of it is read where there is nothing else
     if not reads_rows or mask is None:
         return dict(wrapped(ids, model_kwargs, model_input_name, config))
     run = partial(_encode_buckets, call, wrapped, model_kwargs, model_input_name, config)
@@ -99,6 +99,11 @@ def _encode(
     encoded = sources.encode(states_of, ids, mask, row_adapters.chosen(call.model))
     call.has_intervened = False
     return {**model_kwargs, "encoder_outputs": sources.kind(last_hidden_state=encoded)}
+
+
+def _begins_with_tokens(mask: Tensor) -> Tensor:
+    """Whether each row of a mask [rows, length] has tokens, and padding only behind them."""
+    return mask[:, :1].all() & (mask[:, 1:] <= mask[:, :-1]).all()
 
 
 def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
