@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from fastgen import patching
+from fastgen.decoding.kv import growing
 from fastgen.decoding.kv.view import ONE_TENSOR
 from tests.equivalence.captured import captures, reasons, record_programs
 from tests.equivalence.check import accelerated, check
@@ -64,6 +65,18 @@ def test_layers_that_are_more_than_a_weight(change: Any) -> None:
     for beams in (1, 3):
         check(model, KNOWN["deepseek-v3"].make_inputs(), {**OPTIONS, "num_beams": beams})
     assert accelerated() == 2 and not captures() and set(reasons()) == {ONE_TENSOR}, reasons()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_layer_with_another_forward_pass(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the user's: it is called, also where the beams of an input share what is stored."""
+    monkeypatch.setattr(growing, "MIN_SHARED_PREFIX", 0)
+    monkeypatch.setattr(growing, "MIN_SHARED_BYTES", 0)
+    model = copy.deepcopy(KNOWN["deepseek-v3"].build())
+    for layer in model.model.layers:
+        own = layer.self_attn.kv_b_proj
+        own.forward = lambda x, weight=own.weight: -nn.functional.linear(x, weight)
+    check(model, KNOWN["deepseek-v3"].make_inputs(), {**OPTIONS, "num_beams": beams})
 
 
 def test_one_head_with_k_and_v_of_two_sizes() -> None:
