@@ -277,7 +277,7 @@ class Guards:
         if before == now:  # in this order: the copy's `__eq__` comes first
             return True
         guarded = [name for name in {*now, *before} if _is_guarded(name, self._names)]
-        return all(name in now and name in before and before[name] == now[name] for name in guarded)
+        return all(name in now and name in before and before[name] == _guarded(name, now[name]) for name in guarded)
 
 
 def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:
@@ -311,7 +311,7 @@ def _is_guarded(name: str, names: Container[str]) -> bool:
 
 def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
     if name in _HOOKS:
-        return _NoHooks()
+        return {}
     if name in _HELD:
         return dict(value)
     return value if value is config else _copy(value)
@@ -351,15 +351,6 @@ def _copy(value: Any) -> Any:
 
 # Equals nothing that an attribute may be.
 _NOTHING = object()
-
-
-class _NoHooks:
-    """Equals hooks that are nothing to a recording."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, dict) and not library_code.without_capturing(other)
 
 
 class _IdentityCopy:

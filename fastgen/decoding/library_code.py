@@ -370,9 +370,10 @@ def is_in_training(module: nn.Module) -> bool:
     peft's `add_adapter` and torch's `quantize_dynamic` leave new layers so in a model that is in evaluation mode. A
     hook may ask for the mode, as that of `spectral_norm` does.
     """
+    if not module.training:
+        return False
     kind: Any = type(module)
-    has_hooks = bool(module._forward_pre_hooks or module._forward_hooks)
-    return module.training and (has_hooks or _names_training(kind, kind.forward))
+    return bool(module._forward_pre_hooks or module._forward_hooks) or _names_training(kind, kind.forward)
 
 
 @functools.cache
