@@ -80,15 +80,14 @@ def make(
     Raises:
         ValueError: `generate` would refuse it, or it does not fit.
     """
-    given, options, outer, model = inputs_of(model, inputs), dict(options), model, adapters.model_inside(model)
+    given, outer, model = inputs_of(model, inputs), model, adapters.model_inside(model)
     given = adapters.name_tokens(outer, model, given)
     twice = sorted(given.keys() & options.keys())
     if twice:
         raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
     if generation_config is not None:
-        options["generation_config"] = copy.deepcopy(generation_config)
-    if options.get("logits_processor") is not None:
-        options["logits_processor"] = with_own_forms(options["logits_processor"])
+        options = {**options, "generation_config": generation_config}
+    options = _own(options)
     made = Request(given, options, _index("seed", seed, _SEEDS))
     made.alone = adapters.alone_for_adapters(outer)
     if has_own_generate(model):
@@ -112,15 +111,21 @@ def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int) -> Requ
     others = {name: value for name, value in others.items() if value is not None or name not in _ARGUMENTS}
     if not inputs or any(len(_first(value)) != 1 for value in inputs.values()):
         return None
-    made = Request(inputs, others, generate=partial(GenerationMixin.generate, model))
-    if others.get("logits_processor") is not None:
-        others["logits_processor"] = with_own_forms(others["logits_processor"])
-    if others.get("generation_config") is not None:  # which the caller changes for its next call
-        others["generation_config"] = copy.deepcopy(others["generation_config"])
+    made = Request(inputs, _own(others), generate=partial(GenerationMixin.generate, model))
     try:
         _check(made, model, model, most_rows)
     except ValueError:  # the call itself raises it, or has no room
         return None
+    return made
+
+
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """These, as those of a request: the caller may go on to change the config, and have others use the forms."""
+    made = dict(options)
+    if made.get("generation_config") is not None:
+        made["generation_config"] = copy.deepcopy(made["generation_config"])
+    if made.get("logits_processor") is not None:
+        made["logits_processor"] = with_own_forms(made["logits_processor"])
     return made
 
 
