@@ -6,13 +6,12 @@ channels and rates that the model does not have are never all in memory.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import struct
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
+from fastgen_serve.concurrency import Turns
 from fastgen_serve.errors import BadRequest
 
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
@@ -31,13 +30,7 @@ _UNKNOWN_LENGTH = 0x7FFF0000
 _PARAM = "file"
 # Requests whose recordings are worked on at a time: half an hour has 115 MB of samples, and 500 MB of spectra.
 AT_ONCE = 2
-_THREADS = ThreadPoolExecutor(AT_ONCE, "fastgen-audio")
-T = TypeVar("T")
-
-
-async def in_turn(work: Callable[[], T]) -> T:
-    """What `work` returns, which reads the recording of a request: in a thread, when it is its turn."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+in_turn = Turns(AT_ONCE, "fastgen-audio").run
 
 
 def decoded(data: bytes, rate: int, most: float) -> Any:

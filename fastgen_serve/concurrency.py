@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -34,6 +35,22 @@ async def in_turns(work: Callable[[Item], Awaitable[T]], items: Sequence[Item], 
 
     await together(run() for _ in range(min(at_once, len(items))))
     return [results[index] for index in range(len(items))]
+
+
+class Turns:
+    """Threads for work of requests, so much of which is done at a time.
+
+    Args:
+        at_once: works.
+        name: of the threads.
+    """
+
+    def __init__(self, at_once: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(at_once, name)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns: in a thread, when it is its turn."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class ClosedStream(StreamingResponse):

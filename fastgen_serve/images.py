@@ -5,14 +5,13 @@ What is too large is refused by its length and its header, before there is memor
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from fastgen_serve.concurrency import Turns
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.settings import ServeSettings
 
@@ -27,13 +26,8 @@ _DATA = re.compile(r"data:[\w.+-]{0,32}/?[\w.+-]{0,64};base64,", re.IGNORECASE |
 _PARAM = "messages"
 # Requests whose images are worked on at a time: each has them in memory. The threads of texts are others.
 AT_ONCE = 4
-_THREADS = ThreadPoolExecutor(AT_ONCE, "fastgen-images")
+in_turn = Turns(AT_ONCE, "fastgen-images").run
 T = TypeVar("T")
-
-
-async def in_turn(work: Callable[[], T]) -> T:
-    """What `work` returns, which reads the images of a request: in a thread, when it is its turn."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
 
 def decoded(urls: Sequence[str], settings: ServeSettings) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
-from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 
 from fastgen.pipeline.errors import one_line
@@ -21,7 +20,7 @@ from fastgen_serve.api.audio_schema import (
     TranscriptionSegment,
     VerboseTranscription,
 )
-from fastgen_serve.api.schema import MULTIPART, request_body, said
+from fastgen_serve.api.schema import MULTIPART, media_type, request_body, validated
 from fastgen_serve.errors import BadRequest, Busy, ModelNotFound, TooLarge, Unavailable
 from fastgen_serve.jobs import Speech, Transcribe, Transcribed
 from fastgen_serve.limits import Held
@@ -117,7 +116,7 @@ def _length(request: Request, settings: ServeSettings) -> int:
 
 async def _read(request: Request) -> tuple[SpeechRequest, bytes]:
     """The fields of a form, and its file. Raises BadRequest, or TooLarge."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(request)
     if kind != MULTIPART:
         raise BadRequest(f"the body is no form with a file: send it as {MULTIPART}")
     most = request.app.state.settings.max_audio_bytes
@@ -133,12 +132,7 @@ async def _read(request: Request) -> tuple[SpeechRequest, bytes]:
 
 
 def _checked(fields: Mapping[str, Any]) -> SpeechRequest:
-    try:
-        body = SpeechRequest.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else None
-        raise BadRequest(f"{name or 'the form'}: {said(first)}", param=name) from error
+    body = validated(SpeechRequest, fields, "the form")
     if not isinstance(body.file, UploadFile):
         raise BadRequest("file: is no file, send it as a part of the form with a name", param="file")
     return body

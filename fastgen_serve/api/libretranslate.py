@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 
 from fastgen_serve import keys
-from fastgen_serve.api.schema import MULTIPART, Body, Text, Texts, error_responses, request_body, said
+from fastgen_serve.api.schema import MULTIPART, Body, Text, Texts, error_responses, media_type, request_body, validated
 from fastgen_serve.errors import BadRequest, ServeError, Unauthorized
 from fastgen_serve.translation import files, languages, markup, sentences
 from fastgen_serve.translation.detection import Detected
@@ -278,7 +278,7 @@ async def _read(request: Request, model: type[Read]) -> Read:
         BadRequest: it is none.
         Unauthorized: it has no key, or another one.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(request)
     if kind == _JSON:
         try:
             fields = await request.json()
@@ -325,12 +325,7 @@ def _checked(request: Request, model: type[Read], fields: dict[str, Any]) -> Rea
     if not isinstance(key, str):
         key = keys.of_header(request.headers.get("authorization"))
     keys.check(key, request.app.state.settings.api_keys)
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else None  # of a name that is no text, there is none
-        raise BadRequest(f"{name or 'the body'}: {said(first)}", param=name) from error
+    return validated(model, fields, "the body")
 
 
 async def _translator(app: FastAPI) -> Translator:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
+from fastapi import Request
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -19,6 +21,10 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
+
+from fastgen_serve.errors import BadRequest
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def _more_is_null(schema: dict[str, Any]) -> None:
@@ -61,6 +67,21 @@ class Body(BaseModel):
 def said(error: ErrorDetails) -> str:
     """What is wrong with a field, for those who sent it."""
     return "is not known here: leave it out" if error["type"] == "extra_forbidden" else error["msg"]
+
+
+def validated(model: type[Model], fields: Mapping[str, Any], whole: str) -> Model:
+    """A body of these fields. Raises BadRequest for the first that is wrong, or for `whole`, which they are of."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else None  # of a name that is no text, there is none
+        raise BadRequest(f"{name or whole}: {said(first)}", param=name) from error
+
+
+def media_type(request: Request) -> str:
+    """Of a request's body."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _equals(value: Any, other: Any) -> bool:

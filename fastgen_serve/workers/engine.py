@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 import fastgen
 from fastgen.memory import free_host_memory
@@ -31,7 +36,7 @@ class EngineWorker(ABC):
     info: ModelInfo
 
     def __init__(self, model: Any, settings: ServeSettings, **options: Any) -> None:
-        self._model = model
+        self._model, self._slots = model, settings.slots
         # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
         cache_gib = settings.cache_gib or cache_share(len(settings.models))
         self._engine = fastgen.Engine(
@@ -41,6 +46,24 @@ class EngineWorker(ABC):
             cache_gib=None if math.isinf(cache_gib) else cache_gib,
             **options,
         )
+
+    def _info(self, path: str, task: str, **others: Any) -> ModelInfo:
+        """What the model at a path is, that does this."""
+        defaults = self._model.generation_config.to_diff_dict()
+        return ModelInfo(
+            name=os.path.basename(path.rstrip("/")),
+            kind="encoder-decoder" if self._model.config.is_encoder_decoder else "decoder-only",
+            tasks=(task,),
+            slots=self._slots,
+            defaults={name: value for name, value in defaults.items() if value is not None},
+            **others,
+        )
+
+    def _as_read(self, value: Any) -> Any:
+        """An array as a tensor, numbers in the model's own type; anything else as it is."""
+        made = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        is_float = isinstance(made, Tensor) and made.is_floating_point()
+        return made.to(self._model.dtype) if is_float else made
 
     @abstractmethod
     def _start(self, job: Any, on_delta: Callable[[Any], object] | None) -> tuple[Future[Any], Callable[[Any], Any]]:

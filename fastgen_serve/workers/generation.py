@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -19,7 +16,7 @@ from fastgen.engine.options import positions_of
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.generation.model import SequenceScores
 from fastgen_serve.errors import BadRequest
-from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, ModelInfo, Sequence
+from fastgen_serve.jobs import MOST_TOKENS, Delta, Generate, Generated, Sequence
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.engine import EngineWorker
 from fastgen_serve.workers.loading import read_generating
@@ -68,15 +65,11 @@ class GenerationWorker(EngineWorker):
         # What translators and the like read is another text than what they write.
         lookup = 0 if self._config.is_encoder_decoder else settings.prompt_lookup_num_tokens
         super().__init__(model, settings, prompt_lookup_num_tokens=lookup)
-        generation = self._model.generation_config
-        self.info = ModelInfo(
-            name=os.path.basename(path.rstrip("/")),
-            kind="encoder-decoder" if self._config.is_encoder_decoder else "decoder-only",
-            tasks=("generate",),
+        self.info = self._info(
+            path,
+            "generate",
             positions=positions_of(self._config, of_source=self._config.is_encoder_decoder) or MOST_TOKENS,
             max_new_tokens=self._default_new_tokens(),
-            slots=settings.slots,
-            defaults={name: value for name, value in generation.to_diff_dict().items() if value is not None},
         )
         if settings.warm_up:
             self._warm_up(progress)
@@ -159,11 +152,7 @@ class GenerationWorker(EngineWorker):
         if not job.inputs:
             return list(job.tokens)
         given: dict[str, Any] = {"input_ids": list(job.tokens)}
-        for name, value in job.inputs.items():
-            made = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            is_float = isinstance(made, Tensor) and made.is_floating_point()
-            given[name] = made.to(self._model.dtype) if is_float else made
-        return given
+        return given | {name: self._as_read(value) for name, value in job.inputs.items()}
 
     def _check(self, job: Generate) -> None:
         if not job.tokens:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.engine.options import positions_of
-from fastgen_serve.jobs import ModelInfo, Segment, Speech, Transcribe, Transcribed
+from fastgen_serve.jobs import Segment, Speech, Transcribe, Transcribed
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.engine import EngineWorker
 from fastgen_serve.workers.loading import read_speech
@@ -36,15 +35,8 @@ class SpeechWorker(EngineWorker):
         self, path: str, settings: ServeSettings, progress: Callable[[str], object] = lambda text: None
     ) -> None:
         super().__init__(read_speech(path, settings.dtype), settings)
-        generation = self._model.generation_config
-        self.info = ModelInfo(
-            name=os.path.basename(path.rstrip("/")),
-            kind="encoder-decoder",
-            tasks=("transcribe",),
-            positions=positions_of(self._model.config),
-            slots=settings.slots,
-            defaults={name: value for name, value in generation.to_diff_dict().items() if value is not None},
-            speech=speech_of(self._model),
+        self.info = self._info(
+            path, "transcribe", positions=positions_of(self._model.config), speech=speech_of(self._model)
         )
         if settings.warm_up and self._model.config.model_type == "whisper":
             progress("warming up")
@@ -66,12 +58,8 @@ class SpeechWorker(EngineWorker):
             options |= {"return_timestamps": True, "return_segments": True}
         if job.seed is not None:
             options["seed"] = job.seed
-        return self._engine.submit(self._given(job.inputs), timeout=0, **options), partial(self._transcribed, job)
-
-    def _given(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The inputs as tensors, in the model's own type of numbers."""
-        made = {name: torch.as_tensor(value) for name, value in inputs.items()}
-        return {name: each.to(self._model.dtype) if each.is_floating_point() else each for name, each in made.items()}
+        given = {name: self._as_read(value) for name, value in job.inputs.items()}
+        return self._engine.submit(given, timeout=0, **options), partial(self._transcribed, job)
 
     def _transcribed(self, job: Transcribe, result: Any) -> Transcribed:
         """What `generate` returns: tokens, or a dictionary that has segments, too."""
