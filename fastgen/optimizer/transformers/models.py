@@ -330,7 +330,8 @@ def attention_functions() -> Hashable:
 
 
 def has_independent_rows(model: Any) -> bool:
-    """Whether the rows of the generating part are known to be independent. The encoder, run per input, does not matter.
+    """Whether the rows of the generating part are known to be independent. The encoder does not matter: it runs per
+    input.
     """
     parts = parts_that_decode(model)
     are_known = all(_class_of(part).startswith("transformers.models.") for part in parts)
