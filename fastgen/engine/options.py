@@ -38,7 +38,8 @@ _SHARED = (
 # The same, if no row has padding: these read the encoder's tokens, or the prompt's if there is no encoder.
 _READ_SOURCE = "encoder_repetition_penalty encoder_no_repeat_ngram_size".split()
 _READ_PROMPT = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias forced_bos_token_id".split()
-# A batch gets values of its own for these, derived from the requests' new-token limits, in which they agree.
+# A batch gets values of its own for these, derived from the most and the fewest new tokens of its requests, in which
+# they agree.
 _LENGTHS = "max_length max_new_tokens min_length min_new_tokens".split()
 # Options of sampling.
 _DRAWN = "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff".split()

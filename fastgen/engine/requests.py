@@ -143,9 +143,10 @@ class Request:
 
     @property
     def lookup(self) -> int | None:
-        """Tokens to look up at once as a draft; None if the request does not say, and for requests that need a call of
-        their own. With lookup, the library draws other tokens when sampling, and passes drafts to user code, too: only
-        a call of its own does the same.
+        """Tokens to look up at once as a draft; None if unset, and for requests that need a call of their own.
+
+        Lookup does not change the tokens of a greedy request without user code. But with lookup the library draws other
+        tokens when sampling, and passes drafts to user code, too: only a call of its own does the same.
         """
         asked: int | None = None if self.config is None else self.config.prompt_lookup_num_tokens
         return None if asked and (self.config.do_sample or self._is_asked_in_each_step) else asked

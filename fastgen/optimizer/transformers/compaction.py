@@ -33,8 +33,7 @@ _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 class BatchCompaction:
     """The rows that the model still runs on.
 
-    In a beam search (`searches`), the search itself tells when an input is done (`note_search`); otherwise the criteria
-    do.
+    A beam search (`searches`) itself tells when an input is done (`note_search`); otherwise the criteria do.
     """
 
     def __init__(self, store: ExchangedLayers, batch: int, per_input: int, searches: bool) -> None:

@@ -234,7 +234,7 @@ def _check_users_cache(call: Call, config: Any, cache: Any) -> None:
 
 
 def _check_streamer(arguments: dict[str, Any]) -> None:
-    """Raises `CannotBeCaptured` if the streamer would not come after the user's criteria, as in older releases."""
+    """Raises `CannotBeCaptured` if the library's loop streams a token before the user's criteria see it."""
     if user_code.has_own(arguments["stopping_criteria"]) and not releases.streams_behind_criteria():
         raise CannotBeCaptured("a streamer that comes before criteria")
 

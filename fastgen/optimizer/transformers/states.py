@@ -17,7 +17,7 @@ from fastgen.decoding.kv.rows import Beams, rows_of
 from fastgen.decoding.kv.states import FixedStates, Name, States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 
-# Kinds of states of a library layer, each held by number.
+# Attributes of a library layer that hold states, each by number.
 _KINDS = ("conv_states", "recurrent_states")
 # Placeholders for releases without such layers, in which the derived classes are never instantiated.
 _Linear: Any = cache_utils.LinearAttentionLayer if releases.keeps_states_in_cache() else object

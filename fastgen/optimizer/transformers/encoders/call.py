@@ -97,7 +97,7 @@ def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 
 def is_left_alone() -> bool:
-    """Whether the call is not an encoder's own, or FastGen must not change it."""
+    """Whether the call is part of another one, or FastGen must not change it."""
     if _inside.get() or not patching.is_active() or Call.current() is not None:
         return True
     # Compiled, traced or captured code must not read values.
@@ -224,7 +224,7 @@ def layers_of_passes(model: Any) -> Iterator[None]:
 
 
 def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
-    """Returns the context of the layers' faster form for one forward pass, if it pays without packed weights.
+    """Returns the context of the layers' faster form for one forward pass, if a single pass makes it worth having.
 
     A pass is too short to pack weights for it.
     """
