@@ -32,7 +32,7 @@ from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import STATES, positions_of_step
 
-# Numbers of inputs that GPU steps are made for.
+# Numbers of inputs that steps are made for, unless a step can be made for any number.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # By whether beams are searched, and whether the model has an encoder.
 _OUTPUTS = {
