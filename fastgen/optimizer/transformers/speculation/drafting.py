@@ -261,7 +261,7 @@ class Drafting:
         return self._forward(model, cache, self.search.following(ahead, width), inputs, width)
 
     def _positions_of(self, last: Tensor, ahead: Tensor | int, width: int) -> Tensor:
-        """Returns positions, [rows, width], from those of the last tokens, [rows, 1]. Plain decoding reads no others.
+        """Returns positions, [rows, width], from those of the last tokens, [rows, 1], within plain decoding's range.
 
         What a row drafts beyond its limit does not count, but a model may have no position for it, nor for tokens
         before a row that has ended long ago.
