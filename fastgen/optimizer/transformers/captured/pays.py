@@ -25,14 +25,13 @@ PASSES = 64
 # Calls with drafts have a step recorded once they have asked for so many steps. A call that may end at any token counts
 # for at most the second number.
 ASKED_FOR, STEPS_OF_A_CALL = 256, settings.STEPS_OF_A_CALL
-# Steps that repay a recording: as long as nothing has been measured, and at the least.
+# Steps that repay a recording: the number assumed before anything has been measured, and the least number.
 STEPS, LEAST_STEPS = 24, 6
-# Specializing a recording takes this part of the time of making one, and one for any number of inputs takes the time of
-# so many for one number, as long as nothing has been measured.
-# number of inputs takes the time of so many for one number.
+# Part of a recording's time that specializing it takes, until that is measured. A recording for any number of inputs
+# takes the time of so many for one number. The third is the time of specializing in steps, if nothing was measured.
 PART_OF_SPECIALIZING, _RECORDINGS = 0.25, 2
 STEPS_OF_SPECIALIZING = PART_OF_SPECIALIZING * STEPS
-# Steps that repay a recording, at the most.
+# The most steps that repay a recording.
 MOST_STEPS = 16 * STEPS
 # The part of a step that a replay saves in most models. It counts as one additional measurement: other processes may
 # have disturbed the first ones, and without another recording nothing would correct these.
@@ -45,7 +44,6 @@ MANY = 4
 _WEIGHT = 0.25
 # The part of the time of plain calls that may be spent on preparing drafts, and the assumed cost of one such item in
 # plain steps, until it has been measured.
-# as nobody knows.
 SHARE, _STEPS_OF_ONE = 0.1, 20
 
 
@@ -177,7 +175,7 @@ class Ledger:
         return known.lost
 
     def _idle(self, rows: int, larger: int) -> float:
-        """Returns the seconds that the additional rows take in a step, at the most.
+        """Returns at most how many seconds the additional rows take in a step.
 
         The estimate is an upper bound, because a step reads all weights however few rows it has.
         """
