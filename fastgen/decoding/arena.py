@@ -110,7 +110,7 @@ def _rounded(size: int) -> int:
 
 
 class Chunk:
-    """A piece of host memory of so many bytes. It lives as long as a program uses it."""
+    """A piece of host memory of this many bytes. It lives as long as a program uses it."""
 
     def __init__(self, size: int) -> None:
         self.storage = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()

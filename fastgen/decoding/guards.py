@@ -370,7 +370,7 @@ def _identity(value: Any) -> Hashable:
     return (Replacement, value.guarded()) if isinstance(value, Replacement) else _Describer().identify(value)
 
 
-# A model that has changed so often in a row is not checked during a back-off of at most so many calls.
+# A model that has changed in this many checks in a row is not checked during a back-off of at most this many calls.
 _MOST_CHANGES, _MOST_CALLS = 4, 64
 # The limit for models with third-party code, which may be temporary.
 _MOST_CALLS_OF_FOREIGN = 2

@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 _MOST_ROWS = 16
 # Smaller weights are not worth a copy.
 _LEAST_BYTES = 2**22
-# If more than this part of all logits is computed exactly over so many steps, they are too flat to approximate.
+# If more than this part of all logits is computed exactly over this many steps, they are too flat to approximate.
 _MOST_COMPUTED, _STEPS = 1 / 16, 16
 
 

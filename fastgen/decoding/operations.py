@@ -114,7 +114,7 @@ UNINITIALISED = frozenset(
 
 @cache
 def structure_of(arguments: int) -> Any:
-    """Returns the structure of an operation with so many arguments, all positional and none in a list."""
+    """Returns the structure of an operation with this many arguments, all positional and none in a list."""
     return tree_structure(((None,) * arguments, {}))
 
 

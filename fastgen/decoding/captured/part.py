@@ -64,12 +64,12 @@ class CapturedPart:
     # ---- programs for numbers of inputs
 
     def is_declined(self, inputs: int) -> bool:
-        """Whether programs for so many inputs are not to be made now. To be called once in each step."""
+        """Whether programs for this many inputs are not to be made now. To be called once in each step."""
         back_off = self.out_of_memory.get(inputs)
         return inputs in self.declined or (back_off is not None and back_off.waits())
 
     def decline_for_now(self, inputs: int) -> None:
-        """Notes that there was too little memory for programs for so many inputs. There may be more later."""
+        """Notes that there was too little memory for programs for this many inputs. There may be more later."""
         self.out_of_memory.setdefault(inputs, BackOff(*_PAUSES)).fail()
 
     @property
@@ -82,7 +82,7 @@ class CapturedPart:
         return min((number for number in self._by_inputs if number >= inputs), default=None)
 
     def use(self, inputs: int) -> bool:
-        """Has later replays use the programs for so many inputs. Returns whether there are any."""
+        """Has later replays use the programs for this many inputs. Returns whether there are any."""
         self.made = self._by_inputs.get(inputs, self.made)
         return inputs in self._by_inputs
 

@@ -26,7 +26,7 @@ from fastgen.decoding.operations import Constant, Operation, TensorRef
 _BATCHES = ((13, 17), (11, 19), (61, 67), (59, 71), (251, 257), (241, 263))
 # The most inputs that a recording serves, such that two pairs are available.
 MOST = _BATCHES[-2][1]
-# A number may be less than a multiple of the batch by so many rows, for example without the first or the last row.
+# A number may be less than a multiple of the batch by this many rows, for example without the first or the last row.
 _MOST_LESS = 2
 # The memory of a step is searched for in objects of these packages.
 _OWN_PACKAGES = ("fastgen.", "transformers.generation.")
@@ -110,7 +110,7 @@ class _SymbolicRef:
     offset: _Line
 
     def at(self, inputs: int, batch: int) -> TensorRef:
-        """Returns the reference for so many inputs, in memory for `batch`."""
+        """Returns the reference for this many inputs, in memory for `batch`."""
         sizes = tuple(size.at(inputs) for size in self.size)
         strides = tuple(stride.at(batch) for stride in self.stride)
         return TensorRef(self.storage, self.dtype, sizes, strides, self.offset.at(batch))

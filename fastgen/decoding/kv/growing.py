@@ -13,7 +13,7 @@ from fastgen.decoding.kv.view import KVView
 from fastgen.memory import capacity
 from fastgen.ops import attention
 
-# A prefix is shared if it has at least so many positions, and its K and V, repeated for every row, at least so many
+# A prefix is shared if it has at least this many positions, and its K and V, repeated for every row, at least this many
 # bytes per layer. Below that, reading the repetitions takes less time than the additional operations of a split
 # attention, and the prefix is repeated. At these sizes, both take the same time on a CPU with 15 GB/s.
 MIN_SHARED_PREFIX = 32

@@ -21,7 +21,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 _QUESTIONS = frozenset(
     {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device"}
 )
-# Hidden states and scores have at least so many dimensions, rows first. Masks have one more.
+# Hidden states and scores have at least this many dimensions, rows first. Masks have one more.
 _DIMENSIONS_OF_STATES = 3
 
 
@@ -83,7 +83,7 @@ class RowLengths(Tensor):
         return RowLengths.of(found)
 
     def _of_own_row(self, dimensions: int) -> Tensor:
-        """Returns an ordinary tensor of so many dimensions, rows first, with each row's own value."""
+        """Returns an ordinary tensor of this many dimensions, rows first, with each row's own value."""
         values = self.by_row
         values = values.reshape(values.shape[0], *[1] * (dimensions - values.dim() + 1), *values.shape[1:])
         if values.shape[1] == 1:

@@ -83,7 +83,7 @@ class Costs:
         self.short_calls = 0
 
     def add(self, part: int, seconds: float) -> None:
-        """Notes the seconds of a part: a verify of so many positions, `DRAFT` or `HOST`."""
+        """Notes the seconds of a part: a verify of this many positions, `DRAFT` or `HOST`."""
         self._parts.setdefault(part, _Timings()).add(seconds)
 
     def begin_call(self) -> None:
@@ -103,7 +103,7 @@ class Costs:
         return self._parts[part].seconds() if part in self._parts else None
 
     def allows(self, length: int) -> bool:
-        """Whether iterations may draft so many tokens."""
+        """Whether iterations may draft this many tokens."""
         return not (length and self.only_timed) or self.seconds(length + 1) is not None
 
     def knows(self, has_model: bool) -> bool:

@@ -46,7 +46,7 @@ def of_calls() -> BackOff:
 
 
 def can_begin(costs: Costs, tokens: int) -> bool:
-    """Whether a call of so many tokens may begin with the shortest draft, which could cost a short call too much.
+    """Whether a call of this many tokens may begin with the shortest draft, which could cost a short call too much.
 
     It may if nothing was timed.
     """

@@ -100,7 +100,7 @@ class DraftWeights:
             caches.free_captured_steps()
 
     def copy(self, seconds: float = math.inf) -> bool:
-        """Copies weights for about so many seconds. Returns whether all but the head are copied. Not thread-safe.
+        """Copies weights for about this many seconds. Returns whether all but the head are copied. Not thread-safe.
 
         Raises:
             ValueError: there is no weight to copy, or too little memory.

@@ -57,11 +57,11 @@ class StepSeconds:
         self._measured: dict[int, deque[float]] = {}
 
     def note(self, rows: int, seconds: float) -> None:
-        """Notes the seconds of a step of so many rows."""
+        """Notes the seconds of a step of this many rows."""
         self._measured.setdefault(rows, deque(maxlen=_LATEST)).append(seconds)
 
     def ratio(self, rows: int, to: int) -> float:
-        """Returns the time of a step of so many rows relative to one of `to` rows, which is at least 1 if measured."""
+        """Returns the time of a step of `rows` rows relative to one of `to` rows, which is at least 1 if measured."""
         guess = 1 + _SHARE * (rows - to)
         known = [self._measured.get(each, ()) for each in (rows, to)]
         if min(map(len, known)) < _MEASURED:

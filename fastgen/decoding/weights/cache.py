@@ -340,7 +340,7 @@ caches.register(drop_all)
 
 
 def has_memory(nbytes: int, device: torch.device) -> bool:
-    """Whether there is memory for copies of so many bytes. Evicts copies that were not used lately."""
+    """Whether there is memory for copies of this many bytes. Evicts copies that were not used lately."""
     call = _here.call
     held = [each for each in known() if each.nbytes and not each.is_asked_for and each.weight.device == device]
     total = sum(each.nbytes for each in held)

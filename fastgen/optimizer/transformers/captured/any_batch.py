@@ -47,7 +47,7 @@ def is_symbolic(key: Key) -> bool:
 
 
 def is_recorded(model: Any, key: Key, room: Sizes, inputs: int) -> bool:
-    """Whether a recording exists that serves steps of this key for so many inputs, with buffers of these sizes."""
+    """Whether a recording exists that serves steps of this key for this many inputs, with buffers of these sizes."""
     return is_symbolic(key) and graph_cache.has_symbolic(model, inputs, *(each for each, _ in _kinds(key, room)))
 
 

@@ -20,7 +20,7 @@ from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, 
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
-# With at most so many rows, the time of a step is that of reading the weights.
+# With at most this many rows, the time of a step is that of reading the weights.
 _FEW_ROWS = 8
 # Steps between two checks for finished inputs.
 _EVERY = 4

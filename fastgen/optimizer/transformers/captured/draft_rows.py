@@ -52,7 +52,7 @@ class DraftRows:
         self.drafted = self.accepted = 0
 
     def note(self, rows: int, seconds: float) -> None:
-        """Notes the seconds of a replayed step of so many rows."""
+        """Notes the seconds of a replayed step of this many rows."""
         if self._is_timed:
             self._seconds.note(rows, seconds)
 

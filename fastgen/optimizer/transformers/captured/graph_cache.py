@@ -130,7 +130,7 @@ def _make_room(device: torch.device) -> None:
 
 
 def _superfluous(device: torch.device, most_bytes: float, most: int) -> _Place | None:
-    """Returns what to evict, given at most so many steps and bytes on this device; None if everything fits."""
+    """Returns what to evict, given at most this many steps and bytes on this device; None if everything fits."""
     steps, recordings = list[_Place](), list[_Place]()
     for of in _all():
         passes = [key for key in of.steps if not isinstance(key, Key)]
@@ -185,7 +185,7 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
     if made is not None and sum(chunk.nbytes for chunk in made.chunks) > _most_bytes(device):
         made = None  # each step is recorded separately, in less memory
     with _lock:
-        # A recording for fewer inputs is kept if none could be made for so many.
+        # A recording for fewer inputs is kept if none could be made for this many.
         if _models.get(model) is cached and (made is not None or found is None):
             cached.symbolic[of_any] = made
             while len(cached.symbolic) > MOST_SYMBOLIC:
@@ -195,7 +195,7 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
 
 
 def has_symbolic(model: Any, inputs: int, *keys: Key) -> bool:
-    """Whether a recording for any number of inputs exists for one of these keys, and serves so many inputs."""
+    """Whether a recording for any number of inputs exists for one of these keys, and serves this many inputs."""
 
     def is_in(cached: _OfModel) -> bool:
         found = (cached.symbolic.get(_of_any_batch(key)) for key in keys)

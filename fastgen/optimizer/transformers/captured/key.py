@@ -33,7 +33,7 @@ from fastgen.optimizer.transformers.states import LayerForm
 
 # Masks among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")
-# Greedy search and sampling have room for at least so many tokens that end a sequence.
+# Greedy search and sampling have room for at least this many tokens that end a sequence.
 _ENDS = 4
 # Inputs of the model that grow by one in every step.
 POSITIONS = ("position_ids", "decoder_position_ids")
@@ -66,7 +66,7 @@ class Key:
     source_in_front: bool  # self-attention holds K and V of the encoder's output, before those of the sequences
     early_stopping: bool | str | None  # of beam search; None for greedy search and sampling
     samples: bool  # tokens are drawn
-    ends: int  # room for so many tokens that end a sequence
+    ends: int  # room for this many tokens that end a sequence
     processors: tuple[Hashable, ...] | None  # signatures; None if the host runs the processors
     has_criteria: bool  # the host evaluates stopping criteria besides the search's own
     kept: tuple[str, ...]  # what the call returns of every step: scores, logits

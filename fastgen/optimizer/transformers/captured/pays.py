@@ -20,15 +20,15 @@ from typing import Any
 from fastgen import caches, settings
 from fastgen.optimizer.transformers.captured.key import Key
 
-# An encoder pass of one shape is recorded once it has run so often: recording takes as long as tens of passes.
+# An encoder pass of one shape is recorded once it has run this often: recording takes as long as tens of passes.
 PASSES = 64
-# Calls with drafts have a step recorded once they have asked for so many steps. A call that may end at any token counts
-# for at most the second number.
+# Calls with drafts have a step recorded once they have asked for this many steps. A call that may end at any token
+# counts for at most the second number.
 ASKED_FOR, STEPS_OF_A_CALL = 256, settings.STEPS_OF_A_CALL
 # Steps that repay a recording: the number assumed before anything has been measured, and the least number.
 STEPS, LEAST_STEPS = 24, 6
 # Part of a recording's time that specializing it takes, until that is measured. A recording for any number of inputs
-# takes the time of so many for one number. The third is the time of specializing in steps, if nothing was measured.
+# takes the time of this many for one number. The third is the time of specializing in steps, if nothing was measured.
 PART_OF_SPECIALIZING, _RECORDINGS = 0.25, 2
 STEPS_OF_SPECIALIZING = PART_OF_SPECIALIZING * STEPS
 # The most steps that repay a recording.
@@ -36,9 +36,9 @@ MOST_STEPS = 16 * STEPS
 # The part of a step that a replay saves in most models. It counts as one additional measurement: other processes may
 # have disturbed the first ones, and without another recording nothing would correct these.
 SAVED = 0.4
-# A call that may end at any token is expected to go on once it has so many tokens.
+# A call that may end at any token is expected to go on once it has this many tokens.
 TOKENS_SEEN = 16
-# Short calls have been many once their steps would have repaid so many recordings.
+# Short calls have been many once their steps would have repaid this many recordings.
 MANY = 4
 # Weight of the last call in the moving average of call lengths.
 _WEIGHT = 0.25
@@ -165,7 +165,7 @@ class Ledger:
         return larger if eager is not None and self.replayed[larger.rows] < eager else None
 
     def note_idle(self, key: Key, larger: Key, steps: int) -> None:
-        """Notes that a call of `key` has made so many steps of `larger`."""
+        """Notes that a call of `key` has made this many steps of `larger`."""
         self.lose(key, steps * self._idle(key.rows, larger.rows))
 
     def lose(self, key: Hashable, seconds: float) -> float:
@@ -215,7 +215,7 @@ class Ledger:
         self.eager[rows] = min(self.eager.get(rows, seconds), seconds)
 
     def note_call(self, key: Key, tokens: int, may_end: bool, eager_steps: int) -> None:
-        """Notes that a call of this key has generated so many tokens, with so many steps that were not replayed."""
+        """Notes that a call of this key has generated this many tokens, with this many steps that were not replayed."""
         self._of_key(key).spent += eager_steps
         if may_end:
             before = tokens if self._tokens is None else self._tokens

@@ -215,7 +215,7 @@ class Slots:
             self._captures_from = min(self._captures_from, self._steps + max(starts - done, 0))
 
     def _with_room(self, decoding: EnteringDecoding, inputs: int, needed: Sizes) -> DecodeStep:
-        """Returns the step, with room for so many inputs, up to the maximum, and for their sizes."""
+        """Returns the step, with room for this many inputs, up to the maximum, and for their sizes."""
         rows = max(inputs, MOST_ROWS) if self._kind.key.maps_rows else inputs
         batch = min(max(power_of_two(rows), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
@@ -245,7 +245,7 @@ class Slots:
         return True
 
     def _taken(self, decoding: EnteringDecoding, batch: int, room: Sizes, kind: Kind) -> DecodeStep:
-        """Returns a kept or new step for so many inputs, with buffers of at least these sizes."""
+        """Returns a kept or new step for this many inputs, with buffers of at least these sizes."""
         key, given = replace(kind.key, batch=batch), kind.processors
         vocabulary = decoding.prompt.logits.shape[-1]
 

@@ -42,7 +42,7 @@ class Draft:
         schedule: how many tokens to draft, if the user has set it.
         threshold: a draft ends with the first token to which the drafting model gives a lower probability.
         is_prepared: what it needs is made step by step, in earlier calls (`make_next`).
-        recorded_at_once_from: a number of tokens, if the call itself requests the draft. A call of at least so many
+        recorded_at_once_from: a number of tokens, if the call itself requests the draft. A call of at least this many
             tokens records a step whether or not others follow, and takes about as long as a plain call without one.
     """
 
@@ -63,7 +63,7 @@ class Draft:
         return contextlib.nullcontext()
 
     def make(self, seconds: float) -> bool:
-        """Makes what it drafts with, for about so many seconds. Returns whether everything is made."""
+        """Makes what it drafts with, for about this many seconds. Returns whether everything is made."""
         return True
 
     def begin(self, drafting: Drafting, decoding: Any) -> None:
@@ -74,7 +74,7 @@ class Draft:
         return None
 
     def cut(self, counts: Sequence[int]) -> None:
-        """Limits the available tokens to propose to so many for each of these rows."""
+        """Has `propose` use at most `counts` of the available tokens of each of these rows."""
         raise NotImplementedError
 
     def propose(self, drafting: Drafting, model: Any, count: int) -> None:
