@@ -251,7 +251,7 @@ class GrowingKV(KVCache):
                 cached.copy_(cached.index_select(0, index.to(part.device)))
             return
         index = index.to(suffix[0].device)
-        # Written once, to other memory. So one layer's more is taken, and the next layer gets this one's old memory.
+        # Written once, to new memory. This takes one more layer's memory: the next layer gets this one's.
         keys, values = (self._allocate(part.shape, part) for part in suffix)
         for part, new in zip(suffix, (keys, values), strict=True):
             torch.index_select(part[:, :, : self.suffix_length], 0, index, out=new[:, :, : self.suffix_length])

@@ -195,7 +195,7 @@ class Decoding(PrefilledCall):
             else:
                 replays += 1
                 ends.append(time.perf_counter())
-            # Also after the first step in larger buffers: an earlier call may have left them, and none is exchanged.
+            # Also after the first step in larger buffers: if an earlier call has left these, it is a replay, too.
             if compaction is not None and step.is_captured:
                 compaction.after(step, seconds)
             if self._may_release(step):

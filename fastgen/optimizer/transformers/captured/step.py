@@ -123,7 +123,7 @@ class DecodeStep:
         search: SpeculativeSearch | None = None,
     ) -> None:
         self.key, self.processors, self.device = key, processors, prompt.tokens.device
-        self.state: Hashable = None  # the state of the model (`GuardedState`) with which the step is captured
+        self.state: Hashable = None  # the model's state when the step is captured (`graph_cache.state`)
         self.buffers = StepBuffers(key, prompt, sizes)
         self.search: Any = search or search_of(key, sizes, self.device, self.buffers.growing)
         self.forward = Forward(key, prompt, self.buffers, self.search)
